@@ -1,0 +1,1 @@
+"""One file per command. Thin: parse, load settings, hand over."""

@@ -1,0 +1,87 @@
+"""Settings of the algorithms, one class each."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headway.config.base import Settings
+
+
+class LengthPenalty(Settings):
+    """Subtracts group mean reward x (output/max + input/max + turns/max, each with its weight)."""
+
+    output: float = 0.25
+    input: float = 0.1
+    turns: float = 0.1
+
+
+class ReferenceSettings(Settings):
+    """A frozen model behind HTTP."""
+
+    base_url: str
+    """Address of a server that speaks the inference protocol or vLLM's."""
+    model: str = "policy"
+    concurrency: int = Field(default=32, ge=1)
+    retries: int = Field(default=3, ge=0)
+    timeout: float = Field(default=300.0, gt=0)
+
+
+class Grpo(Settings):
+    type: Literal["grpo"] = "grpo"
+    normalize: Literal["none", "std"] = "none"
+    length_penalty: LengthPenalty | None = None
+
+
+class MaxRl(Settings):
+    type: Literal["max_rl"] = "max_rl"
+    length_penalty: LengthPenalty | None = None
+
+
+class Rloo(Settings):
+    type: Literal["rloo"] = "rloo"
+    length_penalty: LengthPenalty | None = None
+
+
+class ReinforcePp(Settings):
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+
+
+class Rae(Settings):
+    type: Literal["rae"] = "rae"
+    decay: float = Field(default=0.95, ge=0, lt=1)
+    """Weight of the past in each agent's moving average."""
+
+
+class HierarchicalGrpo(Settings):
+    type: Literal["hierarchical_grpo"] = "hierarchical_grpo"
+    normalize: Literal["none", "std"] = "none"
+
+
+class Opd(Settings):
+    type: Literal["opd"] = "opd"
+    teacher: ReferenceSettings | None = None
+
+
+class Opsd(Settings):
+    type: Literal["opsd"] = "opsd"
+    demonstration: str = "demonstration"
+    """Key of the task's data that holds the demonstration."""
+
+
+class Sft(Settings):
+    type: Literal["sft"] = "sft"
+    teacher: ReferenceSettings | None = None
+    """The frozen model that samples."""
+
+
+class Echo(Settings):
+    type: Literal["echo"] = "echo"
+    roles: dict[str, float] = {"tool": 0.1}
+    """Weight of the cross-entropy on observation tokens, by message role."""
+    normalize: Literal["none", "std"] = "none"
+
+
+Algorithm = Annotated[
+    Grpo | MaxRl | Rloo | ReinforcePp | Rae | HierarchicalGrpo | Opd | Opsd | Sft | Echo,
+    Field(discriminator="type"),
+]

@@ -1,0 +1,39 @@
+"""Settings of an inference server."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from headway.config.base import Settings
+from headway.config.shared import SharedSettings
+
+
+class InferenceSettings(Settings):
+    engine: Literal["auto", "embedded", "vllm"] = "auto"
+    """auto: vLLM where it is installed and a GPU is present, the embedded engine otherwise."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Any other than loopback demands a token."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port; 0 picks a free one."""
+    max_running: int = Field(default=256, ge=1)
+    """Sequences in one decode step, at most."""
+    max_waiting: int = Field(default=4096, ge=0)
+    """Requests that may queue before new ones get 503."""
+    max_batched_tokens: int = Field(default=2048, ge=1)
+    """Tokens in one step, prefill chunks included."""
+    block_size: int = Field(default=16, ge=1)
+    """Tokens per block of the KV cache."""
+    kv_memory_gb: float | None = Field(default=None, gt=0)
+    """Memory of the KV cache. Default: a share of what is free."""
+    prefix_cache: bool = True
+    """Reuse KV blocks of equal prefixes."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads. Default: all cores."""
+    vllm: dict[str, Any] = {}
+    """Arguments for vLLM under their own names."""
+
+
+class ServeSettings(SharedSettings):
+    """Settings of `headway serve`."""
+
+    inference: InferenceSettings = InferenceSettings()

@@ -1,0 +1,30 @@
+"""Settings of supervised fine-tuning."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from headway.config.base import Settings
+from headway.config.trainer import TrainSettings
+
+
+class DataSettings(Settings):
+    path: str = ""
+    """A JSONL or Parquet file, a folder of them, or the name of a Hugging Face dataset."""
+    split: str = "train"
+    validation_path: Path | None = None
+    """Held-out rows. Default: none."""
+    max_bad_rows: int = Field(default=100, ge=0)
+    """Broken rows are counted and skipped up to this many."""
+    shuffle: bool = True
+    train_roles: list[str] = ["assistant"]
+    """Roles whose tokens are learned."""
+
+
+class SftSettings(TrainSettings):
+    """Settings of `headway sft`."""
+
+    data: DataSettings = DataSettings()
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens per optimizer step, over all ranks."""
+    validation_interval: int = Field(default=50, ge=1)

@@ -1,0 +1,92 @@
+"""Settings that more than one process reads. Each is defined here, once."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headway.config.base import Settings
+
+
+class RunSettings(Settings):
+    name: str | None = None
+    """Name of the run and of its folder. Default: date, time and the command."""
+    output_dir: Path = Path("outputs")
+    """Where run folders are made."""
+
+
+class LoraSettings(Settings):
+    rank: int = Field(default=16, ge=1)
+    """Rank of the adapter."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout on the adapter's input while training."""
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Names of the linear layers that get an adapter."""
+
+
+class ModelSettings(Settings):
+    path: str = "tiny"
+    """A checkpoint folder, or the name of a built-in: tiny, tiny-llama, tiny-moe."""
+    renderer: str = "auto"
+    """How messages become tokens: auto, chatml, or a family name of the `renderers` package."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of computation. auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
+    lora: LoraSettings | None = None
+    """Train an adapter instead of all weights."""
+
+
+class PlacementSettings(Settings):
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models run. auto: CUDA where there is a device."""
+    trainer_ranks: int = Field(default=1, ge=1)
+    """Processes of the trainer's group; batches are packed for this many data ranks."""
+    engines: int = Field(default=1, ge=1)
+    """Inference servers that the run starts."""
+
+
+class FilesystemRollouts(Settings):
+    type: Literal["filesystem"] = "filesystem"
+
+
+class ZmqRollouts(Settings):
+    type: Literal["zmq"] = "zmq"
+    address: str = "tcp://127.0.0.1:0"
+    """Where the orchestrator listens; port 0 picks a free one and writes it into the run's control folder."""
+
+
+class FilesystemWeights(Settings):
+    type: Literal["filesystem"] = "filesystem"
+    keep_last: int = Field(default=2, ge=1)
+    """Published versions kept on disk."""
+
+
+class CollectiveWeights(Settings):
+    type: Literal["collective"] = "collective"
+    host: str = "127.0.0.1"
+    """Address at which the trainer meets the engines."""
+
+
+class SharedMemoryWeights(Settings):
+    type: Literal["shared_memory"] = "shared_memory"
+
+
+RolloutTransport = Annotated[FilesystemRollouts | ZmqRollouts, Field(discriminator="type")]
+WeightTransport = Annotated[FilesystemWeights | CollectiveWeights | SharedMemoryWeights, Field(discriminator="type")]
+
+
+class SharedSettings(Settings):
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    placement: PlacementSettings = PlacementSettings()
+    rollouts: RolloutTransport = FilesystemRollouts()
+    """How batches travel to the trainer."""
+    weights: WeightTransport = FilesystemWeights()
+    """How weights travel to the engines."""
+    seq_len: int = Field(default=2048, ge=8)
+    """Longest sequence, in tokens, that is served and trained; also the size of a packed micro-batch."""
+    max_steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the run."""
+    seed: int = 0
+    """Seed of everything random."""

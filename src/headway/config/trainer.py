@@ -1,0 +1,177 @@
+"""Settings of the trainer."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from headway.config.base import Settings
+from headway.config.shared import SharedSettings
+
+
+class AdamW(Settings):
+    type: Literal["adamw"] = "adamw"
+    lr: float = Field(default=1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+class Muon(Settings):
+    type: Literal["muon"] = "muon"
+    lr: float = Field(default=1e-4, gt=0)
+    """Learning rate of matrices, whose updates are orthogonalized."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    adamw_lr: float = Field(default=1e-6, gt=0)
+    """Learning rate of everything else (embeddings, norms, head), which AdamW updates."""
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+class Sgd(Settings):
+    type: Literal["sgd"] = "sgd"
+    lr: float = Field(default=1e-3, gt=0)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+class SignSgd(Settings):
+    type: Literal["signsgd"] = "signsgd"
+    lr: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="type")]
+
+
+class Constant(Settings):
+    type: Literal["constant"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+class Linear(Settings):
+    """Warm-up, stable, decay."""
+
+    type: Literal["linear"] = "linear"
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0)
+    """Steps at the end over which the rate falls to `min_ratio`."""
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+
+
+class Cosine(Settings):
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_ratio: float = Field(default=0.1, ge=0, le=1)
+
+
+Schedule = Annotated[Constant | Linear | Cosine, Field(discriminator="type")]
+
+
+class Dppo(Settings):
+    type: Literal["dppo"] = "dppo"
+    threshold: float = 0.2
+    """Drop a token whose probability moved further than this in the direction of its advantage."""
+    kl_coef: float = 1e-3
+    """Weight of the squared log-ratio."""
+
+
+class Ipo(Settings):
+    type: Literal["ipo"] = "ipo"
+    threshold: float = 0.1
+    kl_coef: float = 1e-3
+
+
+class Aipo(Settings):
+    type: Literal["aipo"] = "aipo"
+    delta: float = 4.0
+
+
+class PpoClip(Settings):
+    type: Literal["ppo_clip"] = "ppo_clip"
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+
+
+class Cispo(Settings):
+    type: Literal["cispo"] = "cispo"
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+
+
+class Gspo(Settings):
+    type: Literal["gspo"] = "gspo"
+    eps_low: float = 3e-4
+    eps_high: float = 4e-4
+
+
+class Tis(Settings):
+    type: Literal["tis"] = "tis"
+    cap: float = 2.0
+
+
+class Icepop(Settings):
+    type: Literal["icepop"] = "icepop"
+    low: float = 0.5
+    high: float = 5.0
+
+
+class CustomLoss(Settings):
+    type: Literal["custom"] = "custom"
+    path: str
+    """Import path of the function, `package.module:name`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
+
+
+Loss = Annotated[Dppo | Ipo | Aipo | PpoClip | Cispo | Gspo | Tis | Icepop | CustomLoss, Field(discriminator="type")]
+
+
+class ActivationSettings(Settings):
+    checkpoint: Literal["off", "selective", "full"] = "off"
+    """Which activations are recomputed in the backward pass instead of kept."""
+    offload: bool = False
+    """Keep checkpointed activations in CPU memory."""
+
+
+class CheckpointSettings(Settings):
+    interval: int = Field(default=20, ge=1)
+    """Steps between two checkpoints."""
+    keep_last: int = Field(default=2, ge=1)
+    keep_interval: int | None = Field(default=None, ge=1)
+    """Also keep every checkpoint whose step is a multiple of this."""
+    export_interval: int | None = Field(default=None, ge=1)
+    """Steps between two Hugging Face exports; one is always made at the end."""
+
+
+class FakeData(Settings):
+    micro_batches: int = Field(default=1, ge=1)
+    """Micro-batches per rank and step."""
+    mean_len: int | None = None
+    """Mean of log-normal sample lengths; None: one sequence of seq_len per micro-batch."""
+
+
+class TrainerSettings(Settings):
+    optim: Optimizer = AdamW()
+    schedule: Schedule = Constant()
+    loss: Loss = Dppo()
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    activations: ActivationSettings = ActivationSettings()
+    optimizer_on_cpu: bool = False
+    """Keep the optimizer's state in CPU memory."""
+    replicas: int = Field(default=1, ge=1)
+    """Replicate over this many groups and shard within each (hybrid sharding)."""
+    head_chunk: int = Field(default=1024, ge=1)
+    """Tokens per chunk of the LM head, which never holds more logits than that."""
+    compile: bool = False
+    """Compile the layers (CUDA)."""
+    max_bad_steps: int = Field(default=3, ge=1)
+    """Stop after this many steps in a row whose loss or gradients were not finite."""
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    fake_data: FakeData | None = None
+    """Train on random tokens instead of waiting for batches: for benchmarks."""
+
+
+class TrainSettings(SharedSettings):
+    """Settings of `headway train`."""
+
+    trainer: TrainerSettings = TrainerSettings()

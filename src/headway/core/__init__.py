@@ -1,0 +1,1 @@
+"""What processes say to each other: tasks, episodes, samples, batches, versions, the wire. No torch."""

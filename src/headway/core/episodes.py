@@ -1,0 +1,130 @@
+"""Tasks, and the episodes that come of them: trees of messages whose tokens are the truth."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from headway.core.messages import Message
+from headway.core.protocol import SamplingParams
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One problem of an environment. `id` is stable within it; `data` is what the environment needs."""
+
+    id: str
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class RoutedExperts(msgspec.Struct, frozen=True):
+    """The experts that a model chose for tokens `start ..` of a sequence: bytes of a (tokens, layers, k) array."""
+
+    data: bytes
+    shape: tuple[int, int, int]
+    start: int
+    dtype: str
+
+
+class Node(msgspec.Struct, omit_defaults=True):
+    """Tokens that a conversation was extended by: one rendered message, a generation prompt, or one sampled reply.
+
+    `logprobs` is None unless the policy sampled these tokens, and then has one entry per token. `versions`
+    are (policy version, count) runs that cover the sampled tokens. Concatenating the nodes from a root to a
+    leaf gives exactly the tokens that the engine saw. `routed_experts`, on sampled nodes, covers the tokens
+    from its `start` up to the end of this node, counted from the root of the branch.
+    """
+
+    parent: int
+    token_ids: list[int]
+    message: Message | None = None
+    logprobs: list[float] | None = None
+    versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    routed_experts: RoutedExperts | None = None
+    finish_reason: str | None = None
+    temperature: float = 1.0
+
+    @property
+    def sampled(self) -> bool:
+        return self.logprobs is not None
+
+
+class Trace(msgspec.Struct, omit_defaults=True):
+    """What one agent of an episode saw and said, and what it was rewarded for.
+
+    `rewards` are the named parts before weighting, `reward` their weighted sum. `rewrites` counts the times
+    a template rewrote history, so that a new branch had to start. `problem` names what agents are compared
+    on when it is not the task itself (a solver's proposed problem).
+    """
+
+    agent: str = "policy"
+    nodes: list[Node] = msgspec.field(default_factory=list)
+    reward: float = 0.0
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    truncated: bool = False
+    rewrites: int = 0
+    problem: str | None = None
+
+    def branches(self) -> list[list[int]]:
+        """Node indices from root to leaf, one list per leaf, in the order the leaves were added."""
+        parents = {node.parent for node in self.nodes}
+        return [self._path(leaf) for leaf in range(len(self.nodes)) if leaf not in parents]
+
+    def _path(self, node: int) -> list[int]:
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.nodes[node].parent
+        return path[::-1]
+
+
+ErrorKind = Literal["environment", "reward", "tool", "timeout", "worker", "engine", "context", "cancelled"]
+
+
+class EpisodeError(msgspec.Struct, frozen=True):
+    """Why an episode has no result. `detail` may hold a traceback; it is recorded, not shown by default."""
+
+    kind: ErrorKind
+    message: str
+    detail: str = ""
+
+
+class EpisodeRequest(msgspec.Struct, omit_defaults=True):
+    """Everything a worker needs to run one episode. `engines` are base URLs in order of preference."""
+
+    episode_id: str
+    group_id: str
+    task: Task
+    engines: list[str]
+    policy: str = "policy"
+    version: int = 0
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    timeout: float = 600.0
+    cache_salt: str | None = None
+    priority: int = 0
+    evaluation: bool = False
+
+
+class Episode(msgspec.Struct, omit_defaults=True):
+    """The outcome of one request: traces with rewards, or an error (then traces hold what there was).
+
+    `version` is the policy version that the group was pinned to at dispatch; tokens carry their own.
+    `timings` are seconds by name: `total`, `engine` (waiting for the model), `environment`, `reward`.
+    """
+
+    id: str
+    group_id: str
+    env: str
+    task: Task
+    policy: str = "policy"
+    version: int = 0
+    traces: list[Trace] = msgspec.field(default_factory=list)
+    error: EpisodeError | None = None
+    origin: str = "local"
+    evaluation: bool = False
+    started_at: float = 0.0
+    timings: dict[str, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def reward(self) -> float:
+        """The mean over agents, which is the reward where there is one."""
+        return sum(t.reward for t in self.traces) / len(self.traces) if self.traces else 0.0

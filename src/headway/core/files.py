@@ -1,0 +1,61 @@
+"""Files that appear whole or not at all: write aside, fsync, rename."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Replace `path` by `data`. A reader sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill; it becomes `path` on success and vanishes on failure.
+
+    An existing `path` is replaced, so that redoing interrupted work is always allowed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    aside.mkdir()
+    try:
+        yield aside
+        for file in aside.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        if path.exists():
+            doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex}.old")
+            path.rename(doomed)
+            aside.rename(path)
+            shutil.rmtree(doomed, ignore_errors=True)
+        else:
+            aside.rename(path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

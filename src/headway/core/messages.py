@@ -1,0 +1,83 @@
+"""Chat messages and tools, in OpenAI's JSON shape."""
+
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call as the model wrote it; `arguments` is JSON text and may be malformed."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def to_openai(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @classmethod
+    def from_openai(cls, tool: dict[str, Any]) -> "Tool":
+        function = tool["function"]
+        return cls(function["name"], function.get("description", ""), function.get("parameters", {}))
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One turn of a conversation."""
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+
+    def to_openai(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            out["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        for key in ("tool_call_id", "name"):
+            if (value := getattr(self, key)) is not None:
+                out[key] = value
+        if self.reasoning is not None:
+            out["reasoning_content"] = self.reasoning
+        return out
+
+    @classmethod
+    def from_openai(cls, message: dict[str, Any]) -> "Message":
+        """Accepts string content or a list of text parts. Raises ValueError on anything else."""
+        calls = tuple(
+            ToolCall(c.get("id", ""), c["function"]["name"], c["function"]["arguments"])
+            for c in message.get("tool_calls") or ()
+        )
+        return cls(
+            role=message["role"],
+            content=_text(message.get("content")),
+            tool_calls=calls,
+            tool_call_id=message.get("tool_call_id"),
+            name=message.get("name"),
+            reasoning=message.get("reasoning_content"),
+        )
+
+
+def _text(content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "".join(p["text"] for p in content)
+    raise ValueError("message content must be text or a list of text parts")

@@ -1,0 +1,138 @@
+"""The inference protocol's bodies: what orchestrator, workers and engines say over HTTP."""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch their filters off.
+
+    `logprobs` asks for the sampled token's (0) or also the `logprobs` most likely ones; None for neither.
+    `prompt_logprobs` likewise for the prompt. `max_tokens` None means up to the end of the context.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = 0
+    prompt_logprobs: int | None = None
+    n: int = 1
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, omit_defaults=True):
+    token_ids: list[int]
+    model: str = "policy"
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    cache_salt: str | None = None
+    priority: int = 0
+    request_id: str | None = None
+    stream: bool = False
+
+
+class TokenLogprob(msgspec.Struct, omit_defaults=True):
+    """`token` repeats the id as text ("token_id:N"), which some clients read instead."""
+
+    token: str
+    token_id: int
+    logprob: float
+    top_logprobs: list["TokenLogprob"] = msgspec.field(default_factory=list)
+
+
+class Logprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class RoutedExpertsBody(msgspec.Struct):
+    """A (tokens, layers, k) array as base64, for tokens `start ..` of prompt plus output."""
+
+    data: str
+    shape: tuple[int, int, int]
+    start: int
+    dtype: str
+
+
+class GenerateChoice(msgspec.Struct, omit_defaults=True):
+    index: int
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    logprobs: Logprobs | None = None
+    versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    routed_experts: RoutedExpertsBody | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    cached_tokens: int = 0
+
+
+class GenerateResponse(msgspec.Struct, omit_defaults=True):
+    request_id: str
+    choices: list[GenerateChoice]
+    usage: Usage
+    model: str = "policy"
+    prompt_token_ids: list[int] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+class WeightUpdate(msgspec.Struct, omit_defaults=True):
+    """The body of POST /weights, and what the trainer announces.
+
+    `transport` has a `type` ("filesystem", "collective", "shared_memory") and what that one needs to fetch
+    the tensors. `adapter` names the LoRA adapter that is updated; None updates the base weights.
+    """
+
+    version: int
+    fingerprint: str
+    transport: dict[str, Any]
+    mode: Literal["keep", "wait", "abort"] = "keep"
+    policy: str = "policy"
+    adapter: str | None = None
+
+
+class WeightReply(msgspec.Struct):
+    version: int
+    fingerprint: str
+    seconds: float
+    bytes: int
+
+
+class WeightState(msgspec.Struct):
+    version: int
+    fingerprint: str
+    loaded_at: float
+
+
+class EngineState(msgspec.Struct, omit_defaults=True):
+    """What the orchestrator steers by. `kv_usage` is a share; `roles` are what the engine plays."""
+
+    version: int
+    fingerprint: str
+    running: int
+    waiting: int
+    kv_usage: float
+    kv_capacity_tokens: int
+    preemptions: int
+    tokens_per_second: float
+    max_model_len: int
+    generated_tokens: int = 0
+    paused: bool = False
+    roles: list[str] = msgspec.field(default_factory=lambda: ["prefill", "decode"])
+    adapters: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class ErrorInfo(msgspec.Struct, omit_defaults=True):
+    message: str
+    type: str
+    param: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorInfo

@@ -1,0 +1,67 @@
+"""The layout of a run directory: every name in one place, so that processes find each other's files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """`outputs/<run>/` and what lies in it. Steps and versions are zero-padded, so that names sort."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics"
+
+    @property
+    def batches(self) -> Path:
+        """Batches on their way to the trainer, kept until a checkpoint covers them."""
+        return self.root / "batches"
+
+    @property
+    def rollouts(self) -> Path:
+        """Records of trained episodes, for people."""
+        return self.root / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Published versions and their announcements."""
+        return self.root / "weights"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.root / "evaluations"
+
+    @property
+    def exports(self) -> Path:
+        return self.root / "exports"
+
+    @property
+    def control(self) -> Path:
+        """Addresses, the run's token, process ids. Readable by the owner only."""
+        return self.root / "control"
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"step_{step:06d}"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+    def version(self, version: int) -> Path:
+        return self.weights / f"v{version:06d}"
+
+    def announcement(self, version: int) -> Path:
+        return self.weights / f"v{version:06d}.json"

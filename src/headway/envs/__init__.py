@@ -1,0 +1,1 @@
+"""The environment protocol, the worker pool, bundled environments and adapters."""

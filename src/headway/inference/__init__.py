@@ -1,0 +1,1 @@
+"""The policy behind HTTP: the server, the embedded engine, the vLLM engine."""

@@ -1,0 +1,1 @@
+"""The default engine in plain PyTorch: scheduler, cache, runner, sampler, engine."""

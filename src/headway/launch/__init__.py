@@ -1,0 +1,1 @@
+"""The supervisor of a local run."""

@@ -1,0 +1,1 @@
+"""Run records: directories, logs, metrics and their sinks."""

@@ -1,0 +1,1 @@
+"""Keeps episodes in flight, bounds staleness, forms and packs batches, tells the fleet about weights."""

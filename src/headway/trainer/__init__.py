@@ -1,0 +1,1 @@
+"""Consumes packed batches, steps the optimizer, publishes weights. Knows nothing of algorithms."""

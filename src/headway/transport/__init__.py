@@ -1,0 +1,1 @@
+"""How batches and weights travel between processes, and the client of the inference protocol."""

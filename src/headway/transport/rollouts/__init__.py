@@ -1,0 +1,1 @@
+"""Batches from orchestrator to trainer: zmq and filesystem."""

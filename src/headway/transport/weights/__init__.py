@@ -1,0 +1,1 @@
+"""Weights from trainer to engines: filesystem, collective, shared memory; fingerprints."""

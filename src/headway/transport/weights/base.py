@@ -1,0 +1,30 @@
+"""The contract of weight transports: the trainer publishes a version, an engine receives it, whole or not at all."""
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from headway.core.protocol import WeightUpdate
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class WeightSender(Protocol):
+    """Lives in the trainer; every rank calls it with its part. Names are Hugging Face's."""
+
+    def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
+        """Make `version` available and announce it. Returns what engines are to be told."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """Lives in an engine."""
+
+    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of an update, one by one, in any order. Raises HeadwayError if they can't be had whole."""
+        ...
+
+    def close(self) -> None: ...
