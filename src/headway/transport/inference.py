@@ -1,0 +1,145 @@
+"""The client of the inference protocol: one engine, typed bodies, errors that say whether trying again may help."""
+
+from typing import Any, Literal, TypeVar
+
+import aiohttp
+import msgspec
+
+from headway.core.errors import HeadwayError
+from headway.core.protocol import (
+    EngineState,
+    ErrorBody,
+    GenerateRequest,
+    GenerateResponse,
+    WeightReply,
+    WeightState,
+    WeightUpdate,
+)
+
+PauseMode = Literal["keep", "wait", "abort"]
+Body = TypeVar("Body")
+
+_encoder = msgspec.json.Encoder()
+_RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class EngineError(HeadwayError):
+    """A call to an engine failed. `status` is the HTTP status, 0 where no reply came.
+
+    `retryable`: the same call may succeed later or at another engine. `retry_after` is what the engine asked
+    for, in seconds.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, retryable: bool, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.retryable = retryable
+        self.param = param
+        self.retry_after = retry_after
+
+
+class InferenceClient:
+    """Talks to one engine at `base_url`. Admin calls need the run's `token`.
+
+    A `session` that is passed in stays the caller's; otherwise one is opened at the first call, without limits on
+    connections or time: how long to wait is the caller's decision. Cancelling a call drops its connection, and
+    the engine stops working on it.
+    """
+
+    def __init__(
+        self, base_url: str, *, token: str | None = None, session: aiohttp.ClientSession | None = None
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session = session
+        self._owns_session = session is None
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        return await self._call("POST", "/inference/v1/generate", GenerateResponse, request)
+
+    async def state(self) -> EngineState:
+        return await self._call("GET", "/state", EngineState)
+
+    async def weights(self) -> WeightState:
+        return await self._call("GET", "/weights", WeightState)
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReply:
+        return await self._call("POST", "/weights", WeightReply, update)
+
+    async def load_adapter(self, update: WeightUpdate) -> WeightReply:
+        """`update.adapter` names it."""
+        return await self._call("POST", "/adapters", WeightReply, update)
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._call("DELETE", f"/adapters/{name}", dict[str, Any])
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await self._call("POST", "/pause", dict[str, Any], {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume", dict[str, Any], {})
+
+    async def abort(self, request_id: str) -> None:
+        await self._call("POST", "/v1/abort", dict[str, Any], {"request_id": request_id})
+
+    async def health(self) -> bool:
+        """Whether the engine serves right now; False as well when it can't be reached."""
+        try:
+            async with self._open().get(f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def close(self) -> None:
+        if self._owns_session and self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> "InferenceClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        return self._session
+
+    async def _call(self, method: str, route: str, kind: type[Body], body: object = None) -> Body:
+        url = self.base_url + route
+        data = None if body is None else _encoder.encode(body)
+        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
+        try:
+            async with self._open().request(method, url, data=data, headers=headers) as reply:
+                content = await reply.read()
+                if reply.status != 200:
+                    raise _error(reply, content)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise EngineError(0, f"no reply from the engine at {url}: {reason}", retryable=True) from error
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.DecodeError as error:
+            raise EngineError(200, f"{url} sent a reply that can't be read: {error}", retryable=False) from error
+
+
+def _error(reply: aiohttp.ClientResponse, content: bytes) -> EngineError:
+    try:
+        info = msgspec.json.decode(content, type=ErrorBody).error
+        message, param = info.message, info.param
+    except msgspec.DecodeError:
+        message, param = content[:500].decode(errors="replace") or str(reply.reason), None
+    wait = reply.headers.get("Retry-After", "")
+    return EngineError(
+        reply.status,
+        f"{reply.method} {reply.url.path}: {reply.status}: {message}",
+        retryable=reply.status in _RETRYABLE_STATUS,
+        param=param,
+        retry_after=float(wait) if wait.isdigit() else None,
+    )
