@@ -27,7 +27,8 @@ def _decode_array(kind: Any, value: object) -> Array:
     dtype = np.dtype(raw.dtype)
     if dtype.hasobject:
         raise ValueError("arrays of objects are refused")
-    return np.frombuffer(raw.data, dtype=dtype).reshape(raw.shape)
+    # The copy makes the array writable, which torch wants of memory that it shares.
+    return np.frombuffer(raw.data, dtype=dtype).reshape(raw.shape).copy()
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

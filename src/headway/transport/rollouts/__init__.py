@@ -1,1 +1,24 @@
-"""Batches from orchestrator to trainer: zmq and filesystem."""
+"""How packed batches travel from the orchestrator to the trainer's ranks, surviving restarts of either."""
+
+from headway.config.shared import RolloutTransport, ZmqRollouts
+from headway.core.runs import RunPaths
+from headway.transport.rollouts.base import BatchReceiver, BatchSender, RankBatch
+from headway.transport.rollouts.filesystem import FilesystemReceiver, FilesystemSender
+
+__all__ = ["BatchReceiver", "BatchSender", "RankBatch", "make_receiver", "make_sender"]
+
+
+def make_sender(settings: RolloutTransport, paths: RunPaths) -> BatchSender:
+    if isinstance(settings, ZmqRollouts):
+        from headway.transport.rollouts.zeromq import ZmqSender
+
+        return ZmqSender(settings.address, paths)
+    return FilesystemSender(paths)
+
+
+def make_receiver(settings: RolloutTransport, paths: RunPaths, rank: int, ranks: int) -> BatchReceiver:
+    if isinstance(settings, ZmqRollouts):
+        from headway.transport.rollouts.zeromq import ZmqReceiver
+
+        return ZmqReceiver(settings.address, paths, rank, ranks)
+    return FilesystemReceiver(paths, rank, ranks)

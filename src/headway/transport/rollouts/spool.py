@@ -1,0 +1,72 @@
+"""Batches on disk: one atomic folder per step, with each rank's part and the orchestrator's state after it."""
+
+import re
+import shutil
+
+import msgspec
+
+from headway.core.batches import Batch
+from headway.core.errors import HeadwayError
+from headway.core.files import atomic_directory
+from headway.core.runs import RunPaths
+from headway.core.wire import decode, encode
+from headway.transport.rollouts.base import RankBatch
+
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class Spool:
+    """Reads and writes `paths.batches`. A folder is there whole or not at all, so readers need no lock."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+
+    def write(self, batch: Batch, state: bytes) -> None:
+        with atomic_directory(self._paths.batch(batch.step)) as folder:
+            for rank, micro_batches in enumerate(batch.ranks):
+                part = RankBatch(batch.step, micro_batches, batch.counts, batch.created_at, batch.metrics)
+                (folder / _part_name(rank, len(batch.ranks))).write_bytes(encode(part))
+            (folder / "state.json").write_bytes(state)
+
+    def has(self, step: int) -> bool:
+        return self._paths.batch(step).is_dir()
+
+    def read_part(self, step: int, rank: int, ranks: int) -> bytes | None:
+        """The encoded RankBatch; None while the batch isn't there. Raises HeadwayError if it fits another group."""
+        folder = self._paths.batch(step)
+        try:
+            return (folder / _part_name(rank, ranks)).read_bytes()
+        except FileNotFoundError:
+            if not folder.is_dir():
+                return None
+        packed_for = len(list(folder.glob("rank_*.msgpack")))
+        raise HeadwayError(
+            f"{folder}: packed for {packed_for} data ranks, but the trainer has {ranks}; "
+            "set placement.trainer_ranks to the same number for both, or remove the batch"
+        )
+
+    def read_state(self, step: int) -> bytes:
+        return (self._paths.batch(step) / "state.json").read_bytes()
+
+    def steps(self) -> list[int]:
+        """Steps of the batches on disk, in order."""
+        if not self._paths.batches.is_dir():
+            return []
+        matches = (_STEP.fullmatch(entry.name) for entry in self._paths.batches.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def prune(self, up_to_step: int) -> None:
+        for step in self.steps()[:-1]:
+            if step <= up_to_step:
+                shutil.rmtree(self._paths.batch(step), ignore_errors=True)
+
+
+def decode_part(data: bytes, where: str) -> RankBatch:
+    try:
+        return decode(RankBatch, data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise HeadwayError(f"{where}: not a batch ({error}); remove it and restart the orchestrator") from error
+
+
+def _part_name(rank: int, ranks: int) -> str:
+    return f"rank_{rank:03d}_of_{ranks:03d}.msgpack"

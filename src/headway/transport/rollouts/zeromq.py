@@ -1,0 +1,169 @@
+"""Batches over ZeroMQ: the orchestrator binds and answers from its spool; ranks connect and ask for a step.
+
+Either side may restart at any time: the orchestrator finds its batches on disk, and a rank that gets no answer
+looks up the address again and asks anew.
+"""
+
+import threading
+import time
+
+import msgspec
+import zmq
+
+from headway.core.batches import Batch
+from headway.core.errors import HeadwayError
+from headway.core.files import write_atomic
+from headway.core.runs import RunPaths
+from headway.core.wire import decode, encode
+from headway.transport.rollouts.base import RankBatch
+from headway.transport.rollouts.filesystem import FilesystemSender
+from headway.transport.rollouts.spool import decode_part
+
+ASK_AGAIN_SECONDS = 2.0
+ADDRESS_FILE = "rollouts.address"
+
+
+class Ask(msgspec.Struct, array_like=True, frozen=True):
+    """A rank wants its part of batch `step`. An answer comes when the batch is there."""
+
+    step: int
+    rank: int
+    ranks: int
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """`part` is an encoded RankBatch; where it can't be had, `error` says why."""
+
+    step: int
+    part: bytes = b""
+    error: str = ""
+
+
+class ZmqSender(FilesystemSender):
+    """Spools like the filesystem sender; a thread answers the ranks' questions from the spool."""
+
+    def __init__(self, address: str, paths: RunPaths) -> None:
+        super().__init__(paths)
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._bind(address)
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        write_atomic(paths.control / ADDRESS_FILE, endpoint)
+        wake = f"inproc://wake-{id(self)}"
+        self._woken = self._context.socket(zmq.PULL)
+        self._woken.bind(wake)
+        self._waker = self._context.socket(zmq.PUSH)
+        self._waker.connect(wake)
+        self._thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
+        self._thread.start()
+
+    def _bind(self, address: str) -> None:
+        try:
+            self._router.bind(address.removesuffix(":0") + ":*" if address.endswith(":0") else address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise HeadwayError(f"rollouts.address: cannot listen at {address} ({error}); choose another") from error
+
+    def send(self, batch: Batch, state: bytes) -> None:
+        super().send(batch, state)
+        self._waker.send(b"look")
+
+    def close(self) -> None:
+        self._waker.send(b"end")
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        pending: dict[bytes, Ask] = {}
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._woken in ready and self._woken.recv() == b"end":
+                return
+            if self._router in ready:
+                frames = self._router.recv_multipart()
+                ask = _parse_ask(frames[-1])
+                if ask is not None:
+                    pending[frames[0]] = ask
+            for peer, ask in list(pending.items()):
+                answer = self._answer(ask)
+                if answer is not None:
+                    self._router.send_multipart([peer, encode(answer)])
+                    del pending[peer]
+
+    def _answer(self, ask: Ask) -> Answer | None:
+        try:
+            part = self._spool.read_part(ask.step, ask.rank, ask.ranks)
+        except HeadwayError as error:
+            return Answer(ask.step, error=str(error))
+        return None if part is None else Answer(ask.step, part=part)
+
+
+class ZmqReceiver:
+    def __init__(self, address: str, paths: RunPaths, rank: int, ranks: int) -> None:
+        self._address, self._paths, self._rank, self._ranks = address, paths, rank, ranks
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def receive(self, step: int, timeout: float | None) -> RankBatch | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = ASK_AGAIN_SECONDS if deadline is None else min(ASK_AGAIN_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                return None
+            answer = self._ask(step, left)
+            if answer is None:
+                self._disconnect()
+            elif answer.error:
+                raise HeadwayError(answer.error)
+            else:
+                return decode_part(answer.part, f"batch {step} from {self._address}")
+
+    def _ask(self, step: int, seconds: float) -> Answer | None:
+        """One question and its answer; None when none came in time."""
+        deadline = time.monotonic() + seconds
+        socket = self._connect()
+        if socket is None:
+            time.sleep(min(seconds, 0.05))
+            return None
+        socket.send(encode(Ask(step, self._rank, self._ranks)))
+        while (left := deadline - time.monotonic()) > 0:
+            if socket.poll(max(1, int(left * 1000))):
+                answer = decode(Answer, socket.recv())
+                if answer.step == step:
+                    return answer
+        return None
+
+    def _connect(self) -> "zmq.Socket[bytes] | None":
+        if self._socket is None and (address := self._find_address()) is not None:
+            self._socket = self._context.socket(zmq.DEALER)
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.connect(address)
+        return self._socket
+
+    def _find_address(self) -> str | None:
+        if not self._address.endswith(":0"):
+            return self._address
+        try:
+            return (self._paths.control / ADDRESS_FILE).read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def _parse_ask(data: bytes) -> Ask | None:
+    """None for anything that isn't a question: a stranger must not stop the server."""
+    try:
+        return decode(Ask, data)
+    except (msgspec.DecodeError, ValueError):
+        return None

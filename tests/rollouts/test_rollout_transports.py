@@ -1,0 +1,150 @@
+"""Batches reach every rank whole, over both transports, through restarts of either side."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
+from headway.core.batches import Batch, ComponentCounts, MicroBatch
+from headway.core.errors import HeadwayError
+from headway.core.runs import RunPaths
+from headway.transport.rollouts import make_receiver, make_sender
+
+TRANSPORTS = [FilesystemRollouts(), ZmqRollouts()]
+both = pytest.mark.parametrize("transport", TRANSPORTS, ids=["filesystem", "zmq"])
+
+
+def micro_batch(seed: int, tokens: int = 6) -> MicroBatch:
+    rng = np.random.default_rng(seed)
+    floats = {
+        name: rng.normal(size=tokens).astype(np.float32)
+        for name in (
+            "logprobs", "advantages", "rl_weight", "ce_weight", "ref_kl_weight", "ref_logprobs", "temperatures"
+        )
+    }  # fmt: skip
+    return MicroBatch(
+        token_ids=rng.integers(0, 99, tokens, dtype=np.int32),
+        positions=np.arange(tokens, dtype=np.int32),
+        lengths=[2, tokens - 2],
+        sampled=rng.integers(0, 2, tokens).astype(np.bool_),
+        versions=np.full(tokens, 3, dtype=np.int32),
+        routed_experts=rng.integers(0, 8, (tokens, 2, 2)).astype(np.int16),
+        **floats,
+    )
+
+
+def batch_of(step: int, ranks: int = 2) -> Batch:
+    return Batch(step, [[micro_batch(10 * step + r)] for r in range(ranks)], ComponentCounts(rl=4), metrics={"x": 1.0})
+
+
+def assert_same(got: MicroBatch, want: MicroBatch) -> None:
+    for name in MicroBatch.__struct_fields__:
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+
+
+@both
+def test_every_rank_gets_its_part(tmp_path: Path, transport: RolloutTransport) -> None:
+    paths = RunPaths(tmp_path)
+    sender = make_sender(transport, paths)
+    batch = batch_of(1)
+    sender.send(batch, b'{"cursor": 7}')
+    for rank in range(2):
+        receiver = make_receiver(transport, paths, rank, 2)
+        part = receiver.receive(1, timeout=10)
+        assert part is not None and part.step == 1 and part.counts == ComponentCounts(rl=4) and part.metrics == {"x": 1}
+        assert_same(part.micro_batches[0], batch.ranks[rank][0])
+        assert part.micro_batches[0].token_ids.flags.writeable
+        receiver.close()
+    assert sender.last_step() == 1 and sender.load_state() == b'{"cursor": 7}'
+    sender.close()
+
+
+@both
+def test_a_receiver_waits_for_a_batch_and_gives_up_at_its_timeout(tmp_path: Path, transport: RolloutTransport) -> None:
+    paths = RunPaths(tmp_path)
+    sender = make_sender(transport, paths)
+    receiver = make_receiver(transport, paths, 0, 1)
+    assert receiver.receive(1, timeout=0.05) is None
+    timer = threading.Timer(0.2, lambda: sender.send(batch_of(1, ranks=1), b"{}"))
+    timer.start()
+    part = receiver.receive(1, timeout=30)
+    timer.join()
+    assert part is not None and part.step == 1
+    receiver.close()
+    sender.close()
+
+
+@both
+def test_batches_outlive_the_sender_and_can_be_replayed(tmp_path: Path, transport: RolloutTransport) -> None:
+    paths = RunPaths(tmp_path)
+    first = make_sender(transport, paths)
+    receiver = make_receiver(transport, paths, 0, 2)
+    first.send(batch_of(1), b'"one"')
+    assert receiver.receive(1, timeout=10) is not None
+    first.close()
+
+    second = make_sender(transport, paths)
+    assert second.last_step() == 1 and second.load_state() == b'"one"'
+    second.send(batch_of(2), b'"two"')
+    for step in (2, 1, 2):
+        part = receiver.receive(step, timeout=30)
+        assert part is not None and part.step == step
+    receiver.close()
+    second.close()
+
+
+@both
+def test_a_trainer_of_another_size_is_refused(tmp_path: Path, transport: RolloutTransport) -> None:
+    paths = RunPaths(tmp_path)
+    sender = make_sender(transport, paths)
+    sender.send(batch_of(1, ranks=2), b"{}")
+    receiver = make_receiver(transport, paths, 0, 3)
+    with pytest.raises(HeadwayError, match="packed for 2 data ranks, but the trainer has 3"):
+        receiver.receive(1, timeout=10)
+    receiver.close()
+    sender.close()
+
+
+def test_prune_keeps_the_newest_batch_and_what_no_checkpoint_covers(tmp_path: Path) -> None:
+    sender = make_sender(FilesystemRollouts(), RunPaths(tmp_path))
+    for step in (1, 2, 3):
+        sender.send(batch_of(step), b"{}")
+    sender.prune(1)
+    assert sorted(p.name for p in (tmp_path / "batches").iterdir()) == ["step_000002", "step_000003"]
+    sender.prune(9)
+    assert [p.name for p in (tmp_path / "batches").iterdir()] == ["step_000003"]
+    assert sender.last_step() == 3
+
+
+def test_a_half_written_batch_is_invisible(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    (paths.batches / ".step_000001.abc.tmp").mkdir(parents=True)
+    sender = make_sender(FilesystemRollouts(), paths)
+    assert sender.last_step() == 0 and sender.load_state() is None
+    assert make_receiver(FilesystemRollouts(), paths, 0, 1).receive(1, timeout=0) is None
+
+
+def test_a_broken_batch_names_its_file(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.batch(1).mkdir(parents=True)
+    (paths.batch(1) / "rank_000_of_001.msgpack").write_bytes(b"\x93garbage")
+    with pytest.raises(HeadwayError, match="step_000001: not a batch"):
+        make_receiver(FilesystemRollouts(), paths, 0, 1).receive(1, timeout=0)
+
+
+def test_a_stranger_cannot_stop_the_zmq_server(tmp_path: Path) -> None:
+    import zmq
+
+    paths = RunPaths(tmp_path)
+    sender = make_sender(ZmqRollouts(), paths)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect((paths.control / "rollouts.address").read_text())
+        socket.send(b"\x80\x04not a question")
+        socket.send_multipart([b"", b""])
+        sender.send(batch_of(1, ranks=1), b"{}")
+        receiver = make_receiver(ZmqRollouts(), paths, 0, 1)
+        assert receiver.receive(1, timeout=30) is not None
+        receiver.close()
+    sender.close()
