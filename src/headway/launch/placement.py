@@ -1,0 +1,58 @@
+"""Which devices and how many threads each process of a local run gets."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+
+from headway.config.shared import PlacementSettings
+from headway.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Environment variables for the trainer and for each engine, and one line that explains them."""
+
+    trainer: dict[str, str]
+    engines: list[dict[str, str]]
+    explanation: str
+
+
+def place(settings: PlacementSettings, gpus: list[str], cores: int) -> Placement:
+    """On CPU the cores are shared evenly; with enough GPUs everyone gets its own, with fewer they are shared."""
+    if settings.device == "cuda" and not gpus:
+        raise UsageError('placement.device is "cuda" but no GPU is visible; set it to "auto" or "cpu"')
+    if settings.device == "cpu" or not gpus:
+        threads = max(1, cores // (settings.trainer_ranks + settings.engines))
+        environment = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+        text = f"CPU: {cores} cores, {threads} thread(s) for each of {settings.trainer_ranks} trainer rank(s) and "
+        return Placement(environment, [environment] * settings.engines, text + f"{settings.engines} engine(s)")
+    ranks = settings.trainer_ranks
+    if len(gpus) >= ranks + settings.engines:
+        split = gpus[ranks : ranks + settings.engines]
+        explanation = f"GPUs {','.join(gpus[:ranks])} train, {','.join(split)} serve"
+        return Placement(_cuda(gpus[:ranks]), [_cuda([gpu]) for gpu in split], explanation)
+    if ranks > len(gpus):
+        raise UsageError(f"placement.trainer_ranks is {ranks} but only {len(gpus)} GPU(s) are visible")
+    shared = [gpus[i % len(gpus)] for i in range(settings.engines)]
+    explanation = f"trainer ({','.join(gpus[:ranks])}) and engines ({','.join(shared)}) share GPUs"
+    return Placement(_cuda(gpus[:ranks]), [_cuda([gpu]) for gpu in shared], explanation)
+
+
+def _cuda(gpus: list[str]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
+def visible_gpus() -> list[str]:
+    """Indices of NVIDIA GPUs, as CUDA_VISIBLE_DEVICES narrows them; found without importing torch."""
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in chosen.split(",") if gpu]
+    try:
+        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return found.stdout.split() if found.returncode == 0 else []
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,143 @@
+"""One supervised process: started with its own log, watched, restarted, ended with everything it started."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headway.core.errors import UsageError
+from headway.launch.leash import leashed_environment
+from headway.launch.restarts import RestartBudget
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to start. `ends` says that exiting with 0 means its work is done; others serve until they are stopped."""
+
+    name: str
+    argv: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    ends: bool = False
+
+
+class ManagedProcess:
+    """Keeps one `ProcessSpec` alive within its restart budget. Every attempt writes a log of its own."""
+
+    def __init__(self, spec: ProcessSpec, logs: Path) -> None:
+        self.spec = spec
+        self.logs = logs
+        self.budget = RestartBudget()
+        self.attempt = _last_attempt(logs, spec.name)
+        self.restarts = 0
+        self.finished = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+        self._start_again_at: float | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child else None
+
+    @property
+    def log(self) -> Path:
+        return self.logs / f"{self.spec.name}.{self.attempt}.log"
+
+    def start(self) -> None:
+        self.attempt += 1
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._start_again_at = None
+        self._started_at = time.monotonic()
+        environment = {**os.environ, **self.spec.environment, **leashed_environment()}
+        with self.log.open("ab") as log:
+            self._child = subprocess.Popen(
+                self.spec.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def watch(self, progress: int) -> str | None:
+        """Restart the process if it died and its delay is over. Returns a line for the user when something happened.
+
+        Raises UsageError when the process refused its settings, and KeepsDyingError when it keeps dying.
+        """
+        if self._start_again_at is not None and time.monotonic() >= self._start_again_at:
+            self.start()
+            self.restarts += 1
+            return f"{self.spec.name} restarted (attempt {self.attempt}), log: {self.log}"
+        if self._child is None or (code := self._child.poll()) is None:
+            return None
+        self._sweep()
+        if code == 0 and self.spec.ends:
+            self.finished = True
+            return f"{self.spec.name} finished"
+        if code == UsageError.exit_code:
+            raise UsageError(f"{self.spec.name} refused to start: {self.last_words()}")
+        delay = self.budget.died(time.monotonic() - self._started_at, progress)
+        if delay is None:
+            raise KeepsDyingError(self)
+        self._start_again_at = time.monotonic() + delay
+        return f"{self.spec.name} died ({_cause(code)}); starting again in {delay:.1f} s"
+
+    def ask_to_stop(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+        self._start_again_at = None
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within `seconds`. What it had started is gone then, too."""
+        if self._child is None:
+            return True
+        try:
+            self._child.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return False
+        self._sweep()
+        return True
+
+    def kill(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+        self.wait(10.0)
+        self._start_again_at = None
+
+    def last_words(self, lines: int = 1) -> str:
+        """The end of the current log, without empty lines."""
+        try:
+            text = self.log.read_bytes()[-20_000:].decode(errors="replace")
+        except OSError:
+            return "no log was written"
+        return "\n".join([line for line in text.splitlines() if line.strip()][-lines:]) or "its log is empty"
+
+    def _sweep(self) -> None:
+        """End what is left of the process group, and forget the child."""
+        assert self._child is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        self._child = None
+
+
+class KeepsDyingError(Exception):
+    """A process kept dying."""
+
+    def __init__(self, process: ManagedProcess) -> None:
+        super().__init__(process.spec.name)
+        self.process = process
+
+
+def _last_attempt(logs: Path, name: str) -> int:
+    """The highest attempt that has a log: a resumed run adds to the logs, it doesn't overwrite them."""
+    found = [re.fullmatch(rf"{re.escape(name)}\.(\d+)\.log", path.name) for path in logs.glob(f"{name}.*.log")]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _cause(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"

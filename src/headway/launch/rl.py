@@ -1,0 +1,99 @@
+"""A whole run on one machine: which processes it has, how they are started, and the loop that keeps them alive."""
+
+import fcntl
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from headway.config.inference import ServeSettings
+from headway.config.loader import write_settings
+from headway.config.orchestrator import OrchestrateSettings
+from headway.config.rl import RlSettings
+from headway.config.trainer import TrainSettings
+from headway.core.errors import UsageError
+from headway.core.files import write_atomic
+from headway.core.runs import RunPaths
+from headway.launch.placement import Placement, available_cores, place, visible_gpus
+from headway.launch.process import ManagedProcess, ProcessSpec
+from headway.launch.supervisor import Supervisor
+from headway.launch.view import RunView
+
+
+def write_run_settings(settings: RlSettings, folder: Path) -> None:
+    """The whole run's settings and each process's own: what `--dry-run` leaves and processes are started from."""
+    write_settings(settings, folder / "rl.toml")
+    for name, kind in (("trainer", TrainSettings), ("orchestrator", OrchestrateSettings), ("inference", ServeSettings)):
+        part = settings.model_dump(include=set(kind.model_fields))
+        write_settings(kind.model_validate(part), folder / f"{name}.toml")
+
+
+def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None) -> bool:
+    """Run until the last step (True) or until the user stops it (False). Raises HeadwayError on failure."""
+    if not settings.orchestrator.envs:
+        raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
+    console = console or Console()
+    placement = place(settings.placement, visible_gpus(), available_cores())
+    write_run_settings(settings, paths.config)
+    _write_token(paths)
+    with _only_supervisor(paths), RunView(paths, settings.max_steps, console) as view:
+        view.event(f"run folder: {paths.root}")
+        view.event(placement.explanation)
+        processes = [ManagedProcess(spec, paths.logs) for spec in process_specs(settings, paths, placement)]
+        supervisor = Supervisor(processes, progress=lambda: view.step, on_tick=view.tick, on_event=view.event)
+        finished = supervisor.run()
+        if not finished:
+            view.event(f"stopped; continue with: headway rl --resume {paths.root}")
+    return finished
+
+
+def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -> list[ProcessSpec]:
+    """Engines (unless the settings name running ones), orchestrator, trainer."""
+    python = [sys.executable, "-m", "headway.cli.main"]
+    run = ["--run", str(paths.root)]
+    engines = [] if settings.orchestrator.engines else placement.engines
+    serve = [*python, "serve", "@", str(paths.config / "inference.toml"), "--port", "0", "--join", str(paths.root)]
+    specs = [
+        ProcessSpec(
+            f"inference-{index}",
+            [*serve, "--name", f"inference-{index}"],
+            environment,
+        )
+        for index, environment in enumerate(engines)
+    ]
+    specs.append(
+        ProcessSpec(
+            "orchestrator",
+            [*python, "orchestrate", "@", str(paths.config / "orchestrator.toml"), *run],
+            {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            ends=True,
+        )
+    )
+    trainer = [*python, "train", "@", str(paths.config / "trainer.toml"), *run]
+    specs.append(ProcessSpec("trainer", trainer, placement.trainer, ends=True))
+    return specs
+
+
+def _write_token(paths: RunPaths) -> None:
+    """The secret that admin routes of this run's engines demand."""
+    paths.control.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = paths.control / "token"
+    if not token.exists():
+        write_atomic(token, secrets.token_urlsafe(32))
+        token.chmod(0o600)
+
+
+@contextmanager
+def _only_supervisor(paths: RunPaths) -> Iterator[None]:
+    """Refuse to run a run twice. The lock goes with the process, however it ends."""
+    with (paths.control / "supervisor.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"{paths.root} is being run by another `headway rl`; stop that one first") from None
+        for stale in (paths.control / "engines").glob("*.json"):
+            stale.unlink(missing_ok=True)
+        yield

@@ -1,0 +1,102 @@
+"""The supervisor of a run: starts its processes, restarts what dies, stops everything cleanly."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from headway.core.errors import HeadwayError
+from headway.launch.process import KeepsDyingError, ManagedProcess
+
+log = logging.getLogger("headway.launch")
+
+STOP_GRACE = 60.0
+"""Seconds that processes get to finish their step and write a checkpoint before they are killed."""
+
+
+class Supervisor:
+    """Crash-only: no process is ever repaired, only started again from what is on disk.
+
+    `progress` returns the run's newest step (it decides whether deaths are "in a row"); `on_tick` is called between
+    two looks at the processes, for the console.
+    """
+
+    def __init__(
+        self,
+        processes: list[ManagedProcess],
+        *,
+        progress: Callable[[], int],
+        on_tick: Callable[[], None] = lambda: None,
+        on_event: Callable[[str], None] = log.info,
+    ) -> None:
+        self.processes = processes
+        self._progress = progress
+        self._on_tick = on_tick
+        self._on_event = on_event
+        self._signals = 0
+
+    def run(self) -> bool:
+        """Until every process that ends has ended. True then; False when the user stopped the run before.
+
+        Raises HeadwayError when a process keeps dying. In every case no process is left.
+        """
+        with self._listening():
+            try:
+                for process in self.processes:
+                    process.start()
+                while not self._signals and not self._done():
+                    self._look()
+                    self._on_tick()
+                    time.sleep(0.1)
+                finished = self._done()
+            except KeepsDyingError as error:
+                raise HeadwayError(_obituary(error.process)) from None
+            finally:
+                self._stop()
+        return finished
+
+    def _done(self) -> bool:
+        return all(process.finished for process in self.processes if process.spec.ends)
+
+    def _look(self) -> None:
+        progress = self._progress()
+        for process in self.processes:
+            if (event := process.watch(progress)) is not None:
+                self._on_event(event)
+
+    def _stop(self) -> None:
+        """First those that have work to finish, then those that serve them; a second Ctrl-C cuts the wait short."""
+        impatient_after = max(self._signals, 1)
+        for ends in (True, False):
+            stopping = [process for process in self.processes if process.spec.ends == ends]
+            deadline = time.monotonic() + STOP_GRACE
+            for process in stopping:
+                process.ask_to_stop()
+            for process in stopping:
+                while not process.wait(0.1):
+                    self._on_tick()
+                    if time.monotonic() > deadline or self._signals > impatient_after:
+                        self._on_event(f"{process.spec.name} did not stop in time; killed")
+                        process.kill()
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals += 1
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _obituary(process: ManagedProcess) -> str:
+    end = process.last_words(lines=12)
+    return (
+        f"{process.spec.name} died {process.budget.deaths} times in a row, so the run was stopped. "
+        f"It can be continued with --resume. Last lines of {process.log}:\n{end}"
+    )

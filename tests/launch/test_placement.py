@@ -1,0 +1,39 @@
+"""Who gets which device."""
+
+import pytest
+
+from headway.config.shared import PlacementSettings
+from headway.core.errors import UsageError
+from headway.launch.placement import place
+
+
+def test_cores_are_shared_evenly_on_cpu() -> None:
+    placement = place(PlacementSettings(engines=1, trainer_ranks=1), gpus=[], cores=8)
+    assert placement.trainer["OMP_NUM_THREADS"] == "4"
+    assert placement.engines == [placement.trainer]
+
+
+def test_a_process_never_gets_less_than_one_thread() -> None:
+    placement = place(PlacementSettings(engines=3, trainer_ranks=4), gpus=[], cores=2)
+    assert placement.trainer["OMP_NUM_THREADS"] == "1"
+
+
+def test_enough_gpus_are_split() -> None:
+    placement = place(PlacementSettings(engines=2, trainer_ranks=2), gpus=["0", "1", "2", "3"], cores=8)
+    assert placement.trainer == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert placement.engines == [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "3"}]
+
+
+def test_one_gpu_is_shared() -> None:
+    placement = place(PlacementSettings(), gpus=["0"], cores=8)
+    assert placement.trainer == placement.engines[0] == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert "share" in placement.explanation
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus"),
+    [(PlacementSettings(device="cuda"), []), (PlacementSettings(trainer_ranks=2), ["0"])],
+)
+def test_what_cannot_be_placed_is_refused(settings: PlacementSettings, gpus: list[str]) -> None:
+    with pytest.raises(UsageError):
+        place(settings, gpus, cores=4)
