@@ -1,5 +1,6 @@
 """Chat messages and tools, in OpenAI's JSON shape."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -71,6 +72,33 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
             name=message.get("name"),
             reasoning=message.get("reasoning_content"),
         )
+
+
+Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
+"""What authors may write where a conversation is wanted: a user's text, one message, or several."""
+
+
+def as_messages(value: Messages) -> list[Message]:
+    """`value` as messages: text becomes a user's message, dicts are read in OpenAI's shape.
+
+    Raises ValueError where something is neither.
+    """
+    if isinstance(value, str):
+        return [Message("user", value)]
+    if isinstance(value, Message | Mapping):
+        return [_message(value)]
+    return [_message(item) for item in value]
+
+
+def _message(value: object) -> Message:
+    if isinstance(value, Message):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return msgspec.convert(msgspec.to_builtins(Message.from_openai(dict(value))), Message)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"not a chat message: {error!r}") from error
+    raise ValueError(f"a message is text, a dict or a Message, not {type(value).__name__}")
 
 
 def _text(content: object) -> str:

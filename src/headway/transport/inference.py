@@ -57,8 +57,10 @@ class InferenceClient:
         self._session = session
         self._owns_session = session is None
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        return await self._call("POST", "/inference/v1/generate", GenerateResponse, request)
+    async def generate(self, request: GenerateRequest, *, session_id: str | None = None) -> GenerateResponse:
+        """`session_id` goes along as X-Session-ID: routers keep the calls of one session at one engine."""
+        headers = {"X-Session-ID": session_id} if session_id else None
+        return await self._call("POST", "/inference/v1/generate", GenerateResponse, request, headers)
 
     async def state(self) -> EngineState:
         return await self._call("GET", "/state", EngineState)
@@ -111,10 +113,14 @@ class InferenceClient:
             )
         return self._session
 
-    async def _call(self, method: str, route: str, kind: type[Body], body: object = None) -> Body:
+    async def _call(
+        self, method: str, route: str, kind: type[Body], body: object = None, extra: dict[str, str] | None = None
+    ) -> Body:
         url = self.base_url + route
         data = None if body is None else _encoder.encode(body)
-        headers = self._headers if data is None else {**self._headers, "Content-Type": "application/json"}
+        headers = {**self._headers, **(extra or {})}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
         try:
             async with self._open().request(method, url, data=data, headers=headers) as reply:
                 content = await reply.read()
