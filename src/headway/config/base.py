@@ -1,7 +1,17 @@
 """The base of all settings: unknown keys are refused, and a docstring below a field is its documentation."""
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
 
 
 class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+
+
+def broken_rule(field: str, reason: str) -> PydanticCustomError:
+    """The error a validator raises when settings don't fit together.
+
+    `field` is the dotted path, relative to the validated model, of the setting to change; `reason` continues
+    the sentence that starts with it ("must be at least 2: ..."). The loader adds the file or flag it came from.
+    """
+    return PydanticCustomError("broken_rule", "{field} {reason}", {"field": field, "reason": reason})

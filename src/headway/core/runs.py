@@ -11,6 +11,11 @@ class RunPaths:
     root: Path
 
     @property
+    def record(self) -> Path:
+        """Who started the run, when and how. A folder with one is a run."""
+        return self.root / "run.json"
+
+    @property
     def config(self) -> Path:
         return self.root / "config"
 

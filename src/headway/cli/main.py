@@ -1,0 +1,140 @@
+"""The `headway` command: finds the subcommand, runs it, turns failures into one line and an exit code.
+
+Nothing heavy is imported here: `headway --help` must answer at once.
+"""
+
+import errno
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from headway import __version__
+from headway.core.errors import HeadwayError
+
+COMMANDS = {
+    "Start here": {
+        "quickstart": "train a tiny model on this machine and plot its reward",
+        "doctor": "say what this machine can do, and the remedy for what it cannot",
+    },
+    "Train": {
+        "rl": "train with reinforcement learning: trainer, orchestrator and inference in one command",
+        "sft": "fine-tune on conversations",
+        "train": "run the trainer of a run by itself",
+        "orchestrate": "run the orchestrator of a run by itself",
+    },
+    "Serve and evaluate": {
+        "serve": "serve a model over HTTP",
+        "eval": "evaluate a model on environments",
+        "env": "list, try and check environments",
+    },
+    "Look inside": {
+        "dash": "open the live page of a run",
+        "rollouts": "read recorded episodes",
+        "config": "show resolved settings with their origin, or the reference of all settings",
+        "bench": "measure this machine",
+    },
+    "Models": {
+        "convert": "turn a checkpoint of another format into a Hugging Face one",
+        "export": "write a run's weights as a Hugging Face checkpoint",
+    },
+}
+
+DISK_ERRORS = {
+    errno.ENOSPC: "the disk is full; free some space and start again",
+    errno.EDQUOT: "the disk quota is used up; free some space and start again",
+    errno.EROFS: "the file system is read-only; choose another folder",
+    errno.EACCES: "permission denied; choose another folder or change its permissions",
+}
+
+
+def main() -> None:
+    """The console entry point."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"headway {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in available():
+        return _fail(_unknown_command(name), 2)
+    try:
+        return int(importlib.import_module(f"headway.cli.{name}").run(rest))
+    except HeadwayError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`); keep the interpreter from failing again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _crash(error)
+
+
+def available() -> dict[str, str]:
+    """Commands that this installation has, with their one-line help."""
+    every = {name: text for group in COMMANDS.values() for name, text in group.items()}
+    return {name: text for name, text in every.items() if find_spec(f"headway.cli.{name}") is not None}
+
+
+def help_text() -> str:
+    present = available()
+    lines = [
+        "Headway: asynchronous reinforcement learning for language-model agents.",
+        "",
+        "usage: headway COMMAND [@ settings.toml ...] [--setting value ...]",
+    ]
+    for title, group in COMMANDS.items():
+        shown = [f"  {name:<12} {text}" for name, text in group.items() if name in present]
+        lines += ["", f"{title}:", *shown] if shown else []
+    lines += [
+        "",
+        "Settings are TOML files, later ones win, flags win over files:",
+        "  headway rl @ base.toml @ mine.toml --trainer.optim.lr 1e-5 --dry-run",
+        "",
+        "`headway COMMAND --help` says more about a command; `headway config docs` lists every setting.",
+    ]
+    return "\n".join(lines)
+
+
+def _unknown_command(name: str) -> str:
+    from difflib import get_close_matches
+
+    if any(name in group for group in COMMANDS.values()):
+        return f"{name} is not part of this installation"
+    near = get_close_matches(name, available(), n=1)
+    return f"no command {name!r}" + (f"; did you mean {near[0]}?" if near else "") + " See `headway --help`."
+
+
+def _crash(error: Exception) -> int:
+    """A failure nobody foresaw: one line for the user, the traceback into the process's log file."""
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(where + DISK_ERRORS[error.errno], 1)
+    if os.environ.get("HEADWAY_DEBUG"):
+        traceback.print_exception(error)
+        return 1
+    logs = sys.modules.get("headway.monitor.logs")
+    record = logs.record_crash(error) if logs else None
+    where = f"the traceback is in {record}" if record else "set HEADWAY_DEBUG=1 to see the traceback"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return _fail(f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno}); {where}", 1)
+
+
+def _fail(message: str, code: int) -> int:
+    for line in message.splitlines() or [""]:
+        print(f"headway: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

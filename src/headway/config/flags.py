@@ -1,0 +1,164 @@
+"""Command-line arguments to layers: files named after `@`, and one layer of flags that lies above them all."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from headway.config.schema import Kind, is_none_text
+from headway.config.tree import Leaf, Tree, plant
+from headway.core.errors import UsageError
+
+
+@dataclass
+class Arguments:
+    """What a command line says: files in order, and the flags as one tree."""
+
+    files: list[Path] = field(default_factory=list)
+    flags: dict[str, Tree] = field(default_factory=dict)
+    dry_run: bool = False
+
+
+def parse_arguments(kind: Kind, argv: Sequence[str], aliases: Mapping[str, str]) -> Arguments:
+    """Read `@ file`, `--a.b value`, `--a.b=value`, `--flag`, `--no-flag` and `--dry-run`. Raises UsageError."""
+    arguments = Arguments()
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word.startswith("@"):
+            if not (name := word[1:] or (words.pop(0) if words else "")):
+                raise UsageError("@ wants a file after it, as in `@ base.toml`")
+            arguments.files.append(Path(name))
+        elif word == "--dry-run":
+            arguments.dry_run = True
+        elif word.startswith("--") and len(word) > 2:
+            _read_flag(kind, word, words, aliases, arguments.flags)
+        else:
+            raise UsageError(
+                f"unexpected argument {word!r}: settings are files (`@ file.toml`) and flags (`--name value`)"
+            )
+    return arguments
+
+
+def _read_flag(kind: Kind, word: str, words: list[str], aliases: Mapping[str, str], flags: dict[str, Tree]) -> None:
+    name, equals, text = word.removeprefix("--").partition("=")
+    flag = f"--{name}"
+    path, target, negated = _find(kind, name, aliases)
+    if negated:
+        if equals:
+            raise UsageError(f"{flag} takes no value; to set one, write --{'.'.join(path)}={text}")
+        value: Any = False if target.is_bool else None
+    elif equals:
+        value = parse_value(target, text, flag)
+    elif target.is_bool and (not words or words[0].lower() not in ("true", "false")):
+        value = True
+    elif target.is_settings and (not words or words[0].startswith(("--", "@"))):
+        value = {}
+    elif not words or (words[0].startswith("--") and len(words[0]) > 2):
+        raise UsageError(f"{flag} wants a value after it")
+    else:
+        value = parse_value(target, words.pop(0), flag)
+    _assign(flags, path, plant(value, flag))
+
+
+def _find(kind: Kind, name: str, aliases: Mapping[str, str]) -> tuple[list[str], Kind, bool]:
+    """The path and kind that a flag's name means, and whether it is a `no-`. Raises UsageError for unknown names."""
+    negated = False
+    found = locate(kind, aliases.get(name, name))
+    if found is None and name.startswith("no-"):
+        positive = name.removeprefix("no-")
+        found = locate(kind, aliases.get(positive, positive))
+        negated = found is not None and (found[1].is_bool or found[1].optional)
+        found = found if negated else None
+    if found is None:
+        raise UsageError(f"--{name}: no such setting{suggestion(kind, name, '--', tuple(aliases))}")
+    return *found, negated
+
+
+def locate(kind: Kind, name: str) -> tuple[list[str], Kind] | None:
+    """The path and kind of a dotted name, over all branches of unions; None where there is none."""
+    path: list[str] = []
+    for key in name.split("."):
+        if kind.is_settings:
+            key = key.replace("-", "_")
+            if key not in kind.fields():
+                return None
+        elif not (key.isdigit() if kind.is_list else kind.is_table or kind.annotation is Any):
+            return None
+        path.append(key)
+        kind = kind.child(key)
+    return path, kind
+
+
+def suggestion(kind: Kind, name: str, prefix: str = "", extra: Sequence[str] = ()) -> str:
+    """`; did you mean ...?` with the nearest known name, or nothing where none is near."""
+    known = [*dotted_names(kind), *extra]
+    key = name.rpartition(".")[2]
+    near = get_close_matches(name, known, n=1, cutoff=0.75)
+    same_key = [other for other in known if other.rpartition(".")[2] == key.replace("-", "_")]
+    near = near or sorted(same_key, key=lambda other: other.count("."))[:1]
+    near = near or get_close_matches(name, known, n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def dotted_names(kind: Kind, prefix: str = "") -> list[str]:
+    """Every setting below `kind`; items of lists as index 0."""
+    names: list[str] = []
+    for key, item in kind.fields().items():
+        names.append(prefix + key)
+        below, step = (item.kind.item(), "0.") if item.kind.is_list else (item.kind, "")
+        names += dotted_names(below, f"{prefix}{key}.{step}")
+    return names
+
+
+def parse_value(kind: Kind, text: str, flag: str) -> Any:
+    """A flag's text as a value of the kind: text stays text where text is wanted, all else is TOML or JSON."""
+    if kind.optional and is_none_text(text):
+        return None
+    if kind.is_text:
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for read in (_json, _toml):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    if kind.is_list or kind.is_table or kind.is_settings:
+        raise UsageError(f"{flag}: cannot read {text!r}; write a JSON or TOML literal, for example {_example(kind)}")
+    return text
+
+
+def _json(text: str) -> Any:
+    return json.loads(text)
+
+
+def _toml(text: str) -> Any:
+    return tomllib.loads(f"value = {text}")["value"]
+
+
+def _example(kind: Kind) -> str:
+    return '\'["a", "b"]\'' if kind.is_list else "'{key = \"value\"}'"
+
+
+def _assign(tree: dict[str, Tree], path: list[str], value: Tree) -> None:
+    place: dict[str, Tree] | list[Tree] = tree
+    for key in path[:-1]:
+        below = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
+        if isinstance(below, Leaf):
+            below = {}
+            _put(place, key, below)
+        place = below
+    _put(place, path[-1], value)
+
+
+def _put(place: dict[str, Tree] | list[Tree], key: str, value: Tree) -> None:
+    if not isinstance(place, list):
+        place[key] = value
+    elif int(key) < len(place):
+        place[int(key)] = value
+    else:
+        place.append(value)

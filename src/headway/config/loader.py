@@ -1,0 +1,156 @@
+"""Settings from TOML layers and flags: later wins, every value remembers its origin, errors say where and what."""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from headway.config.base import Settings
+from headway.config.flags import parse_arguments, suggestion
+from headway.config.schema import Kind
+from headway.config.toml import to_toml
+from headway.config.tree import DEFAULT, Leaf, Tree, defaults, leaves, merge, plain, plant
+from headway.core.errors import UsageError
+from headway.core.files import write_atomic
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[S]):
+    """Settings after all layers. `origins` names the file or flag of every setting that is not a default."""
+
+    settings: S
+    origins: dict[str, str]
+    dry_run: bool = False
+
+
+def load_settings(kind: type[S], argv: Sequence[str], *, aliases: Mapping[str, str] = {}) -> Resolved[S]:
+    """Resolve `["@", "a.toml", "--trainer.optim.lr", "1e-5", ...]` against a settings class.
+
+    Files lie over the defaults in the order they are named, flags lie over all files. `aliases` maps short
+    flags to dotted names. Raises UsageError, with nothing written, on anything that cannot be understood.
+    """
+    schema = Kind(kind)
+    arguments = parse_arguments(schema, argv, aliases)
+    tree: Tree = defaults(schema)
+    for layer in (*map(read_layer, arguments.files), arguments.flags):
+        tree = merge(tree, layer, schema)
+    _refuse_unknown(tree, schema)
+    found = {".".join(path): leaf.origin for path, leaf in leaves(tree)}
+    try:
+        settings = kind.model_validate(plain(tree))
+    except ValidationError as error:
+        raise UsageError("\n".join(_explain(details, tree, schema) for details in error.errors())) from None
+    return Resolved(settings, {k: v for k, v in found.items() if v != DEFAULT}, arguments.dry_run)
+
+
+def read_layer(path: Path) -> dict[str, Tree]:
+    """One TOML file as a layer. Raises UsageError when it is missing, unreadable or broken."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file; settings files are TOML files named after `@`") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read it: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not text in UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: is not valid TOML: {error}") from None
+    return {key: plant(value, str(path)) for key, value in content.items()}
+
+
+def write_settings(settings: Settings, path: Path) -> None:
+    """Write resolved settings as TOML that loads to equal settings. The file appears whole or not at all."""
+    write_atomic(path, to_toml(settings))
+
+
+def _refuse_unknown(tree: Tree, kind: Kind, path: tuple[str, ...] = ()) -> None:
+    if isinstance(tree, list):
+        for index, item in enumerate(tree):
+            _refuse_unknown(item, kind.item(), (*path, str(index)))
+    if not isinstance(tree, dict) or not kind.is_settings:
+        return
+    tag = tree.get("type")
+    branch = kind.tagged(tag.value if isinstance(tag, Leaf) else None)
+    for key, below in tree.items():
+        if key not in branch.fields():
+            raise UsageError(_unknown(key, below, kind, branch, path))
+        _refuse_unknown(below, branch.child(key), (*path, key))
+
+
+def _unknown(key: str, below: Tree, kind: Kind, branch: Kind, path: tuple[str, ...]) -> str:
+    origin = next((leaf.origin for _, leaf in leaves(below)), "settings")
+    name = ".".join((*path, key))
+    owners = [tag for tag, model in kind.tags.items() if key in model.model_fields]
+    if owners and branch is not kind:
+        chosen = branch.models[0].model_fields["type"].default
+        where = ".".join((*path, "type"))
+        return (
+            f"{origin}: {name} belongs to {where} = {_either(owners)}, but the type is {chosen!r}; change one of them"
+        )
+    near = suggestion(branch, key)
+    return f"{origin}: {name} is not a setting{near}"
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(f'"{name}"' for name in names)
+
+
+def _explain(details: ErrorDetails, tree: Tree, kind: Kind) -> str:
+    """One validation error as a line: origin, setting, what is wrong, what was given."""
+    path, place = _walk(details["loc"], tree, kind)
+    if details["type"] == "broken_rule":
+        context = details["ctx"]
+        path += context["field"].split(".")
+        return f"{_origin(path, tree)}{'.'.join(path)} {context['reason']}"
+    name = ".".join(path)
+    if details["type"] == "missing":
+        return f"{_origin(path, tree)}{name} is missing; set it in a file or with --{name}"
+    if details["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        given = details["input"].get("type") if isinstance(details["input"], dict) else None
+        wanted = f"{name}.type must be one of {', '.join(place.tags)}"
+        return f"{_origin(path, tree)}{wanted}" + (f" (got {given!r})" if given is not None else "")
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{_origin(path, tree)}{name}: {message} (got {_short(details['input'])})"
+
+
+def _walk(location: tuple[int | str, ...], tree: Tree, kind: Kind) -> tuple[list[str], Kind]:
+    """A validation error's place as a dotted path; the names of union branches in it are left out."""
+    path: list[str] = []
+    for step in map(str, location):
+        if step in kind.tags:
+            kind = kind.tagged(step)
+            continue
+        kind = kind.child(step)
+        path.append(step)
+    return path, kind
+
+
+def _origin(path: list[str], tree: Tree) -> str:
+    """The file or flag that set the value at `path`, or the nearest one above it, as a prefix."""
+    node: Tree = tree
+    for step in path:
+        below = _below(node, step)
+        if below is None:
+            break
+        node = below
+    origins = [leaf.origin for _, leaf in leaves(node) if leaf.origin != DEFAULT]
+    return f"{origins[-1]}: " if origins else ""
+
+
+def _below(node: Tree, step: str) -> Tree | None:
+    if isinstance(node, dict):
+        return node.get(step)
+    if isinstance(node, list) and step.isdigit() and int(step) < len(node):
+        return node[int(step)]
+    return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,130 @@
+"""What the loader asks of a settings class: which keys a place has, and what kind of value belongs there."""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from headway.config.base import Settings
+
+
+def is_none_text(value: object) -> bool:
+    return value in ("none", "None")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting: its kind, its default (PydanticUndefined when it is required), its documentation."""
+
+    kind: "Kind"
+    default: Any
+    description: str
+
+    @property
+    def required(self) -> bool:
+        return self.default is PydanticUndefined
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type annotation, taken apart."""
+
+    annotation: Any
+
+    @cached_property
+    def members(self) -> tuple[Any, ...]:
+        """The alternatives of a union, without None; a single type is its own only alternative."""
+        return tuple(member for member in _alternatives(self.annotation) if member is not type(None))
+
+    @cached_property
+    def optional(self) -> bool:
+        return type(None) in _alternatives(self.annotation)
+
+    @cached_property
+    def models(self) -> tuple[type[Settings], ...]:
+        return tuple(m for m in self.members if isinstance(m, type) and issubclass(m, Settings))
+
+    @property
+    def is_settings(self) -> bool:
+        """A section: one settings class, or a union of them."""
+        return bool(self.models)
+
+    @property
+    def is_model(self) -> bool:
+        """One settings class."""
+        return len(self.models) == 1 and not self.tags
+
+    @property
+    def is_list(self) -> bool:
+        return any(get_origin(member) is list for member in self.members)
+
+    @property
+    def is_table(self) -> bool:
+        """A dictionary with keys of the user's own."""
+        return any(member is dict or get_origin(member) is dict for member in self.members)
+
+    @property
+    def is_bool(self) -> bool:
+        return self.members == (bool,)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether any text is a value as it stands."""
+        return any(member in (str, Path) or _is_choice_of_text(member) for member in self.members)
+
+    @cached_property
+    def tags(self) -> dict[str, type[Settings]]:
+        """The branches of a union by their `type`; empty for anything else."""
+        if len(self.models) < 2:
+            return {}
+        return {get_args(model.model_fields["type"].annotation)[0]: model for model in self.models}
+
+    def tagged(self, tag: object) -> "Kind":
+        """The branch named `tag`; the kind itself where it is no union or there is no such branch."""
+        return Kind(self.tags[tag]) if isinstance(tag, str) and tag in self.tags else self
+
+    def fields(self) -> dict[str, Field]:
+        """The settings of a section, over all branches of a union; the first branch that has a name wins."""
+        found: dict[str, Field] = {}
+        for model in self.models:
+            for name, info in model.model_fields.items():
+                found.setdefault(name, Field(Kind(info.annotation), _default(info), info.description or ""))
+        return found
+
+    def item(self) -> "Kind":
+        """The kind of a list's items or a table's values."""
+        for member in self.members:
+            if get_origin(member) in (list, dict):
+                return Kind(get_args(member)[-1])
+        return Kind(Any)
+
+    def child(self, key: str) -> "Kind":
+        """The kind at a key below this one; Any where there is none, which a later check refuses."""
+        if self.is_settings:
+            field = self.fields().get(key)
+            return field.kind if field else Kind(Any)
+        return self.item()
+
+
+def _is_choice_of_text(member: Any) -> bool:
+    return get_origin(member) is Literal and all(isinstance(choice, str) for choice in get_args(member))
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif origin in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _alternatives(member)
+    else:
+        yield annotation
+
+
+def _default(info: FieldInfo) -> Any:
+    return info.get_default(call_default_factory=True, validated_data={})

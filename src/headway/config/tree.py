@@ -1,0 +1,104 @@
+"""Layers of raw settings: nested values that remember where they came from, and how a later layer wins."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.config.schema import Kind, is_none_text
+from headway.core.errors import UsageError
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value that is replaced as a whole, and the file or flag that set it."""
+
+    value: Any
+    origin: str
+
+
+Tree = dict[str, "Tree"] | list["Tree"] | Leaf
+
+
+def plant(value: Any, origin: str) -> Tree:
+    """A raw value from one layer as a tree. Lists of tables keep their items apart, other lists are leaves."""
+    if isinstance(value, Mapping):
+        return {str(key): plant(item, origin) for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return [plant(item, origin) for item in value]
+    return Leaf(value, origin)
+
+
+def defaults(kind: Kind) -> dict[str, Tree]:
+    """What a settings class sets before any layer: the `type` of its unions, and defaults given as instances."""
+    tree: dict[str, Tree] = {}
+    for name, field in kind.fields().items():
+        value = field.default
+        if field.kind.is_settings and hasattr(value, "model_dump"):
+            branch = Kind(type(value))
+            given = {key: plant(item, DEFAULT) for key, item in value.model_dump(exclude_unset=True).items()}
+            if field.kind.tags:
+                given["type"] = Leaf(value.type, DEFAULT)
+            tree[name] = merge(defaults(branch), given, branch)
+    return tree
+
+
+def merge(below: Tree | None, above: Tree, kind: Kind) -> Tree:
+    """Lay `above` over `below`: tables merge key by key, everything else is replaced.
+
+    A union whose `type` changes keeps nothing of the branch it leaves. A list is patched when `above` is a
+    table of indices (which only flags make).
+    """
+    if isinstance(above, Leaf):
+        return Leaf(None, above.origin) if kind.optional and is_none_text(above.value) else above
+    if isinstance(above, list):
+        return [merge(_fresh(kind.item()), item, kind.item()) for item in above]
+    if kind.is_list and above and all(key.isdigit() for key in above):
+        return _patch(below if isinstance(below, list) else [], above, kind)
+    base = dict(below) if isinstance(below, dict) else _fresh(kind)
+    if kind.tags and "type" in above and _tag(above) != _tag(base):
+        base = {}
+    branch = kind.tagged(_tag(above) or _tag(base))
+    base = base or _fresh(branch)
+    return base | {key: merge(base.get(key), item, branch.child(key)) for key, item in above.items()}
+
+
+def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Leaf]]:
+    """Every leaf with its path, in order."""
+    if isinstance(tree, Leaf):
+        yield path, tree
+        return
+    items = tree.items() if isinstance(tree, dict) else ((str(i), item) for i, item in enumerate(tree))
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+
+
+def plain(tree: Tree) -> Any:
+    """The values without their origins."""
+    if isinstance(tree, Leaf):
+        return tree.value
+    if isinstance(tree, list):
+        return [plain(item) for item in tree]
+    return {key: plain(item) for key, item in tree.items()}
+
+
+def _fresh(kind: Kind) -> dict[str, Tree]:
+    return defaults(kind) if kind.is_model else {}
+
+
+def _tag(tree: dict[str, Tree]) -> Any:
+    leaf = tree.get("type")
+    return leaf.value if isinstance(leaf, Leaf) else None
+
+
+def _patch(items: list[Tree], patch: dict[str, Tree], kind: Kind) -> Tree:
+    patched: list[Tree | None] = list(items)
+    for index in sorted(patch, key=int):
+        if int(index) > len(patched):
+            _, leaf = next(leaves(patch[index]))
+            raise UsageError(f"{leaf.origin}: there are only {len(patched)} items; the next one is {len(patched)}")
+        if int(index) == len(patched):
+            patched.append(None)
+        patched[int(index)] = merge(patched[int(index)], patch[index], kind.item())
+    return [item for item in patched if item is not None]

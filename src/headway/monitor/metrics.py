@@ -1,0 +1,90 @@
+"""Metrics: one line of JSON per step and process, and any number of other sinks with the same names."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from headway.core.errors import HeadwayError
+from headway.core.files import write_atomic
+from headway.core.runs import RunPaths
+
+
+class Sink(Protocol):
+    """Where else a step's metrics go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Appends `{"step": s, "time": t, name: value, ...}` to `metrics/<process>.jsonl`.
+
+    Numbers that are not finite become null. With `resume_step = k`, lines of later steps are dropped first, so
+    that a resumed run writes each step once. A line is written whole or not at all; a full disk raises HeadwayError.
+    """
+
+    def __init__(
+        self, paths: RunPaths, process: str, *, resume_step: int | None = None, sinks: Sequence[Sink] = ()
+    ) -> None:
+        self.path = paths.metrics / f"{process}.jsonl"
+        self._sinks = list(sinks)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                _trim(self.path, resume_step)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        line = msgspec.json.encode({"step": step, "time": time.time(), **{k: float(v) for k, v in values.items()}})
+        self._append(line + b"\n")
+        for sink in self._sinks:
+            sink.log(step, values)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        while self._sinks:
+            self._sinks.pop().close()
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            os.ftruncate(self._file, size)
+            raise _cannot_write(self.path, error) from None
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file in order. A line still being written at the end is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield msgspec.json.decode(line)
+
+
+def _trim(path: Path, resume_step: int | None) -> None:
+    """Drop lines after `resume_step`, and a last line that a crash left unfinished."""
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _up_to(line, resume_step)]
+    if len(kept) != len(lines):
+        write_atomic(path, b"".join(kept))
+
+
+def _up_to(line: bytes, step: int | None) -> bool:
+    return step is None or msgspec.json.decode(line)["step"] <= step
+
+
+def _cannot_write(path: Path, error: OSError) -> HeadwayError:
+    return HeadwayError(f"{path}: cannot write metrics: {error.strerror}; free some space and continue with --resume")

@@ -1,0 +1,106 @@
+"""Run folders: made once, never overwritten, found again by name."""
+
+import getpass
+import json
+import os
+import platform
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from headway import __version__
+from headway.config.shared import RunSettings
+from headway.core.errors import HeadwayError, UsageError
+from headway.core.files import sync_directory
+from headway.core.runs import RunPaths
+
+
+def create_run(run: RunSettings, command: str) -> RunPaths:
+    """Make the folder of a new run and claim it with a record of who started it.
+
+    Without a name the run is called by date, time and command, so that names sort. Raises UsageError when
+    a run of that name exists, or when the folder holds anything but a dry run's settings.
+    """
+    attempt = 1
+    while True:
+        name = run.name or _generated_name(command, attempt)
+        paths = RunPaths(run.output_dir / name)
+        try:
+            paths.root.mkdir(parents=True, exist_ok=True)
+            if _is_free(paths.root) and _claim(paths, command):
+                _make_folders(paths)
+                return paths
+        except OSError as error:
+            raise HeadwayError(_cannot_write(paths.root, error)) from None
+        if run.name:
+            raise UsageError(
+                f"{paths.root} already exists; continue that run with --resume, or choose another --run.name"
+            )
+        attempt += 1
+
+
+def open_run(folder: Path) -> RunPaths:
+    """The paths of a run that exists. Raises UsageError when `folder` is not a run's."""
+    paths = RunPaths(folder)
+    if not paths.record.is_file():
+        known = sorted(record.parent.name for record in folder.parent.glob("*/run.json"))[-3:]
+        hint = f"; the latest runs there are {', '.join(known)}" if known else ""
+        raise UsageError(f"{folder} is not a run folder{hint}")
+    return paths
+
+
+def join_run(run: RunSettings, command: str) -> RunPaths:
+    """Open the named run, or create it: for processes of one run that are started one by one."""
+    if run.name and RunPaths(run.output_dir / run.name).record.is_file():
+        return open_run(run.output_dir / run.name)
+    return create_run(run, command)
+
+
+def _generated_name(command: str, attempt: int) -> str:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return f"{stamp}-{command}" + (f"-{attempt}" if attempt > 1 else "")
+
+
+def _is_free(root: Path) -> bool:
+    return {entry.name for entry in root.iterdir()} <= {"config"}
+
+
+def _claim(paths: RunPaths, command: str) -> bool:
+    """Write the record, whole and only if there is none: of two racing processes one gets the folder."""
+    record = {
+        "command": command,
+        "argv": sys.argv[1:],
+        "started_at": time.time(),
+        "headway": __version__,
+        "python": platform.python_version(),
+        "host": platform.node(),
+        "user": getpass.getuser(),
+        "pid": os.getpid(),
+    }
+    aside = paths.root.with_name(f".{paths.root.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with aside.open("w") as file:
+            json.dump(record, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(aside, paths.record)
+    except FileExistsError:
+        return False
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_directory(paths.root)
+    return True
+
+
+def _make_folders(paths: RunPaths) -> None:
+    for folder in (paths.config, paths.logs, paths.metrics, paths.rollouts, paths.checkpoints, paths.weights):
+        folder.mkdir(exist_ok=True)
+    paths.control.mkdir(mode=0o700, exist_ok=True)
+
+
+def _cannot_write(root: Path, error: OSError) -> str:
+    with suppress(OSError):
+        root.rmdir()
+    return f"{root}: cannot make the run folder: {error.strerror}; choose another --run.output_dir"
