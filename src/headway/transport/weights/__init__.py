@@ -1,1 +1,22 @@
-"""Weights from trainer to engines: filesystem, collective, shared memory; fingerprints."""
+"""How weights travel from the trainer to the engines: one interface, three ways, fingerprints always on."""
+
+from headway.config.shared import FilesystemWeights, WeightTransport
+from headway.core.errors import UsageError
+from headway.core.runs import RunPaths
+from headway.transport.weights.base import WeightReceiver, WeightSender
+
+
+def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "policy") -> WeightSender:
+    """The trainer's side of the transport that `settings` choose. Every rank makes one."""
+    if isinstance(settings, FilesystemWeights):
+        from headway.transport.weights.filesystem import FilesystemSender
+
+        return FilesystemSender(settings, paths, policy)
+    raise UsageError(f'weights.type = "{settings.type}" is not available; use "filesystem"')
+
+
+def make_receiver() -> WeightReceiver:
+    """An engine's side: takes updates of any transport and proves each by its fingerprint."""
+    from headway.transport.weights.receiver import Receiver
+
+    return Receiver()

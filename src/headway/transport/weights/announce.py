@@ -1,0 +1,50 @@
+"""Announcements: one small JSON file per published version, written last, so that what is announced is there."""
+
+import re
+
+import msgspec
+
+from headway.core.errors import HeadwayError
+from headway.core.files import write_atomic
+from headway.core.protocol import WeightUpdate
+from headway.core.runs import RunPaths
+
+_NAME = re.compile(r"v(\d{6,})\.json")
+
+
+def announce(paths: RunPaths, update: WeightUpdate) -> None:
+    """Make `update` the latest. Announcements of later versions (of a run that went back to a checkpoint) go."""
+    for version in announced(paths):
+        if version > update.version:
+            withdraw(paths, version)
+    write_atomic(paths.announcement(update.version), msgspec.json.encode(update))
+
+
+def latest(paths: RunPaths) -> WeightUpdate | None:
+    """The newest announced version, or None. Raises HeadwayError when its file is not an announcement."""
+    for version in sorted(announced(paths), reverse=True):
+        try:
+            return read(paths, version)
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def read(paths: RunPaths, version: int) -> WeightUpdate:
+    path = paths.announcement(version)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=WeightUpdate)
+    except msgspec.DecodeError as error:
+        raise HeadwayError(f"{path}: not a weight announcement ({error}); remove it or publish again") from None
+
+
+def announced(paths: RunPaths) -> list[int]:
+    """Versions that have an announcement, in order."""
+    if not paths.weights.is_dir():
+        return []
+    matches = (_NAME.fullmatch(entry.name) for entry in paths.weights.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def withdraw(paths: RunPaths, version: int) -> None:
+    paths.announcement(version).unlink(missing_ok=True)

@@ -1,0 +1,74 @@
+"""What one rank sends of a tensor: contiguous elements of the whole, with their place."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headway.core.errors import HeadwayError
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Elements of `name` from flat index `offset` on. `tensor` has any shape; `shape` is the whole's."""
+
+    name: str
+    tensor: Tensor
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        return self.offset == 0 and self.tensor.numel() == prod(self.shape)
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """This process's rank and the size of its group; (0, 1) outside of one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def shards(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> Iterator[Shard]:
+    """What `rank` of `ranks` has to send. Every rank passes the same names in the same order.
+
+    A DTensor sharded over its rows is sent by each rank's rows (one replica of each); whole copies of a tensor
+    are dealt out to the ranks in turn. Raises HeadwayError for a DTensor sharded over another dimension.
+    """
+    for index, (name, tensor) in enumerate(tensors):
+        if _is_dtensor(tensor):
+            shard = _local_shard(name, tensor)
+        else:
+            shard = Shard(name, tensor.detach(), 0, tuple(tensor.shape)) if index % ranks == rank else None
+        if shard is not None and (shard.tensor.numel() or prod(shard.shape) == 0):
+            yield shard
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _local_shard(name: str, tensor: Tensor) -> Shard | None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(tensor, DTensor)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or any(p.is_replicate() and c for p, c in zip(placements, coordinate, strict=True)):
+        return None
+    if any(p.is_partial() or (p.is_shard() and not p.is_shard(0)) for p in placements):
+        raise HeadwayError(f"{name}: can only send tensors sharded over their rows, not {placements}")
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    row = prod(tensor.shape[1:])
+    local = tensor.to_local().detach()
+    if isinstance(local, torch.distributed._functional_collectives.AsyncCollectiveTensor):
+        local = local.wait()
+    return Shard(name, local, offsets[0] * row if offsets else 0, tuple(tensor.shape))
