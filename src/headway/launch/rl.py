@@ -53,7 +53,6 @@ def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None
 def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -> list[ProcessSpec]:
     """Engines (unless the settings name running ones), orchestrator, trainer."""
     python = [sys.executable, "-m", "headway.cli.main"]
-    run = ["--run", str(paths.root)]
     engines = [] if settings.orchestrator.engines else placement.engines
     serve = [*python, "serve", "@", str(paths.config / "inference.toml"), "--port", "0", "--join", str(paths.root)]
     specs = [
@@ -67,12 +66,12 @@ def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -
     specs.append(
         ProcessSpec(
             "orchestrator",
-            [*python, "orchestrate", "@", str(paths.config / "orchestrator.toml"), *run],
+            [*python, "orchestrate", "@", str(paths.config / "orchestrator.toml")],
             {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             ends=True,
         )
     )
-    trainer = [*python, "train", "@", str(paths.config / "trainer.toml"), *run]
+    trainer = [*python, "train", "@", str(paths.config / "trainer.toml")]
     specs.append(ProcessSpec("trainer", trainer, placement.trainer, ends=True))
     return specs
 

@@ -1,0 +1,74 @@
+"""`headway rl`: a whole run on this machine."""
+
+from pathlib import Path
+
+from headway.core.errors import UsageError
+
+HELP = """\
+usage: headway rl @ CONFIG.toml [@ MORE.toml ...] [--section.setting VALUE ...]
+       headway rl --resume RUN [--section.setting VALUE ...]
+       headway rl --from RUN@STEP [@ CONFIG.toml ...] [--section.setting VALUE ...]
+
+Starts inference, orchestrator, trainer and environment workers on this machine and keeps them alive: whatever dies is
+started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpoint.
+
+  @ FILE            a layer of settings; later layers and flags win
+  --a.b.c VALUE     one setting (`headway config docs` lists all)
+  --dry-run         write the resolved settings of every process and exit
+  --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
+  --from RUN@STEP   start a new run from a checkpoint of another one
+
+Examples:
+  headway rl @ examples/reverse_text/rl.toml
+  headway rl @ examples/reverse_text/rl.toml --trainer.optim.lr 3e-5 --run.name slower
+  headway rl --resume outputs/slower --max_steps 300
+"""
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    from headway.config.loader import load_settings
+    from headway.config.rl import RlSettings
+    from headway.launch.fork import fork_run, parse_checkpoint
+    from headway.launch.rl import run_rl, write_run_settings
+    from headway.monitor.runs import create_run, open_run
+
+    argv, resume = _take(argv, "--resume")
+    argv, parent = _take(argv, "--from")
+    if resume and parent:
+        raise UsageError("--resume continues a run and --from starts a new one; give one of them")
+    if resume:
+        paths = open_run(Path(resume))
+        argv = ["@", str(paths.config / "rl.toml"), *argv]
+    if parent:
+        origin, step = parse_checkpoint(parent)
+        argv = ["@", str(origin.config / "rl.toml"), "--run.name", "none", *argv]
+    resolved = load_settings(RlSettings, argv)
+    settings = resolved.settings
+    if resume:
+        if resolved.dry_run:
+            write_run_settings(settings, paths.config)
+            return 0
+    else:
+        paths = create_run(settings.run, "rl")
+    run_settings = settings.run.model_copy(update={"name": paths.root.name, "output_dir": paths.root.parent.resolve()})
+    settings = settings.model_copy(update={"run": run_settings})
+    if resolved.dry_run:
+        write_run_settings(settings, paths.config)
+        print(f"settings of every process: {paths.config}")
+        return 0
+    if parent:
+        fork_run(origin, step, paths)
+    return 0 if run_rl(settings, paths) else 130
+
+
+def _take(argv: list[str], flag: str) -> tuple[list[str], str | None]:
+    """`argv` without `flag` and its value, and that value."""
+    if flag not in argv:
+        return argv, None
+    at = argv.index(flag)
+    if at + 1 >= len(argv) or argv[at + 1].startswith(("-", "@")):
+        raise UsageError(f"{flag} needs the folder of a run, such as {flag} outputs/my-run")
+    return argv[:at] + argv[at + 2 :], argv[at + 1]

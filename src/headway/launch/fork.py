@@ -1,0 +1,42 @@
+"""Starting a run from a checkpoint of another one."""
+
+import re
+import shutil
+from pathlib import Path
+
+from headway.core.errors import UsageError
+from headway.core.files import atomic_directory
+from headway.core.runs import RunPaths
+
+
+def parse_checkpoint(text: str) -> tuple[RunPaths, int]:
+    """`RUN@STEP` or `RUN` (its newest checkpoint). Raises UsageError naming the steps there are."""
+    folder, _, step = text.partition("@")
+    paths = RunPaths(Path(folder))
+    if not paths.root.is_dir():
+        raise UsageError(f"{folder} is not a run folder")
+    steps = complete_checkpoints(paths)
+    if not steps:
+        raise UsageError(f"{folder} has no complete checkpoint yet")
+    if not step:
+        return paths, steps[-1]
+    if not step.isdigit() or int(step) not in steps:
+        raise UsageError(f"{folder} has no checkpoint at step {step}; it has {', '.join(map(str, steps))}")
+    return paths, int(step)
+
+
+def complete_checkpoints(paths: RunPaths) -> list[int]:
+    """Steps whose checkpoint is whole, in order."""
+    marks = paths.checkpoints.glob("step_*/COMPLETE")
+    return sorted(int(re.sub(r"\D", "", mark.parent.name)) for mark in marks)
+
+
+def fork_run(origin: RunPaths, step: int, paths: RunPaths) -> None:
+    """Give the new run `origin`'s checkpoint at `step` and the orchestrator's state that belongs to it."""
+    for source, target in (
+        (origin.checkpoint(step), paths.checkpoint(step)),
+        (origin.batch(step), paths.batch(step)),
+    ):
+        if source.is_dir():
+            with atomic_directory(target) as folder:
+                shutil.copytree(source, folder, dirs_exist_ok=True)
