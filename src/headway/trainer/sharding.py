@@ -1,0 +1,50 @@
+"""Small truths about sharded tensors (DTensor) that optimizers, clipping, checkpoints and publishing share."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that this rank holds, sharing memory with `tensor`."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor. Every rank that holds a part must call it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_dims(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh and those of its dimensions over which `tensor` is split; None where every rank holds all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+    return (tensor.device_mesh, dims) if dims else None
+
+
+def global_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all tensors together, whatever they are sharded over; the same float32 number on every rank."""
+    by_layout: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    for tensor in tensors:
+        by_layout.setdefault(sharded_dims(tensor), []).append(local(tensor))
+    total = torch.zeros((), dtype=torch.float32)
+    for layout, parts in by_layout.items():
+        squares = torch.stack(torch._foreach_norm(parts)).float().square().sum()
+        if layout is not None:
+            mesh, dims = layout
+            for dim in dims:
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        total = total.to(squares.device) + squares
+    return total.sqrt()
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, factor)

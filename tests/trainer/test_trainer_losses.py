@@ -1,0 +1,183 @@
+"""Every loss and component against numpy written independently, and gradients by finite differences."""
+
+import numpy as np
+import pytest
+import torch
+
+from headway.config.trainer import Aipo, Cispo, CustomLoss, Dppo, Gspo, Icepop, Ipo, Loss, PpoClip, Tis
+from headway.core.batches import ComponentCounts
+from headway.core.errors import UsageError
+from headway.trainer.components import LossTokens, total_loss
+from headway.trainer.losses import make_loss
+
+TOKENS = 48
+
+
+def make_case(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    old = rng.uniform(-3, -0.05, TOKENS)
+    segments = np.sort(rng.integers(0, 5, TOKENS))
+    return {
+        "logprobs": np.minimum(old + rng.normal(0, 0.6, TOKENS), -0.01),
+        "old": old,
+        "advantages": rng.normal(0, 1, TOKENS),
+        "weights": rng.choice([0.0, 1.0, 0.5], TOKENS),
+        "segments": segments,
+        "ref": rng.uniform(-3, -0.05, TOKENS),
+    }
+
+
+def reference(name: str, case: dict[str, np.ndarray], x: np.ndarray, x0: np.ndarray) -> np.ndarray:
+    """Per-token loss at logprobs `x`, with everything that is detached frozen at `x0`."""
+    old, advantage = case["old"], case["advantages"]
+    r, r0 = np.exp(x - old), np.exp(x0 - old)
+    delta = np.exp(x0) - np.exp(old)
+    if name == "dppo":
+        drop = ((advantage > 0) & (delta > 0.2)) | ((advantage <= 0) & (delta < -0.2))
+        return -(1.0 - drop) * advantage * r + 1e-3 * np.log(r) ** 2
+    if name == "ipo":
+        return -(1.0 - (np.abs(delta) > 0.1)) * advantage * r + 1e-3 * np.log(r) ** 2
+    if name == "aipo":
+        return -advantage * np.minimum(r0, 4.0) * x
+    if name == "ppo_clip":
+        return -np.minimum(advantage * r, advantage * np.clip(r, 0.8, 1.28))
+    if name == "cispo":
+        return -advantage * np.clip(r0, 0.8, 1.28) * x
+    if name == "tis":
+        return -advantage * np.minimum(r0, 2.0) * x
+    if name == "icepop":
+        return -advantage * np.where((r0 >= 0.5) & (r0 <= 5.0), r0, 0.0) * x
+    assert name == "gspo"
+    out = np.zeros(TOKENS)
+    for segment in range(5):
+        inside = case["segments"] == segment
+        counted = inside & (case["weights"] != 0)
+        ratio = np.exp(np.mean((x - old)[counted])) if counted.any() else 1.0
+        clipped = np.clip(ratio, 1 - 3e-4, 1 + 4e-4)
+        out[inside] = -np.minimum(advantage[inside] * ratio, advantage[inside] * clipped)
+    return out
+
+
+def numeric_gradient(function, x: np.ndarray, eps: float = 1e-6) -> np.ndarray:
+    gradient = np.zeros_like(x)
+    for i in range(len(x)):
+        step = np.zeros_like(x)
+        step[i] = eps
+        gradient[i] = (function(x + step) - function(x - step)) / (2 * eps)
+    return gradient
+
+
+LOSSES: list[Loss] = [Dppo(), Ipo(), Aipo(), PpoClip(), Cispo(), Gspo(), Tis(), Icepop()]
+
+
+@pytest.mark.parametrize("settings", LOSSES, ids=lambda s: s.type)
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_and_gradient_match_numpy(settings: Loss, seed: int) -> None:
+    case = make_case(seed)
+    x0 = case["logprobs"]
+    logprobs = torch.tensor(x0, requires_grad=True)
+    weights = torch.tensor(case["weights"])
+    loss, metrics = make_loss(settings)(
+        logprobs, torch.tensor(case["old"]), torch.tensor(case["advantages"]), weights, torch.tensor(case["segments"])
+    )
+    counted = case["weights"] != 0
+    np.testing.assert_allclose(
+        loss.detach().numpy()[counted], reference(settings.type, case, x0, x0)[counted], rtol=1e-10
+    )
+    (loss * weights).sum().backward()
+    expected = numeric_gradient(lambda x: float((reference(settings.type, case, x, x0) * case["weights"]).sum()), x0)
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), expected, atol=1e-6)
+    assert metrics["masked"].shape == (TOKENS,)
+
+
+def test_a_dropped_token_with_a_huge_ratio_has_a_finite_gradient() -> None:
+    logprobs = torch.tensor([-0.1, -0.1], requires_grad=True)
+    old = torch.tensor([-200.0, -0.2])
+    loss, metrics = make_loss(Dppo(kl_coef=0.0))(
+        logprobs, old, torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.long)
+    )
+    loss.sum().backward()
+    assert metrics["masked"].tolist() == [True, False]
+    assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all() and logprobs.grad[0] == 0
+
+
+def loss_tokens(case: dict[str, np.ndarray], ce: np.ndarray, ref_kl: np.ndarray, sampled: np.ndarray) -> LossTokens:
+    return LossTokens(
+        sampled_N=torch.tensor(sampled),
+        old_logprobs_N=torch.tensor(case["old"]),
+        advantages_N=torch.tensor(case["advantages"]),
+        rl_weight_N=torch.tensor(case["weights"]),
+        ce_weight_N=torch.tensor(ce),
+        ref_kl_weight_N=torch.tensor(ref_kl),
+        ref_logprobs_N=torch.tensor(case["ref"]),
+        segments_N=torch.tensor(case["segments"]),
+    )
+
+
+def test_components_add_up_by_global_counts() -> None:
+    case = make_case(7)
+    rng = np.random.default_rng(8)
+    ce, ref = rng.choice([0.0, 0.1], TOKENS), rng.choice([0.0, 1.0], TOKENS)
+    sampled = rng.random(TOKENS) < 0.5
+    counts = ComponentCounts(rl=100, ce=70, ref_kl=55)
+    x0 = case["logprobs"]
+
+    def expected(x: np.ndarray) -> float:
+        rl = (reference("dppo", case, x, x0) * case["weights"]).sum() / 100
+        nll = (-x * ce).sum() / 70
+        delta, r = np.exp(x0) - np.exp(case["old"]), np.exp(x - case["old"])
+        kl = -(1.0 - (delta < -0.2)) * (case["ref"] - x0) * r + 1e-3 * np.log(r) ** 2
+        return float(rl + nll + (kl * ref).sum() / 55)
+
+    logprobs = torch.tensor(x0, requires_grad=True)
+    entropy = torch.tensor(rng.uniform(0, 2, TOKENS))
+    loss, sums = total_loss(logprobs, entropy, loss_tokens(case, ce, ref, sampled), counts, make_loss(Dppo()))
+    loss.backward()
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(loss.item(), expected(x0), rtol=1e-10)
+    np.testing.assert_allclose(logprobs.grad.numpy(), numeric_gradient(expected, x0), atol=1e-7)
+
+    r = np.exp(x0 - case["old"])
+    np.testing.assert_allclose(sums["sampled/mismatch_kl"].item(), (r - np.log(r) - 1)[sampled].sum(), rtol=1e-10)
+    np.testing.assert_allclose(sums["sampled/entropy"].item(), entropy.numpy()[sampled].sum(), rtol=1e-10)
+    assert sums["tokens/sampled"].item() == sampled.sum()
+    assert sum(sums[f"loss/{name}"] for name in ("rl", "ce", "ref_kl")).item() == pytest.approx(loss.item())
+    dropped = ((case["advantages"] > 0) & (np.exp(x0) - np.exp(case["old"]) > 0.2)) | (
+        (case["advantages"] <= 0) & (np.exp(x0) - np.exp(case["old"]) < -0.2)
+    )
+    assert sums["rl/masked"].item() == pytest.approx((dropped & (case["weights"] != 0)).sum() / 100)
+
+
+@pytest.mark.parametrize("count", [0, 10])
+def test_empty_components_still_run_backward(count: int) -> None:
+    case = make_case(1)
+    case["weights"] = np.zeros(TOKENS)
+    zeros = np.zeros(TOKENS)
+    logprobs = torch.tensor(case["logprobs"], requires_grad=True)
+    tokens = loss_tokens(case, zeros, zeros, zeros.astype(bool))
+    counts = ComponentCounts(rl=count, ce=count, ref_kl=count)
+    loss, _ = total_loss(logprobs, torch.zeros(TOKENS), tokens, counts, make_loss(Gspo()))
+    loss.backward()
+    assert loss.item() == 0 and logprobs.grad is not None and not logprobs.grad.any()
+
+
+def test_no_tokens_at_all_still_run_backward() -> None:
+    logprobs = torch.zeros(0, requires_grad=True)
+    none = torch.zeros(0)
+    tokens = LossTokens(none.bool(), none, none, none, none, none, none, none.long())
+    loss, _ = total_loss(logprobs, none, tokens, ComponentCounts(rl=5), make_loss(Gspo()))
+    loss.backward()
+    assert loss.item() == 0
+
+
+def test_custom_loss_by_import_path() -> None:
+    loss = make_loss(CustomLoss(path="headway.trainer.losses:aipo", args={"delta": 1.0}))
+    value, _ = loss(torch.tensor([-0.5]), torch.tensor([-3.0]), torch.ones(1), torch.ones(1), torch.zeros(1).long())
+    assert value.item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("path", ["nowhere", "headway.nowhere:f", "headway.trainer.losses:nothing", "math:pi"])
+def test_bad_custom_loss_is_a_usage_error(path: str) -> None:
+    with pytest.raises(UsageError, match=r"trainer\.loss\.path"):
+        make_loss(CustomLoss(path=path))
