@@ -1,6 +1,8 @@
 """Settings of the algorithms, one class each."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -24,6 +26,10 @@ class ReferenceSettings(Settings):
     concurrency: int = Field(default=32, ge=1)
     retries: int = Field(default=3, ge=0)
     timeout: float = Field(default=300.0, gt=0)
+
+    def is_served_by(self, engines: Iterable[str]) -> bool:
+        """Whether this is the model that the given servers hold, and not a frozen one at another address."""
+        return _address(self.base_url) in {_address(engine) for engine in engines}
 
 
 class Grpo(Settings):
@@ -85,3 +91,14 @@ Algorithm = Annotated[
     Grpo | MaxRl | Rloo | ReinforcePp | Rae | HierarchicalGrpo | Opd | Opsd | Sft | Echo,
     Field(discriminator="type"),
 ]
+
+
+def is_group_relative(algorithm: Settings) -> bool:
+    """Whether rewards are compared within a group, which then needs at least two episodes."""
+    return isinstance(algorithm, Grpo | MaxRl | Rloo | ReinforcePp | HierarchicalGrpo | Echo)
+
+
+def _address(url: str) -> tuple[str, int | None]:
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    host = "127.0.0.1" if parts.hostname == "localhost" else parts.hostname or ""
+    return host, parts.port

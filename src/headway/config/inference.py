@@ -1,10 +1,10 @@
 """Settings of an inference server."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headway.config.base import Settings
+from headway.config.base import Settings, broken_rule
 from headway.config.shared import SharedSettings
 
 
@@ -31,6 +31,16 @@ class InferenceSettings(Settings):
     """CPU threads. Default: all cores."""
     vllm: dict[str, Any] = {}
     """Arguments for vLLM under their own names."""
+
+    @model_validator(mode="after")
+    def _one_token_per_sequence(self) -> Self:
+        if self.max_batched_tokens < self.max_running:
+            raise broken_rule(
+                "max_batched_tokens",
+                f"must be at least max_running, which is {self.max_running} (got {self.max_batched_tokens}): "
+                "every running sequence decodes one token per step",
+            )
+        return self
 
 
 class ServeSettings(SharedSettings):

@@ -84,7 +84,7 @@ def _refuse_unknown(tree: Tree, kind: Kind, path: tuple[str, ...] = ()) -> None:
 
 
 def _unknown(key: str, below: Tree, kind: Kind, branch: Kind, path: tuple[str, ...]) -> str:
-    origin = next((leaf.origin for _, leaf in leaves(below)), "settings")
+    origin = next((f"{leaf.origin}: " for _, leaf in leaves(below)), "")
     name = ".".join((*path, key))
     owners = [tag for tag, model in kind.tags.items() if key in model.model_fields]
     if owners and branch is not kind:
@@ -93,8 +93,7 @@ def _unknown(key: str, below: Tree, kind: Kind, branch: Kind, path: tuple[str, .
         return (
             f"{origin}: {name} belongs to {where} = {_either(owners)}, but the type is {chosen!r}; change one of them"
         )
-    near = suggestion(branch, key)
-    return f"{origin}: {name} is not a setting{near}"
+    return f"{origin}{name} is not a setting{suggestion(branch, key)}"
 
 
 def _either(names: list[str]) -> str:
@@ -103,23 +102,23 @@ def _either(names: list[str]) -> str:
 
 def _explain(details: ErrorDetails, tree: Tree, kind: Kind) -> str:
     """One validation error as a line: origin, setting, what is wrong, what was given."""
-    path, place = _walk(details["loc"], tree, kind)
-    if details["type"] == "broken_rule":
-        context = details["ctx"]
-        path += context["field"].split(".")
-        return f"{_origin(path, tree)}{'.'.join(path)} {context['reason']}"
-    name = ".".join(path)
-    if details["type"] == "missing":
-        return f"{_origin(path, tree)}{name} is missing; set it in a file or with --{name}"
-    if details["type"] in ("union_tag_not_found", "union_tag_invalid"):
-        given = details["input"].get("type") if isinstance(details["input"], dict) else None
-        wanted = f"{name}.type must be one of {', '.join(place.tags)}"
-        return f"{_origin(path, tree)}{wanted}" + (f" (got {given!r})" if given is not None else "")
+    path, place = _walk(details["loc"], kind)
+    given = details["input"]
+    match details["type"]:
+        case "broken_rule":
+            path += details["ctx"]["field"].split(".")
+            return f"{_subject(path, tree)} {details['ctx']['reason']}"
+        case "missing":
+            return f"{_subject(path, tree)} is missing; set it in a file or with --{'.'.join(path)}"
+        case "union_tag_not_found" | "union_tag_invalid":
+            tag = given.get("type") if isinstance(given, dict) else None
+            wanted = f"{_subject([*path, 'type'], tree)} must be one of {', '.join(place.tags)}"
+            return wanted if tag is None else f"{wanted} (got {tag!r})"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{_origin(path, tree)}{name}: {message} (got {_short(details['input'])})"
+    return f"{_subject(path, tree)} {message} (got {_short(given)})"
 
 
-def _walk(location: tuple[int | str, ...], tree: Tree, kind: Kind) -> tuple[list[str], Kind]:
+def _walk(location: tuple[int | str, ...], kind: Kind) -> tuple[list[str], Kind]:
     """A validation error's place as a dotted path; the names of union branches in it are left out."""
     path: list[str] = []
     for step in map(str, location):
@@ -131,16 +130,17 @@ def _walk(location: tuple[int | str, ...], tree: Tree, kind: Kind) -> tuple[list
     return path, kind
 
 
-def _origin(path: list[str], tree: Tree) -> str:
-    """The file or flag that set the value at `path`, or the nearest one above it, as a prefix."""
+def _subject(path: list[str], tree: Tree) -> str:
+    """A setting by name, after the file or flag that set it, or set the nearest thing above it."""
     node: Tree = tree
     for step in path:
         below = _below(node, step)
         if below is None:
             break
         node = below
-    origins = [leaf.origin for _, leaf in leaves(node) if leaf.origin != DEFAULT]
-    return f"{origins[-1]}: " if origins else ""
+    name = ".".join(path)
+    origin = next((leaf.origin for _, leaf in reversed(list(leaves(node))) if leaf.origin != DEFAULT), None)
+    return origin if origin == f"--{name}" else f"{origin}: {name}" if origin else name
 
 
 def _below(node: Tree, step: str) -> Tree | None:

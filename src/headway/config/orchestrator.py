@@ -1,11 +1,12 @@
 """Settings of the orchestrator: environments, batches, staleness, concurrency, evaluation."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headway.config.algorithms import Algorithm, Grpo
-from headway.config.base import Settings
+from headway.config.algorithms import Algorithm, Grpo, Opd, Sft, is_group_relative
+from headway.config.base import Settings, broken_rule
 from headway.config.shared import SharedSettings
 
 
@@ -35,6 +36,14 @@ class DifficultyPools(Settings):
     easy_share: float = Field(default=0.1, ge=0, le=1)
     hard_share: float = Field(default=0.2, ge=0, le=1)
 
+    @model_validator(mode="after")
+    def _pools_apart(self) -> Self:
+        if self.hard >= self.easy:
+            raise broken_rule("hard", f"must be below easy, which is {self.easy} (got {self.hard})")
+        if self.easy_share + self.hard_share > 1:
+            raise broken_rule("hard_share", "and easy_share must not add up to more than 1: they are shares of a batch")
+        return self
+
 
 class CustomCurriculum(Settings):
     type: Literal["custom"] = "custom"
@@ -54,6 +63,12 @@ class WorkerSettings(Settings):
     """Episodes that one worker runs at a time."""
     memory_gb: float | None = Field(default=None, gt=0)
     """Memory limit of one worker."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise broken_rule("min", f"must be at most max, which is {self.max} (got {self.min})")
+        return self
 
 
 class EnvSettings(Settings):
@@ -98,10 +113,19 @@ class ConcurrencySettings(Settings):
     min: int = Field(default=8, ge=1)
     max: int = Field(default=1024, ge=1)
     initial: int = Field(default=64, ge=1)
+    """Episodes in flight at the start; kept within min and max."""
     kv_low: float = Field(default=0.7, ge=0, le=1)
     """Grow while KV usage is below this."""
     kv_high: float = Field(default=0.9, ge=0, le=1)
     """Stop admitting above this."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min > self.max:
+            raise broken_rule("min", f"must be at most max, which is {self.max} (got {self.min})")
+        if self.kv_low > self.kv_high:
+            raise broken_rule("kv_low", f"must be at most kv_high, which is {self.kv_high} (got {self.kv_low})")
+        return self
 
 
 class FilterSettings(Settings):
@@ -113,6 +137,9 @@ class FilterSettings(Settings):
     """Drop samples whose mean logprob is below this."""
     repetition: float | None = Field(default=None, ge=0, le=1)
     """Drop samples in which more than this share of 8-grams repeat."""
+
+
+LIVE_TEACHER = "is the live policy's own server; a teacher is a frozen model: serve it elsewhere, or use opsd"
 
 
 class OrchestratorSettings(Settings):
@@ -141,8 +168,80 @@ class OrchestratorSettings(Settings):
     """Stop after collecting this many batches' worth of episodes without any signal."""
     record_rollouts: bool = True
 
+    def algorithms(self) -> Iterator[tuple[str, Algorithm]]:
+        """Every algorithm that trains, with the name of the setting it came from."""
+        yield from {setting: algorithm for setting, algorithm, _, _ in self._choices()}.items()
+
+    def _choices(self) -> Iterator[tuple[str, Algorithm, str, int]]:
+        """Every (algorithm, group size) that trains, each with the name of the setting it came from."""
+        if not self.envs:
+            yield "algorithm", self.algorithm, "group_size", self.group_size
+        for index, env in enumerate(self.envs):
+            here = f"envs.{index}."
+            yield (
+                f"{here}algorithm" if env.algorithm else "algorithm",
+                env.algorithm or self.algorithm,
+                f"{here}group_size" if env.group_size else "group_size",
+                env.group_size or self.group_size,
+            )
+
+    @model_validator(mode="after")
+    def _groups_have_baselines(self) -> Self:
+        for _, algorithm, setting, size in self._choices():
+            if size == 1 and is_group_relative(algorithm):
+                raise broken_rule(
+                    setting,
+                    f'must be at least 2 for algorithm "{algorithm.type}" (got 1): a group of one has no baseline',
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_hold_whole_groups(self) -> Self:
+        for _, _, setting, size in self._choices():
+            if self.batch_size % size:
+                raise broken_rule(
+                    "batch_size",
+                    f"must be a multiple of {setting}, which is {size} (got {self.batch_size}): "
+                    "a batch holds whole groups",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_are_frozen(self) -> Self:
+        for setting, algorithm in self.algorithms():
+            if not isinstance(algorithm, Opd | Sft):
+                continue
+            if algorithm.teacher is None:
+                raise broken_rule(
+                    f"{setting}.teacher",
+                    f'is missing: algorithm "{algorithm.type}" needs a frozen model; set {setting}.teacher.base_url',
+                )
+            if algorithm.teacher.is_served_by(self.engines):
+                raise broken_rule(f"{setting}.teacher.base_url", LIVE_TEACHER)
+        return self
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        for where, envs in (("envs", self.envs), ("eval.envs", self.eval.envs)):
+            names = [env.name or env.id for env in envs]
+            for index, name in enumerate(names):
+                if name in names[:index]:
+                    raise broken_rule(f"{where}.{index}.name", f"must differ from the others': {name!r} is taken")
+        return self
+
 
 class OrchestrateSettings(SharedSettings):
     """Settings of `headway orchestrate`."""
 
     orchestrator: OrchestratorSettings = OrchestratorSettings()
+
+    @model_validator(mode="after")
+    def _replies_fit(self) -> Self:
+        samplings = {f"orchestrator.envs.{i}.sampling": env.sampling for i, env in enumerate(self.orchestrator.envs)}
+        for where, sampling in {"orchestrator.sampling": self.orchestrator.sampling, **samplings}.items():
+            if sampling and sampling.max_tokens and sampling.max_tokens > self.seq_len:
+                raise broken_rule(
+                    f"{where}.max_tokens",
+                    f"must be at most seq_len, which is {self.seq_len} (got {sampling.max_tokens})",
+                )
+        return self

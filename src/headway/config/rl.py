@@ -1,7 +1,13 @@
 """Settings of a whole run: what every process reads, and a section for each."""
 
+from typing import Self
+
+from pydantic import model_validator
+
+from headway.config.algorithms import Opd, Sft
+from headway.config.base import broken_rule
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
+from headway.config.orchestrator import LIVE_TEACHER, OrchestrateSettings, OrchestratorSettings
 from headway.config.trainer import TrainerSettings, TrainSettings
 
 
@@ -11,3 +17,11 @@ class RlSettings(TrainSettings, OrchestrateSettings, ServeSettings):
     trainer: TrainerSettings = TrainerSettings()
     orchestrator: OrchestratorSettings = OrchestratorSettings()
     inference: InferenceSettings = InferenceSettings()
+
+    @model_validator(mode="after")
+    def _teachers_are_elsewhere(self) -> Self:
+        own = f"http://{self.inference.host}:{self.inference.port}"
+        for setting, algorithm in self.orchestrator.algorithms():
+            if isinstance(algorithm, Opd | Sft) and algorithm.teacher and algorithm.teacher.is_served_by([own]):
+                raise broken_rule(f"orchestrator.{setting}.teacher.base_url", LIVE_TEACHER)
+        return self

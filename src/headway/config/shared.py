@@ -15,6 +15,31 @@ class RunSettings(Settings):
     """Where run folders are made."""
 
 
+class LogSettings(Settings):
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least important messages that are shown."""
+    json_lines: bool = False
+    """One JSON object per line, on the console and in files, instead of text."""
+
+
+class WandbSettings(Settings):
+    project: str = "headway"
+    entity: str | None = None
+    """Team or user. Default: the account's."""
+    tags: list[str] = []
+    mode: Literal["online", "offline"] = "online"
+    """offline: keep everything in the run folder, to be synced later."""
+
+
+class TrackingSettings(Settings):
+    tensorboard: bool = False
+    """Also write TensorBoard events, to the run's metrics folder (extra `tracking`)."""
+    wandb: WandbSettings | None = None
+    """Also send metrics to Weights & Biases (extra `tracking`)."""
+    prometheus_port: int | None = Field(default=None, ge=0, le=65535)
+    """Also answer `GET /metrics` at this port with the latest values; 0 picks a free one. Per process."""
+
+
 class LoraSettings(Settings):
     rank: int = Field(default=16, ge=1)
     """Rank of the adapter."""
@@ -22,7 +47,9 @@ class LoraSettings(Settings):
     """The adapter's output is scaled by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input while training."""
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: list[str] = Field(
+        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
+    )
     """Names of the linear layers that get an adapter."""
 
 
@@ -78,6 +105,9 @@ WeightTransport = Annotated[FilesystemWeights | CollectiveWeights | SharedMemory
 
 class SharedSettings(Settings):
     run: RunSettings = RunSettings()
+    log: LogSettings = LogSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    """Where metrics go besides the run's JSON lines."""
     model: ModelSettings = ModelSettings()
     placement: PlacementSettings = PlacementSettings()
     rollouts: RolloutTransport = FilesystemRollouts()

@@ -1,10 +1,10 @@
 """Settings of the trainer."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headway.config.base import Settings
+from headway.config.base import Settings, broken_rule
 from headway.config.shared import SharedSettings
 
 
@@ -113,6 +113,12 @@ class Icepop(Settings):
     low: float = 0.5
     high: float = 5.0
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            raise broken_rule("low", f"must be at most high, which is {self.high} (got {self.low})")
+        return self
+
 
 class CustomLoss(Settings):
     type: Literal["custom"] = "custom"
@@ -130,6 +136,12 @@ class ActivationSettings(Settings):
     """Which activations are recomputed in the backward pass instead of kept."""
     offload: bool = False
     """Keep checkpointed activations in CPU memory."""
+
+    @model_validator(mode="after")
+    def _something_to_offload(self) -> Self:
+        if self.offload and self.checkpoint == "off":
+            raise broken_rule("offload", 'needs checkpoint = "selective" or "full": only checkpoints are offloaded')
+        return self
 
 
 class CheckpointSettings(Settings):
@@ -175,3 +187,32 @@ class TrainSettings(SharedSettings):
     """Settings of `headway train`."""
 
     trainer: TrainerSettings = TrainerSettings()
+
+    @model_validator(mode="after")
+    def _replicas_divide_ranks(self) -> Self:
+        ranks, replicas = self.placement.trainer_ranks, self.trainer.replicas
+        if ranks % replicas:
+            raise broken_rule(
+                "trainer.replicas", f"must divide placement.trainer_ranks, which is {ranks} (got {replicas})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        schedule = self.trainer.schedule
+        if isinstance(schedule, Linear) and schedule.warmup_steps + schedule.decay_steps > self.max_steps:
+            raise broken_rule(
+                "trainer.schedule.decay_steps",
+                f"and warmup_steps add up to {schedule.warmup_steps + schedule.decay_steps}, more than max_steps, "
+                f"which is {self.max_steps}; shorten them or train longer",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fake_samples_fit(self) -> Self:
+        fake = self.trainer.fake_data
+        if fake and fake.mean_len and fake.mean_len > self.seq_len:
+            raise broken_rule(
+                "trainer.fake_data.mean_len", f"must be at most seq_len, which is {self.seq_len} (got {fake.mean_len})"
+            )
+        return self
