@@ -1,0 +1,78 @@
+"""The decoder that all families are made of: embedding, blocks, final norm, head."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.models.config import ModelConfig
+from headway.models.layers.adapters import AdapterBank
+from headway.models.layers.block import Block
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.experts import expert_counts
+from headway.models.layers.linear import Linear
+from headway.models.layers.norm import RMSNorm
+from headway.models.layers.rope import RotaryTable
+from headway.models.packed import ModelOutput, PackedTokens
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm. Blocks get the stream and one shared context."""
+
+    def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], Block]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.width, config.norm_eps)
+
+    def forward(self, token_ids_T: Tensor, context: ForwardContext) -> tuple[Tensor, list[Tensor | None]]:
+        """Hidden states after the final norm, and each layer's experts (T, k)."""
+        x_TD = self.embed_tokens(token_ids_T)
+        experts: list[Tensor | None] = []
+        for layer in self.layers:
+            x_TD, experts_Tk = layer(x_TD, context)
+            experts.append(experts_Tk)
+        return self.norm(x_TD), experts
+
+
+class DecoderLM(nn.Module):
+    """A causal language model over packed tokens (see `packed.CausalLM`). Families say what a block is."""
+
+    def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], Block]) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, block)
+        self.lm_head = None if config.tied else Linear(config.width, config.vocab_size)
+        self.adapters: AdapterBank | None = None
+        self._rotary = RotaryTable(config)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks: what sharding, checkpointing and compilation wrap."""
+        return self.model.layers
+
+    def forward(self, tokens: PackedTokens) -> ModelOutput:
+        cos, sin = self._rotary.gather(tokens.positions_T)
+        gate = None if self.adapters is None else self.adapters.gate(tokens.adapters_T)
+        given = None if tokens.routed_experts_TLk is None else tokens.routed_experts_TLk.long()
+        hidden_TD, experts = self.model(tokens.token_ids_T, ForwardContext(tokens.plan, cos, sin, gate, given))
+        if not self.config.experts:
+            return ModelOutput(hidden_TD)
+        return ModelOutput(hidden_TD, *self._routing(experts))
+
+    def head_weight(self) -> Tensor:
+        """(vocab, width); the embedding's where tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """float32 (N, vocab)."""
+        return F.linear(hidden_ND, self.head_weight()).float()
+
+    def _routing(self, experts: list[Tensor | None]) -> tuple[Tensor, Tensor]:
+        """Experts used (T, layers, k), -1 in dense layers, and tokens per expert (layers, experts)."""
+        used = next(e for e in experts if e is not None)
+        absent = torch.full_like(used, -1)
+        by_layer = [absent if e is None else e for e in experts]
+        load = [expert_counts(e.flatten(), self.config.experts) for e in by_layer]
+        return torch.stack(by_layer, 1), torch.stack(load)

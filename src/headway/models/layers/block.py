@@ -1,0 +1,34 @@
+"""One decoder block: attention and an MLP (dense or of experts), each normed before and added to the stream."""
+
+from torch import Tensor, nn
+
+from headway.models.config import ModelConfig
+from headway.models.layers.attention import SelfAttention
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.experts import SparseMlp
+from headway.models.layers.mlp import GatedMlp
+from headway.models.layers.norm import RMSNorm
+
+
+class Block(nn.Module):
+    """A function of the stream and the pass's context, so that it can be sharded, checkpointed or compiled alone."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, qk_norm: bool) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.self_attn = SelfAttention(config, layer, qk_norm=qk_norm)
+        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
+        self.mlp: SparseMlp | GatedMlp
+        if config.sparse(layer):
+            self.mlp = SparseMlp(config, layer)
+        else:
+            self.mlp = GatedMlp(config.width, config.mlp_width, config.mlp_bias)
+
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """The stream after this block, and the experts (T, k) that its tokens used (None where it has none)."""
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), context)
+        normed_TD = self.post_attention_layernorm(x_TD)
+        if isinstance(self.mlp, SparseMlp):
+            mixed_TD, experts_Tk = self.mlp(normed_TD, context)
+            return x_TD + mixed_TD, experts_Tk
+        return x_TD + self.mlp(normed_TD, context), None

@@ -1,0 +1,25 @@
+"""What all layers of one forward pass share, computed once."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headway.models.packed import AttentionPlan
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """`cos` and `sin` are (T, 1, head size), for rotary positions; `sin` carries the sign of the rotation.
+
+    `adapter_gate` scales the adapters' ranks per token (see `layers.linear`); None switches adapters off.
+    `routed_experts` (T, layers, k) are given choices, with -1 where the router chooses.
+
+    A plain object and not bare tensors, so that wrappers which cast a block's tensor arguments to a lower
+    precision leave the rotary tables alone.
+    """
+
+    plan: AttentionPlan
+    cos: Tensor
+    sin: Tensor
+    adapter_gate: Tensor | float | None = None
+    routed_experts_TLk: Tensor | None = None

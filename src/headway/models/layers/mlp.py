@@ -1,0 +1,21 @@
+"""The gated MLP of dense layers."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.linear import Linear
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, width: int, mlp_width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = Linear(width, mlp_width, bias)
+        self.up_proj = Linear(width, mlp_width, bias)
+        self.down_proj = Linear(mlp_width, width, bias)
+
+    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        gate = context.adapter_gate
+        hidden: Tensor = F.silu(self.gate_proj(x_TD, gate)) * self.up_proj(x_TD, gate)
+        out: Tensor = self.down_proj(hidden, gate)
+        return out

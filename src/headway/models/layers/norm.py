@@ -1,0 +1,18 @@
+"""Root-mean-square norm."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Normalizes the last axis; the statistics are float32 whatever the input is."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.shape = (size,)
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)

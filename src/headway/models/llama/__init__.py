@@ -1,0 +1,1 @@
+"""Llama, and models of its architecture (SmolLM2, TinyLlama, …)."""

@@ -1,0 +1,50 @@
+"""The known families, and building a model from its config. A new family is a folder and a line here."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from headway.models.config import ModelConfig
+from headway.models.decoder import DecoderLM
+from headway.models.init import init_weights
+from headway.models.layout import Part
+from headway.models.llama.model import Llama
+from headway.models.llama.weights import parts as llama_parts
+from headway.models.qwen3.model import Qwen3
+from headway.models.qwen3.weights import parts as qwen3_parts
+from headway.models.qwen3_moe.model import Qwen3Moe
+from headway.models.qwen3_moe.weights import parts as qwen3_moe_parts
+
+
+class Family(NamedTuple):
+    """`parts` says which tensors of a checkpoint a parameter is made of."""
+
+    model: Callable[[ModelConfig], DecoderLM]
+    parts: Callable[[str, ModelConfig], list[Part]]
+
+
+FAMILIES = {
+    "llama": Family(Llama, llama_parts),
+    "qwen3": Family(Qwen3, qwen3_parts),
+    "qwen3_moe": Family(Qwen3Moe, qwen3_moe_parts),
+}
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = 0,
+) -> DecoderLM:
+    """A model with random weights from `seed`; None, or the meta device, leaves them unset."""
+    with torch.device("meta"):
+        model = FAMILIES[config.family].model(config)
+    model.to(dtype)
+    if torch.device(device).type == "meta":
+        return model
+    model.to_empty(device=device)
+    if seed is not None:
+        init_weights(model, config.initializer_range, seed)
+    return model

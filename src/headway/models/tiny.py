@@ -1,0 +1,102 @@
+"""Tiny built-in models: made from a seed on first use, nothing is downloaded."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from headway.core.errors import UsageError
+from headway.models.config import ModelConfig
+
+TINY = ModelConfig(
+    family="qwen3",
+    vocab_size=0,
+    width=128,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    mlp_width=256,
+    rope_theta=10_000.0,
+    tied=True,
+    max_len=2048,
+)
+
+BUILT_IN = {
+    "tiny": TINY,
+    "tiny-llama": replace(TINY, family="llama", tied=False),
+    "tiny-moe": replace(
+        TINY,
+        family="qwen3_moe",
+        layers=2,
+        experts=8,
+        experts_per_token=2,
+        expert_width=64,
+        normalize_gates=True,
+    ),
+}
+"""Shapes; the tokenizer fills in vocabulary and special ids."""
+
+SEED = 0
+
+
+def resolve_model(path: str) -> Path:
+    """The checkpoint folder that `path` means: itself, or a built-in's, made in the cache when it is first asked for.
+
+    The cache is `$HEADWAY_CACHE`, or `~/.cache/headway`.
+    """
+    if (Path(path).expanduser() / "config.json").is_file():
+        return Path(path).expanduser()
+    if path not in BUILT_IN:
+        raise UsageError(
+            f"model {path!r} is neither a folder with a config.json nor a built-in ({', '.join(BUILT_IN)})"
+        )
+    folder = _cache() / "models" / f"{path}-{_digest(path)}"
+    if not folder.is_dir():
+        with _lock(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                save_built_in(path, folder)
+    return folder
+
+
+def save_built_in(name: str, folder: Path) -> None:
+    """Write the built-in `name` as a checkpoint folder with its tokenizer."""
+    from headway.models.checkpoint import save_checkpoint
+    from headway.models.registry import build_model
+    from headway.rendering.tiny import save_tiny_tokenizer
+    from headway.rendering.tokenizer import load_tokenizer
+
+    with TemporaryDirectory() as temporary:
+        files = Path(temporary)
+        vocab_size = save_tiny_tokenizer(files)
+        vocabulary = load_tokenizer(files).get_vocab()
+        end_of_turn, end_of_text = vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]
+        config = replace(BUILT_IN[name], vocab_size=vocab_size, eos_ids=(end_of_turn, end_of_text), pad_id=end_of_text)
+        save_checkpoint(build_model(config, seed=SEED), folder, files_from=files)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("HEADWAY_CACHE") or Path.home() / ".cache" / "headway")
+
+
+def _digest(name: str) -> str:
+    """Changes whenever what the built-in is made of does, so that an old cache is never mistaken for it."""
+    from headway.rendering import tiny as tokenizer
+
+    made_of = (
+        f"{BUILT_IN[name]}/{SEED}/{tokenizer.CHAT_TEMPLATE}/{tokenizer.SPECIALS}{tokenizer.MARKS}{tokenizer.ROLES}"
+    )
+    return hashlib.sha256(made_of.encode()).hexdigest()[:12]
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Only one process makes a model; the others wait and find it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,138 @@
+"""Weights as a stream of tensors under Hugging Face's names, out of a model and into one."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from headway.core.errors import HeadwayError
+from headway.models.decoder import DecoderLM
+from headway.models.layout import Part
+from headway.models.registry import FAMILIES
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+_NAMED_AT_MOST = 8
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The model's own parameters, adapters left out, under their names without activation or compile wrappers."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
+
+
+def hf_layout(model: DecoderLM) -> list[tuple[str, torch.Size]]:
+    """Names and shapes of `hf_tensors`, in its order, without touching a weight."""
+    layout = []
+    for name, parameter in base_parameters(model):
+        whole = torch.empty(parameter.shape, device="meta")
+        layout += [(part.name, whole[part.at].shape) for part in _parts(model, name)]
+    return layout
+
+
+def hf_tensors(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, one parameter at a time; tied heads are left out.
+
+    Of a sharded parameter the whole is gathered: then all ranks must iterate alike.
+    """
+    for name, parameter in base_parameters(model):
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        for part in _parts(model, name):
+            yield part.name, whole[part.at] if part.at else whole
+
+
+def load_hf_tensors(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy a checkpoint's tensors, in any order, into the model's parameters.
+
+    Raises HeadwayError that names missing, extra and misshapen tensors; the model then holds a mix of old and new.
+    """
+    targets = {
+        part.name: _Target(parameter, part)
+        for name, parameter in base_parameters(model)
+        for part in _parts(model, name)
+    }
+    problems = _Problems()
+    staged = _ShardedParts()
+    with torch.no_grad():
+        for name, tensor in tensors:
+            target = targets.pop(name, None)
+            if target is None:
+                if not _ignorable(name, model):
+                    problems.extra.append(name)
+            elif tensor.shape != target.shape:
+                problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+            elif isinstance(target.parameter, DTensor):
+                staged.add(target, tensor)
+            else:
+                target.parameter[target.part.at].copy_(tensor)
+    problems.missing += targets
+    problems.raise_any()
+
+
+@dataclass(slots=True)
+class _Target:
+    parameter: nn.Parameter
+    part: Part
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.empty(self.parameter.shape, device="meta")[self.part.at].shape
+
+
+@dataclass(slots=True)
+class _ShardedParts:
+    """Parts of sharded parameters, assembled on the CPU until whole; then each rank keeps its own share."""
+
+    wholes: dict[int, Tensor] = field(default_factory=dict)
+    filled: dict[int, int] = field(default_factory=dict)
+
+    def add(self, target: _Target, tensor: Tensor) -> None:
+        parameter = target.parameter
+        key = id(parameter)
+        whole = self.wholes.setdefault(key, torch.empty(parameter.shape, dtype=parameter.dtype))
+        whole[target.part.at].copy_(tensor)
+        self.filled[key] = self.filled.get(key, 0) + tensor.numel()
+        if self.filled[key] == whole.numel():
+            assert isinstance(parameter, DTensor)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            # Every rank has the whole tensor, so none has to send: src_data_rank=None only cuts.
+            whole = whole.to(parameter.device)
+            parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+            del self.wholes[key]
+
+
+@dataclass(slots=True)
+class _Problems:
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def raise_any(self) -> None:
+        found = [
+            f"{len(names)} {kind}: {_some(names)}"
+            for kind, names in (("missing", self.missing), ("extra", self.extra), ("misshapen", self.misshapen))
+            if names
+        ]
+        if found:
+            raise HeadwayError(f"the tensors do not fit the model ({'; '.join(found)})")
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
+
+
+def _ignorable(name: str, model: DecoderLM) -> bool:
+    """Some checkpoints repeat a tied head, and old ones store rotary frequencies, which are computed here."""
+    return (name == "lm_head.weight" and model.config.tied) or name.endswith(".rotary_emb.inv_freq")
+
+
+def _parts(model: DecoderLM, name: str) -> list[Part]:
+    return FAMILIES[model.config.family].parts(name, model.config)
