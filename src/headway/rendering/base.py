@@ -9,7 +9,8 @@ from headway.core.messages import Message, Tool
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of one message (`message` is its index), or of a generation prompt (`message` None).
+    """Tokens of one message (`message` is its index), or of none (`message` None): a generation prompt, tokens
+    that close a reply, a system turn that the template adds by itself.
 
     `content` marks, within an assistant message, the tokens that the model itself would have sampled
     (its text, calls and end-of-turn), as opposed to the template around them.
@@ -40,12 +41,19 @@ class Renderer(Protocol):
         ...
 
     def extend(
-        self, token_ids: Sequence[int], new_messages: Sequence[Message], tools: Sequence[Tool] = ()
+        self,
+        token_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        reply: int = 0,
+        history: Sequence[Message] = (),
     ) -> Rendered | None:
-        """What to append to `token_ids` (which end with a sampled reply) so that `new_messages` follow and the
-        model may speak: closing tokens that the reply lacks, the messages, the generation prompt.
+        """What to append to `token_ids` (which end with a sampled reply of `reply` tokens) so that `new_messages`
+        follow and the model may speak: closing tokens that the reply lacks, the messages, the generation prompt.
 
-        None where appending cannot be proven equal to what the template means: the caller starts a new branch.
+        `history` are the messages that `token_ids` stand for, the reply included. None where appending cannot
+        be proven equal to what the template means: the caller starts a new branch.
         """
         ...
 

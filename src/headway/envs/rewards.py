@@ -1,0 +1,118 @@
+"""Rewards: named, weighted functions of a finished conversation, sync or async, checked before they count."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
+
+from headway.core.episodes import Task, Trace
+from headway.core.errors import UsageError
+from headway.core.messages import Message
+from headway.envs.failures import EpisodeFailure
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+ARGUMENTS = ("task", "trace", "messages", "reply", "answer", "state", "agent")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """`function` is called with those of ARGUMENTS that it names. `weight` 0 records a metric and no reward.
+
+    `agent` restricts it to traces of that agent; None scores every trace.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    weight: float = 1.0
+    agent: str | None = None
+    arguments: tuple[str, ...] = ()
+
+
+@overload
+def reward(function: Function, /) -> Function: ...
+@overload
+def reward(*, weight: float = 1.0, agent: str | None = None) -> Callable[[Function], Function]: ...
+def reward(function: Any = None, /, *, weight: float = 1.0, agent: str | None = None) -> Any:
+    """Mark a method of an environment as a reward, named like the method."""
+
+    def mark(target: Function) -> Function:
+        target._headway_reward = (weight, agent)  # type: ignore[attr-defined]  # a mark on the function itself
+        return target
+
+    return mark(function) if function is not None else mark
+
+
+def metric(function: Function) -> Function:
+    """Mark a method whose value is recorded with the episode and rewards nothing."""
+    return reward(weight=0.0)(function)
+
+
+def marked_rewards(environment: object) -> list[Reward]:
+    """The rewards of an environment: its marked methods, in the order of definition, base classes first."""
+    found: dict[str, Reward] = {}
+    for kind in reversed(type(environment).__mro__):
+        for name, value in vars(kind).items():
+            if mark := getattr(value, "_headway_reward", None):
+                weight, agent = mark
+                found[name] = _checked(Reward(name, getattr(environment, name), weight, agent))
+    return list(found.values())
+
+
+def _checked(made: Reward) -> Reward:
+    names = list(inspect.signature(made.function).parameters)
+    for name in names:
+        if name not in ARGUMENTS:
+            raise UsageError(f"reward {made.name}: unknown parameter {name!r}; it may take {', '.join(ARGUMENTS)}")
+    return Reward(made.name, made.function, made.weight, made.agent, tuple(names))
+
+
+async def score(rewards: Sequence[Reward], task: Task, traces: Sequence[Trace], state: object) -> None:
+    """Write each trace's rewards, metrics and weighted sum. Raises EpisodeFailure of kind "reward"."""
+    for trace in traces:
+        messages = conversation(trace)
+        said = [message for message in messages if message.role == "assistant"]
+        reply = said[-1] if said else Message("assistant")
+        values: Mapping[str, object] = {
+            "task": task,
+            "trace": trace,
+            "messages": messages,
+            "reply": reply,
+            "answer": reply.content,
+            "state": state,
+            "agent": trace.agent,
+        }
+        for item in rewards:
+            if item.agent is not None and item.agent != trace.agent:
+                continue
+            value = await _value(item, {name: values[name] for name in item.arguments})
+            if item.weight == 0.0:
+                trace.metrics[item.name] = value
+            else:
+                trace.rewards[item.name] = value
+                trace.reward += item.weight * value
+
+
+async def _value(item: Reward, arguments: dict[str, object]) -> float:
+    try:
+        value = item.function(**arguments)
+        if inspect.isawaitable(value):
+            value = await value
+    except EpisodeFailure:
+        raise
+    except Exception as error:
+        raise EpisodeFailure("reward", f"reward {item.name} raised {type(error).__name__}: {error}") from error
+    try:
+        number = float(value) if not isinstance(value, str | bytes) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EpisodeFailure("reward", f"reward {item.name} returned {value!r:.80}; it must be a finite number")
+    return number
+
+
+def conversation(trace: Trace) -> list[Message]:
+    """The messages of the branch that was spoken last."""
+    branches = trace.branches()
+    return [m for i in branches[-1] if (m := trace.nodes[i].message) is not None] if branches else []

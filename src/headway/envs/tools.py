@@ -1,0 +1,121 @@
+"""Tools: typed Python functions that the model may call, described by their hints and docstring."""
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from headway.core.errors import UsageError
+from headway.core.messages import Tool
+
+INJECTED = ("self", "state", "task")
+"""Parameters that the environment fills in; the model neither sees nor sets them."""
+
+_SIMPLE: dict[object, str] = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object"}
+_ARGUMENT = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?\s*:\s*(.+)$")
+
+
+@dataclass(frozen=True)
+class ToolFunction:
+    """A function, its description, and the types that a call's arguments are converted to."""
+
+    tool: Tool
+    function: Callable[..., Any]
+    types: dict[str, Any]
+    injected: tuple[str, ...]
+
+    def arguments(self, text: str) -> dict[str, Any]:
+        """A call's JSON as keyword arguments. Raises ValueError with a reason that helps the model."""
+        try:
+            given = msgspec.json.decode(text or "{}")
+        except msgspec.DecodeError as error:
+            raise ValueError(f"arguments are not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise ValueError("arguments must be a JSON object")
+        unknown = sorted(set(given) - set(self.types))
+        missing = [name for name in self.tool.parameters.get("required", []) if name not in given]
+        if unknown:
+            raise ValueError(
+                f"unknown argument {unknown[0]!r}; {self.tool.name} takes {', '.join(self.types) or 'none'}"
+            )
+        if missing:
+            raise ValueError(f"missing argument {missing[0]!r}")
+        try:
+            return {name: msgspec.convert(value, self.types[name], strict=False) for name, value in given.items()}
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from error
+
+
+def tool(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a method of an environment as a tool."""
+    function._headway_tool = True  # type: ignore[attr-defined]  # a mark on the function itself
+    return function
+
+
+def is_tool(value: object) -> bool:
+    return getattr(value, "_headway_tool", False) is True
+
+
+def describe(value: Tool | ToolFunction | Callable[..., Any]) -> Tool:
+    """What the model is told about `value`."""
+    if isinstance(value, Tool):
+        return value
+    return value.tool if isinstance(value, ToolFunction) else from_function(value).tool
+
+
+def from_function(function: Callable[..., Any]) -> ToolFunction:
+    """`function` as a tool. Raises UsageError where a parameter has no type that JSON can carry."""
+    name = getattr(function, "__name__", type(function).__name__)
+    hints = get_type_hints(function)
+    summary, explained = _docstring(inspect.getdoc(function) or "")
+    properties: dict[str, Any] = {}
+    required, types_, injected = [], {}, []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name in INJECTED:
+            injected.append(parameter.name)
+            continue
+        if parameter.name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise UsageError(f"tool {name}: parameter {parameter.name!r} needs a type, such as `{parameter.name}: str`")
+        types_[parameter.name] = hints[parameter.name]
+        schema = _schema(hints[parameter.name], f"tool {name}: parameter {parameter.name!r}")
+        if parameter.name in explained:
+            schema["description"] = explained[parameter.name]
+        properties[parameter.name] = schema
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return ToolFunction(Tool(name, summary, parameters), function, types_, tuple(injected))
+
+
+def _schema(kind: Any, where: str) -> dict[str, Any]:
+    if kind in _SIMPLE:
+        return {"type": _SIMPLE[kind]}
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return {"type": _SIMPLE.get(type(arguments[0]), "string"), "enum": list(arguments)}
+    if origin in (Union, types.UnionType):
+        options = [option for option in arguments if option is not type(None)]
+        if len(options) == 1:
+            return _schema(options[0], where)
+        return {"anyOf": [_schema(option, where) for option in options]}
+    if kind is list or origin in (list, tuple, Sequence):
+        return {"type": "array", "items": _schema(arguments[0], where) if arguments else {}}
+    if origin is dict:
+        return {"type": "object"}
+    if kind is Any:
+        return {}
+    raise UsageError(f"{where} has type {kind!r}; use str, int, float, bool, list, dict or Literal")
+
+
+def _docstring(text: str) -> tuple[str, dict[str, str]]:
+    """The description of a function, and of its parameters where lines below `Args:` explain them."""
+    summary, _, rest = text.partition("\nArgs:")
+    explained: dict[str, str] = {}
+    for line in rest.splitlines():
+        if match := _ARGUMENT.match(line):
+            explained[match.group(1)] = match.group(2).strip()
+    return " ".join(summary.split()), explained

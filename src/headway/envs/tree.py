@@ -1,0 +1,147 @@
+"""One agent's conversations as a tree of tokens, grown by appending wherever the renderer allows it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from headway.core.episodes import Node, RoutedExperts, Trace
+from headway.core.messages import Message, Tool
+from headway.rendering.base import Rendered, Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that end in a sampled reply, and their tokens. `reply` counts the reply's tokens."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    leaf: int
+    token_ids: list[int]
+    reply: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to send to the engine, and where its reply will grow: `rendered` comes after node `parent`."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    parent: int
+    rendered: Rendered
+    first_message: int
+    token_ids: list[int]
+    rewrites: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the engine sampled, verbatim."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int]]
+    finish_reason: str
+    temperature: float = 1.0
+    routed_experts: RoutedExperts | None = None
+
+
+class TraceTree:
+    """Builds one `Trace`. `prompt` changes nothing, `record` adds the prompt's nodes and the reply's at once."""
+
+    def __init__(self, renderer: Renderer, agent: str = "policy") -> None:
+        self.trace = Trace(agent=agent)
+        self._renderer = renderer
+        self._conversations: list[Conversation] = []
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
+        """The tokens that ask for the next reply to `messages`.
+
+        They extend the longest recorded conversation that `messages` continue, token by token as they were
+        sampled; where there is none, or the template would rewrite it, they are rendered anew.
+        """
+        messages, tools = tuple(messages), tuple(tools)
+        known = self._longest(messages, tools)
+        if known is not None:
+            start = len(known.messages)
+            extension = self._renderer.extend(
+                known.token_ids, messages[start:], tools, reply=known.reply, history=known.messages
+            )
+            if extension is not None:
+                token_ids = known.token_ids + extension.token_ids
+                return Prompt(messages, tools, known.leaf, extension, start, token_ids, False)
+        rendered = self._renderer.render(messages, tools, generation_prompt=True)
+        return Prompt(messages, tools, -1, rendered, 0, rendered.token_ids, self._said_before(messages))
+
+    def record(self, prompt: Prompt, reply: Reply) -> Message:
+        """Add `reply` to the tree; returns it as a message, whose calls have ids unique in this trace."""
+        nodes = self.trace.nodes
+        parent = prompt.parent
+        for segment in prompt.rendered.segments:
+            if segment.token_ids:
+                place = None if segment.message is None else prompt.first_message + segment.message
+                message = None if place is None else prompt.messages[place]
+                parent = self._child(parent, segment.token_ids, message)
+        leaf = len(nodes)
+        message = self._renderer.parse(reply.token_ids, prompt.tools)
+        if message.tool_calls:
+            calls = [msgspec.structs.replace(c, id=f"call_{leaf}_{i}") for i, c in enumerate(message.tool_calls)]
+            message = msgspec.structs.replace(message, tool_calls=tuple(calls))
+        nodes.append(
+            Node(
+                parent,
+                reply.token_ids,
+                message,
+                reply.logprobs,
+                reply.versions,
+                reply.routed_experts,
+                reply.finish_reason,
+                reply.temperature,
+            )
+        )
+        self.trace.rewrites += prompt.rewrites
+        self.trace.truncated |= reply.finish_reason == "length"
+        tokens = prompt.token_ids + reply.token_ids
+        said = (*prompt.messages, message)
+        self._conversations.append(Conversation(said, prompt.tools, leaf, tokens, len(reply.token_ids)))
+        return message
+
+    @property
+    def replies(self) -> int:
+        return len(self._conversations)
+
+    def _child(self, parent: int, token_ids: list[int], message: Message | None) -> int:
+        """The node after `parent` with these unsampled tokens; an equal one that exists is shared."""
+        for index, node in enumerate(self.trace.nodes):
+            if node.parent == parent and node.logprobs is None and node.token_ids == token_ids:
+                return index
+        self.trace.nodes.append(Node(parent, token_ids, message))
+        return len(self.trace.nodes) - 1
+
+    def _longest(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Conversation | None:
+        best = None
+        for known in reversed(self._conversations):
+            longer = best is None or len(known.messages) > len(best.messages)
+            if longer and known.tools == tools and _continues(messages, known.messages):
+                best = known
+        return best
+
+    def _said_before(self, messages: tuple[Message, ...]) -> bool:
+        """Whether `messages` hold a reply that was sampled here, so that rendering them anew rewrites history."""
+        replies = [known.messages[-1] for known in self._conversations]
+        return any(m.role == "assistant" and any(_same(m, reply) for reply in replies) for m in messages)
+
+
+def _continues(messages: tuple[Message, ...], known: tuple[Message, ...]) -> bool:
+    if len(messages) <= len(known):
+        return False
+    return all(_same(a, b) for a, b in zip(messages, known, strict=False))
+
+
+def _same(said: Message, recorded: Message) -> bool:
+    """Equal, or equal but for reasoning that the caller left out, as clients of the OpenAI API do."""
+    if said is recorded or said == recorded:
+        return True
+    if said.role != "assistant" or said.reasoning is not None or recorded.reasoning is None:
+        return False
+    return said == msgspec.structs.replace(recorded, reasoning=None)
