@@ -1,0 +1,56 @@
+"""Random problems from seeds, with training and evaluation problems that never meet."""
+
+import random
+import zlib
+from collections.abc import Callable
+from string import ascii_lowercase
+from typing import Literal, TypeVar
+
+from headway.core.errors import UsageError
+
+Split = Literal["train", "eval"]
+Problem = TypeVar("Problem")
+
+_EVAL_SHARE = 8  # one problem in eight is kept for evaluation
+
+
+def in_split(key: str, split: Split) -> bool:
+    """Whether the problem called `key` belongs to `split`.
+
+    Decided by a checksum of the problem itself, so that no seed can bring a problem into both.
+    """
+    held_out = zlib.crc32(key.encode()) % _EVAL_SHARE == 0
+    return held_out == (split == "eval")
+
+
+def distinct(
+    make: Callable[[random.Random], Problem],
+    key: Callable[[Problem], str],
+    count: int,
+    *,
+    split: Split,
+    seed: int,
+) -> list[Problem]:
+    """`count` problems of a split, all different, the same ones for the same seed.
+
+    Raises UsageError when `make` seems not to know that many.
+    """
+    if split not in ("train", "eval"):
+        raise UsageError(f'split must be "train" or "eval" (got "{split}")')
+    rng = random.Random(f"{split}/{seed}")
+    found: dict[str, Problem] = {}
+    misses = 0
+    while len(found) < count:
+        problem = make(rng)
+        name = key(problem)
+        if name in found or not in_split(name, split):
+            misses += 1
+            if misses > 1000 + 100 * count:
+                raise UsageError(f"only {len(found)} different {split} problems found; lower num_tasks (got {count})")
+            continue
+        found[name] = problem
+    return list(found.values())
+
+
+def random_word(rng: random.Random, shortest: int, longest: int) -> str:
+    return "".join(rng.choices(ascii_lowercase, k=rng.randint(shortest, longest)))
