@@ -47,3 +47,4 @@ class ServeSettings(SharedSettings):
     """Settings of `headway serve`."""
 
     inference: InferenceSettings = InferenceSettings()
+    """The server of the policy."""

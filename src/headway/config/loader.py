@@ -90,9 +90,7 @@ def _unknown(key: str, below: Tree, kind: Kind, branch: Kind, path: tuple[str, .
     if owners and branch is not kind:
         chosen = branch.models[0].model_fields["type"].default
         where = ".".join((*path, "type"))
-        return (
-            f"{origin}: {name} belongs to {where} = {_either(owners)}, but the type is {chosen!r}; change one of them"
-        )
+        return f"{origin}{name} belongs to {where} = {_either(owners)}, but the type is {chosen!r}; change one of them"
     return f"{origin}{name} is not a setting{suggestion(branch, key)}"
 
 

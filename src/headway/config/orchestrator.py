@@ -12,29 +12,41 @@ from headway.config.shared import SharedSettings
 
 class SamplingSettings(Settings):
     temperature: float = Field(default=1.0, ge=0)
+    """Divides the logits; 0 always takes the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that make up this share; 1 switches it off."""
     top_k: int = Field(default=0, ge=0)
+    """Sample from this many likeliest tokens; 0 switches it off."""
     min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens less likely than this share of the likeliest one."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens per reply. Default: up to the end of the context."""
 
 
 class InOrder(Settings):
+    """Tasks in the environment's own order, over and over."""
+
     type: Literal["in_order"] = "in_order"
 
 
 class Shuffled(Settings):
+    """Tasks in a random order, a new one each epoch."""
+
     type: Literal["shuffled"] = "shuffled"
 
 
 class DifficultyPools(Settings):
+    """Mostly tasks that the policy sometimes solves."""
+
     type: Literal["difficulty"] = "difficulty"
     easy: float = Field(default=0.9, ge=0, le=1)
     """Mean reward from which on a task counts as easy."""
     hard: float = Field(default=0.1, ge=0, le=1)
     """Mean reward up to which a task counts as hard."""
     easy_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of tasks drawn from the easy pool."""
     hard_share: float = Field(default=0.2, ge=0, le=1)
+    """Share of tasks drawn from the hard pool."""
 
     @model_validator(mode="after")
     def _pools_apart(self) -> Self:
@@ -46,10 +58,13 @@ class DifficultyPools(Settings):
 
 
 class CustomCurriculum(Settings):
+    """A class of your own."""
+
     type: Literal["custom"] = "custom"
     path: str
     """Import path of the class, `package.module:Name`."""
     args: dict[str, Any] = {}
+    """Keyword arguments for it."""
 
 
 Curriculum = Annotated[InOrder | Shuffled | DifficultyPools | CustomCurriculum, Field(discriminator="type")]
@@ -57,6 +72,7 @@ Curriculum = Annotated[InOrder | Shuffled | DifficultyPools | CustomCurriculum, 
 
 class WorkerSettings(Settings):
     min: int = Field(default=1, ge=1)
+    """Worker processes, at least."""
     max: int = Field(default=4, ge=1)
     """Worker processes; the pool grows and shrinks between the two."""
     episodes: int = Field(default=64, ge=1)
@@ -87,7 +103,9 @@ class EnvSettings(Settings):
     sampling: SamplingSettings | None = None
     """Default: the orchestrator's."""
     curriculum: Curriculum = Shuffled()
+    """The order in which tasks are drawn."""
     workers: WorkerSettings = WorkerSettings()
+    """The processes that run episodes."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds an episode may take."""
     rate_limit: float | None = Field(default=None, gt=0)
@@ -103,15 +121,20 @@ class EvalEnvSettings(EnvSettings):
 
 class EvalSettings(Settings):
     envs: list[EvalEnvSettings] = []
+    """Environments to evaluate on."""
     interval: int | None = Field(default=None, ge=1)
     """Steps between evaluations. Default: only at start and end."""
     at_start: bool = True
+    """Evaluate the initial policy."""
     at_end: bool = True
+    """Evaluate the final policy."""
 
 
 class ConcurrencySettings(Settings):
     min: int = Field(default=8, ge=1)
+    """Episodes in flight, at least."""
     max: int = Field(default=1024, ge=1)
+    """Episodes in flight, at most."""
     initial: int = Field(default=64, ge=1)
     """Episodes in flight at the start; kept within min and max."""
     kv_low: float = Field(default=0.7, ge=0, le=1)
@@ -150,16 +173,21 @@ class OrchestratorSettings(Settings):
     group_size: int = Field(default=16, ge=1)
     """Episodes per task that are compared with each other."""
     algorithm: Algorithm = Grpo()
+    """How rewards become training signals."""
     sampling: SamplingSettings = SamplingSettings()
+    """How replies are sampled."""
     max_lag: int = Field(default=8, ge=0)
     """Oldest policy a batch may hold, in versions behind the trainer's."""
     run_ahead: int = Field(default=1, ge=0)
     """Batches the orchestrator may be ahead of the trainer."""
     concurrency: ConcurrencySettings = ConcurrencySettings()
+    """How many episodes are in flight."""
     filters: FilterSettings = FilterSettings()
+    """Which groups and episodes are left out of training."""
     gates: list[str] = []
     """Import paths of functions that may refuse a group before it is trained."""
     eval: EvalSettings = EvalSettings()
+    """Evaluation during the run."""
     engines: list[str] = []
     """Base URLs of engines. Default: those that the run starts."""
     max_error_share: float = Field(default=0.9, gt=0, le=1)
@@ -167,6 +195,7 @@ class OrchestratorSettings(Settings):
     max_empty_batches: int = Field(default=50, ge=1)
     """Stop after collecting this many batches' worth of episodes without any signal."""
     record_rollouts: bool = True
+    """Keep trained episodes in the run folder, for people to read."""
 
     def algorithms(self) -> Iterator[tuple[str, Algorithm]]:
         """Every algorithm that trains, with the name of the setting it came from."""
@@ -234,6 +263,7 @@ class OrchestrateSettings(SharedSettings):
     """Settings of `headway orchestrate`."""
 
     orchestrator: OrchestratorSettings = OrchestratorSettings()
+    """The orchestrator."""
 
     @model_validator(mode="after")
     def _replies_fit(self) -> Self:

@@ -15,8 +15,11 @@ class RlSettings(TrainSettings, OrchestrateSettings, ServeSettings):
     """Settings of `headway rl`."""
 
     trainer: TrainerSettings = TrainerSettings()
+    """The trainer."""
     orchestrator: OrchestratorSettings = OrchestratorSettings()
+    """The orchestrator."""
     inference: InferenceSettings = InferenceSettings()
+    """The servers of the policy."""
 
     @model_validator(mode="after")
     def _teachers_are_elsewhere(self) -> Self:

@@ -12,11 +12,13 @@ class DataSettings(Settings):
     path: str = ""
     """A JSONL or Parquet file, a folder of them, or the name of a Hugging Face dataset."""
     split: str = "train"
+    """Split of a Hugging Face dataset."""
     validation_path: Path | None = None
     """Held-out rows. Default: none."""
     max_bad_rows: int = Field(default=100, ge=0)
     """Broken rows are counted and skipped up to this many."""
     shuffle: bool = True
+    """Draw rows in a random order, a new one each epoch."""
     train_roles: list[str] = ["assistant"]
     """Roles whose tokens are learned."""
 
@@ -25,6 +27,8 @@ class SftSettings(TrainSettings):
     """Settings of `headway sft`."""
 
     data: DataSettings = DataSettings()
+    """What is learned from."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Tokens per optimizer step, over all ranks."""
     validation_interval: int = Field(default=50, ge=1)
+    """Steps between two passes over the held-out rows."""

@@ -24,9 +24,11 @@ class LogSettings(Settings):
 
 class WandbSettings(Settings):
     project: str = "headway"
+    """Project that the run appears in."""
     entity: str | None = None
     """Team or user. Default: the account's."""
     tags: list[str] = []
+    """Tags of the run."""
     mode: Literal["online", "offline"] = "online"
     """offline: keep everything in the run folder, to be synced later."""
 
@@ -74,28 +76,38 @@ class PlacementSettings(Settings):
 
 
 class FilesystemRollouts(Settings):
+    """Through the run folder."""
+
     type: Literal["filesystem"] = "filesystem"
 
 
 class ZmqRollouts(Settings):
+    """Over a socket."""
+
     type: Literal["zmq"] = "zmq"
     address: str = "tcp://127.0.0.1:0"
     """Where the orchestrator listens; port 0 picks a free one and writes it into the run's control folder."""
 
 
 class FilesystemWeights(Settings):
+    """As checkpoints in the run folder."""
+
     type: Literal["filesystem"] = "filesystem"
     keep_last: int = Field(default=2, ge=1)
     """Published versions kept on disk."""
 
 
 class CollectiveWeights(Settings):
+    """By broadcast, from memory to memory."""
+
     type: Literal["collective"] = "collective"
     host: str = "127.0.0.1"
     """Address at which the trainer meets the engines."""
 
 
 class SharedMemoryWeights(Settings):
+    """Through shared memory on one machine."""
+
     type: Literal["shared_memory"] = "shared_memory"
 
 
@@ -105,11 +117,15 @@ WeightTransport = Annotated[FilesystemWeights | CollectiveWeights | SharedMemory
 
 class SharedSettings(Settings):
     run: RunSettings = RunSettings()
+    """Name and place of the run."""
     log: LogSettings = LogSettings()
+    """What is logged, and how."""
     tracking: TrackingSettings = TrackingSettings()
     """Where metrics go besides the run's JSON lines."""
     model: ModelSettings = ModelSettings()
+    """The model that is trained and served."""
     placement: PlacementSettings = PlacementSettings()
+    """How many processes, on which device."""
     rollouts: RolloutTransport = FilesystemRollouts()
     """How batches travel to the trainer."""
     weights: WeightTransport = FilesystemWeights()

@@ -41,7 +41,7 @@ def _table(table: Mapping[str, Any], header: str, name: str, lines: list[str], n
     for key, value in table.items():
         if key not in below and value is not None:
             remark = note(name + key)
-            lines.append(f"{_key(key)} = {_value(value)}" + (f"  # {remark}" if remark else ""))
+            lines.append(f"{_key(key)} = {value_text(value)}" + (f"  # {remark}" if remark else ""))
     for key, value in below.items():
         place = header + _key(key)
         if isinstance(value, list):
@@ -63,7 +63,8 @@ def _key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
-def _value(value: object) -> str:
+def value_text(value: object) -> str:
+    """A value as a TOML literal."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -74,9 +75,9 @@ def _value(value: object) -> str:
         case str() | PurePath():
             return _text(str(value))
         case list() | tuple():
-            return "[" + ", ".join(_value(item) for item in value if item is not None) + "]"
+            return "[" + ", ".join(value_text(item) for item in value if item is not None) + "]"
         case Mapping():
-            return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + "}"
+            return "{" + ", ".join(f"{_key(k)} = {value_text(v)}" for k, v in value.items() if v is not None) + "}"
     raise TypeError(f"TOML has no {type(value).__name__}")
 
 

@@ -11,9 +11,13 @@ from headway.config.shared import SharedSettings
 class AdamW(Settings):
     type: Literal["adamw"] = "adamw"
     lr: float = Field(default=1e-6, gt=0)
+    """Learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
     eps: float = 1e-8
+    """Added to the denominator."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
 
 
 class Muon(Settings):
@@ -21,22 +25,29 @@ class Muon(Settings):
     lr: float = Field(default=1e-4, gt=0)
     """Learning rate of matrices, whose updates are orthogonalized."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of matrices."""
     adamw_lr: float = Field(default=1e-6, gt=0)
     """Learning rate of everything else (embeddings, norms, head), which AdamW updates."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
 
 
 class Sgd(Settings):
     type: Literal["sgd"] = "sgd"
     lr: float = Field(default=1e-3, gt=0)
+    """Learning rate."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Momentum; 0 is plain gradient descent."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay."""
 
 
 class SignSgd(Settings):
     type: Literal["signsgd"] = "signsgd"
     lr: float = Field(default=1e-6, gt=0)
+    """Learning rate: every weight moves by this much."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
 
 
 Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="type")]
@@ -45,6 +56,7 @@ Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="type")]
 class Constant(Settings):
     type: Literal["constant"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0."""
 
 
 class Linear(Settings):
@@ -52,21 +64,27 @@ class Linear(Settings):
 
     type: Literal["linear"] = "linear"
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0."""
     decay_steps: int = Field(default=0, ge=0)
     """Steps at the end over which the rate falls to `min_ratio`."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Share of the rate that is left at the end."""
 
 
 class Cosine(Settings):
     type: Literal["cosine"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Share of the rate that is left at the end."""
 
 
 Schedule = Annotated[Constant | Linear | Cosine, Field(discriminator="type")]
 
 
 class Dppo(Settings):
+    """Drops tokens whose probability moved too far in the direction of their advantage."""
+
     type: Literal["dppo"] = "dppo"
     threshold: float = 0.2
     """Drop a token whose probability moved further than this in the direction of its advantage."""
@@ -75,43 +93,69 @@ class Dppo(Settings):
 
 
 class Ipo(Settings):
+    """Drops tokens whose probability moved too far in either direction."""
+
     type: Literal["ipo"] = "ipo"
     threshold: float = 0.1
+    """Drop a token whose probability moved further than this."""
     kl_coef: float = 1e-3
+    """Weight of the squared log-ratio."""
 
 
 class Aipo(Settings):
+    """Importance-weighted policy gradient with a cap on the ratio."""
+
     type: Literal["aipo"] = "aipo"
     delta: float = 4.0
+    """Largest importance ratio."""
 
 
 class PpoClip(Settings):
+    """PPO's clipped objective."""
+
     type: Literal["ppo_clip"] = "ppo_clip"
     eps_low: float = 0.2
+    """The ratio is clipped to at least 1 - eps_low."""
     eps_high: float = 0.28
+    """The ratio is clipped to at most 1 + eps_high."""
 
 
 class Cispo(Settings):
+    """Policy gradient weighted by a clipped ratio."""
+
     type: Literal["cispo"] = "cispo"
     eps_low: float = 0.2
+    """The weight is clipped to at least 1 - eps_low."""
     eps_high: float = 0.28
+    """The weight is clipped to at most 1 + eps_high."""
 
 
 class Gspo(Settings):
+    """PPO's objective with one ratio for the whole sequence."""
+
     type: Literal["gspo"] = "gspo"
     eps_low: float = 3e-4
+    """The sequence's ratio is clipped to at least 1 - eps_low."""
     eps_high: float = 4e-4
+    """The sequence's ratio is clipped to at most 1 + eps_high."""
 
 
 class Tis(Settings):
+    """Truncated importance sampling."""
+
     type: Literal["tis"] = "tis"
     cap: float = 2.0
+    """Largest importance weight."""
 
 
 class Icepop(Settings):
+    """Importance sampling that drops tokens outside a window."""
+
     type: Literal["icepop"] = "icepop"
     low: float = 0.5
+    """Tokens whose ratio is below this are dropped."""
     high: float = 5.0
+    """Tokens whose ratio is above this are dropped."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -121,6 +165,8 @@ class Icepop(Settings):
 
 
 class CustomLoss(Settings):
+    """A function of your own."""
+
     type: Literal["custom"] = "custom"
     path: str
     """Import path of the function, `package.module:name`."""
@@ -148,6 +194,7 @@ class CheckpointSettings(Settings):
     interval: int = Field(default=20, ge=1)
     """Steps between two checkpoints."""
     keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints kept on disk."""
     keep_interval: int | None = Field(default=None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this."""
     export_interval: int | None = Field(default=None, ge=1)
@@ -163,11 +210,15 @@ class FakeData(Settings):
 
 class TrainerSettings(Settings):
     optim: Optimizer = AdamW()
+    """The optimizer."""
     schedule: Schedule = Constant()
+    """How the learning rate changes over the run."""
     loss: Loss = Dppo()
+    """The RL loss."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     activations: ActivationSettings = ActivationSettings()
+    """Memory for recomputation."""
     optimizer_on_cpu: bool = False
     """Keep the optimizer's state in CPU memory."""
     replicas: int = Field(default=1, ge=1)
@@ -179,6 +230,7 @@ class TrainerSettings(Settings):
     max_bad_steps: int = Field(default=3, ge=1)
     """Stop after this many steps in a row whose loss or gradients were not finite."""
     checkpoints: CheckpointSettings = CheckpointSettings()
+    """When the trainer saves what it needs to continue."""
     fake_data: FakeData | None = None
     """Train on random tokens instead of waiting for batches: for benchmarks."""
 
@@ -187,6 +239,7 @@ class TrainSettings(SharedSettings):
     """Settings of `headway train`."""
 
     trainer: TrainerSettings = TrainerSettings()
+    """The trainer."""
 
     @model_validator(mode="after")
     def _replicas_divide_ranks(self) -> Self:
