@@ -1,1 +1,1 @@
-"""One file per algorithm: a small class that writes per-token training signals."""
+"""One small class per algorithm: it writes the per-token training signal of a finished group."""
