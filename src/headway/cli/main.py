@@ -13,10 +13,10 @@ from importlib.util import find_spec
 
 from headway import __version__
 from headway.core.errors import HeadwayError
+from headway.launch.leash import tie_to_parent
 
 COMMANDS = {
     "Start here": {
-        "quickstart": "train a tiny model on this machine and plot its reward",
         "doctor": "say what this machine can do, and the remedy for what it cannot",
     },
     "Train": {
@@ -32,6 +32,7 @@ COMMANDS = {
     },
     "Look inside": {
         "dash": "open the live page of a run",
+        "plot": "draw reward and staleness of runs",
         "rollouts": "read recorded episodes",
         "config": "show resolved settings with their origin, or the reference of all settings",
         "bench": "measure this machine",
@@ -52,6 +53,7 @@ DISK_ERRORS = {
 
 def main() -> None:
     """The console entry point."""
+    tie_to_parent()
     sys.exit(run(sys.argv[1:]))
 
 

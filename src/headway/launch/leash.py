@@ -1,6 +1,5 @@
 """A leash from child to parent: when the parent is gone, however it went, the child ends too."""
 
-import ctypes
 import os
 import signal
 import sys
@@ -22,6 +21,8 @@ def tie_to_parent() -> None:
         return
     parent = os.getppid()
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent or parent == 1:
             os._exit(1)
