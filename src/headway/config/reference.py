@@ -19,8 +19,8 @@ INTRODUCTION = """\
 Every setting, its type, its default and what it means, as `headway config docs` prints them.
 [Configuration](configuration.md) says how files and flags set them.
 
-A section whose name is followed by a type is one of several that its `type` setting chooses among. `N` is the index of an
-item in a list. `none` stands for no value; a setting without a default must be given.
+A section whose name is followed by a type is one of several that its `type` setting chooses among. `N` is the index of
+an item in a list. `none` stands for no value; a setting without a default must be given.
 """
 
 WORDS = {

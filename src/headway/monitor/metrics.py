@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,9 +44,12 @@ class MetricsWriter:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         line = msgspec.json.encode({"step": step, "time": time.time(), **{k: float(v) for k, v in values.items()}})
-        self._append(line + b"\n")
-        for sink in self._sinks:
-            sink.log(step, values)
+        try:
+            self._append(line + b"\n")
+            for sink in self._sinks:
+                sink.log(step, values)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
 
     def close(self) -> None:
         if self._file >= 0:
@@ -60,9 +64,10 @@ class MetricsWriter:
             written = os.write(self._file, line)
             if written < len(line):
                 written += os.write(self._file, line[written:])
-        except OSError as error:
-            os.ftruncate(self._file, size)
-            raise _cannot_write(self.path, error) from None
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file, size)
+            raise
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

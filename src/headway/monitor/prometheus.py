@@ -1,0 +1,101 @@
+"""Prometheus: metrics as its text format, and a small endpoint for processes that have no server of their own."""
+
+import math
+import re
+import threading
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from headway.core.errors import HeadwayError
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def render(values: Mapping[str, float], labels: Mapping[str, str] = {}, prefix: str = "headway") -> str:
+    """Values in Prometheus' text format; a name that ends in `_total` is a counter, every other a gauge.
+
+    Signs that Prometheus has no place for in names become underscores: `loss/rl` is `headway_loss_rl`. Of names
+    that become equal the last one stays.
+    """
+    named = {metric_name(name, prefix): value for name, value in values.items()}
+    shown = _labels(labels)
+    lines = []
+    for name, value in named.items():
+        lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines.append(f"{name}{shown} {_number(value)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def metric_name(name: str, prefix: str = "headway") -> str:
+    return re.sub(r"[^a-zA-Z0-9_:]", "_", f"{prefix}_{name}" if prefix else name)
+
+
+class PrometheusSink:
+    """Answers `GET /metrics` on loopback with the latest values that were logged."""
+
+    def __init__(self, process: str, port: int) -> None:
+        self._labels = {"process": process}
+        self._values: dict[str, float] = {}
+        self._lock = threading.Lock()
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+        except OSError as error:
+            raise HeadwayError(
+                f"tracking.prometheus_port {port}: {error.strerror}; choose another port, or 0 for any free one"
+            ) from None
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        with self._lock:
+            self._values |= {"step": float(step), **values}
+
+    def text(self) -> str:
+        with self._lock:
+            return render(self._values, self._labels)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _handler(sink: PrometheusSink) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404, "only /metrics is here")
+                return
+            body = sink.text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Scrapes are not worth a line."""
+
+    return Handler
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    pairs = [f'{name}="{_escape(value)}"' for name, value in labels.items()]
+    return "{" + ",".join(pairs) + "}" if pairs else ""
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(float(value))
