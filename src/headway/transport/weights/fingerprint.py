@@ -1,10 +1,7 @@
 """Fingerprints of weights: a position-keyed sum of bit patterns per tensor, additive over any sharding.
 
-A tensor's bytes are read as little-endian 32-bit lanes x_i, where i counts lanes from the start of the *whole*
-tensor, and summed as Σ x_i·k_i mod 2^64. Every key k_i is odd, so that any single flipped bit changes the sum,
-and the low 33 bits of k_i are 2i + 1, so that any two keys differ enough for a swapped pair of elements to show;
-the high bits are scrambled, so that errors don't cancel by chance. A shard contributes its own lanes: adding up
-the shards' sums gives the whole tensor's, without gathering anything.
+Ranks fingerprint the shards they hold and add the sums up (mod 2^64), without gathering a tensor. Any flipped
+bit, swapped pair of elements, renamed, reshaped or retyped tensor changes the result; `checksum` says why.
 """
 
 import hashlib
@@ -15,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.transport.weights.lanes import keyed_sum
+from headway.transport.weights.checksum import keyed_sum
 
 _MASK = (1 << 64) - 1
 

@@ -1,0 +1,104 @@
+"""The keyed sum behind fingerprints: Σ v_i·k_i mod 2^64 over the 64-bit words of a tensor's bytes, on any device.
+
+For a word w = lo + 2^32·hi, v = w + hi, so that both halves meet the key in their full width. Words are cut into
+blocks; with j the place in block b, k = T[j]·U[b], where T[j] = 2j + 1 and U[b] = 1 + 2·BLOCK·b, each plus noise
+above bit 33. So every key is odd (any single flipped bit shows), the low 33 bits of all keys of a tensor up to 16
+GiB differ (any swapped pair of elements up to 32 bits wide shows), and the noise keeps errors from cancelling by
+chance. Both v and the sum are linear in disjoint bits, so shards may begin and end anywhere.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BLOCK = 1 << 14
+PLACE_SEED, BLOCK_SEED = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SPAN = 32
+"""Blocks that one thread sums before it takes the next: 4 MiB."""
+
+Words = NDArray[np.uint64]
+
+
+def keyed_sum(tensor: Tensor, byte_offset: int) -> Tensor:
+    """The sum of `tensor`'s bytes, which begin `byte_offset` bytes into the whole: an int64 scalar on its device."""
+    words, first = _words(tensor, byte_offset)
+    if words.device.type == "cpu":
+        total = _sum_on_cpu(words.numpy().view(np.uint64), first)
+        return torch.from_numpy(np.array(total, dtype=np.uint64).view(np.int64))
+    from headway.transport.weights.checksum_device import sum_on_device
+
+    return sum_on_device(words, first)
+
+
+def place_keys() -> Words:
+    """T: the keys of the places in a block."""
+    places = np.arange(BLOCK, dtype=np.uint64)
+    return (_noise(places, PLACE_SEED) << np.uint64(33)) + 2 * places + 1
+
+
+def block_keys(first: int, count: int) -> Words:
+    """U: the keys of `count` blocks from `first` on."""
+    blocks = np.arange(first, first + count, dtype=np.uint64)
+    return (_noise(blocks, BLOCK_SEED) << np.uint64(33)) + 2 * BLOCK * blocks + 1
+
+
+def _words(tensor: Tensor, byte_offset: int) -> tuple[Tensor, int]:
+    """The tensor as int64 words, zero-padded to word boundaries of the whole, and the first word's number."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    lead = byte_offset % 8
+    if lead or len(data) % 8 or data.data_ptr() % 8:
+        padded = data.new_zeros((lead + len(data) + 7) // 8 * 8)
+        padded[lead : lead + len(data)] = data
+        data = padded
+    return data.view(torch.int64), byte_offset // 8
+
+
+def _sum_on_cpu(words: Words, first: int) -> int:
+    """Spans are dealt to as many threads as torch uses: numpy works outside the interpreter's lock."""
+    step = _SPAN * BLOCK
+    starts = [0, *range(step - first % step, len(words), step)]
+    spans = [(words[a:b], first + a) for a, b in zip(starts, [*starts[1:], len(words)], strict=True)]
+    threads = min(torch.get_num_threads(), len(spans))
+    sums = map(_span_sum, spans) if threads == 1 else _threads(threads).map(_span_sum, spans)
+    return sum(sums) & 0xFFFFFFFFFFFFFFFF
+
+
+def _span_sum(span: tuple[Words, int]) -> int:
+    words, first = span
+    places = _cached_place_keys()
+    blocks = block_keys(first // BLOCK, (first + len(words) - 1) // BLOCK - first // BLOCK + 1)
+    spread = np.empty(BLOCK, dtype=np.uint64)
+    total, done = np.uint64(0), 0
+    with np.errstate(over="ignore"):
+        for key in blocks:
+            place = (first + done) % BLOCK
+            block = words[done : done + BLOCK - place]
+            v = spread[: len(block)]
+            np.right_shift(block, np.uint64(32), out=v)
+            np.add(v, block, out=v)
+            total += key * np.dot(v, places[place : place + len(block)])
+            done += len(block)
+    return int(total)
+
+
+@lru_cache(1)
+def _cached_place_keys() -> Words:
+    return place_keys()
+
+
+@lru_cache(1)
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "fingerprint")
+
+
+def _noise(counter: Words, seed: int) -> Words:
+    """A well-mixed word per counter (the finalizer of SplitMix64)."""
+    x = counter + np.uint64(seed)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX[0])
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX[1])
+    return x ^ (x >> np.uint64(31))
