@@ -1,8 +1,13 @@
 """`headway rl`: a whole run on this machine."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.core.errors import UsageError
+from headway.core.runs import RunPaths
+
+if TYPE_CHECKING:
+    from headway.config.rl import RlSettings
 
 HELP = """\
 usage: headway rl @ CONFIG.toml [@ MORE.toml ...] [--section.setting VALUE ...]
@@ -30,9 +35,10 @@ def run(argv: list[str]) -> int:
         print(HELP, end="")
         return 0
     from headway.config.loader import load_settings
+    from headway.config.processes import write_process_settings
     from headway.config.rl import RlSettings
     from headway.launch.fork import fork_run, parse_checkpoint
-    from headway.launch.rl import run_rl, write_run_settings
+    from headway.launch.rl import run_rl
     from headway.monitor.runs import create_run, open_run
 
     argv, resume = _take(argv, "--resume")
@@ -40,28 +46,27 @@ def run(argv: list[str]) -> int:
     if resume and parent:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     if resume:
-        paths = open_run(Path(resume))
-        argv = ["@", str(paths.config / "rl.toml"), *argv]
+        argv = ["@", str(open_run(Path(resume)).config / "rl.toml"), *argv]
     if parent:
         origin, step = parse_checkpoint(parent)
         argv = ["@", str(origin.config / "rl.toml"), "--run.name", "none", *argv]
     resolved = load_settings(RlSettings, argv)
-    settings = resolved.settings
-    if resume:
-        if resolved.dry_run:
-            write_run_settings(settings, paths.config)
-            return 0
-    else:
-        paths = create_run(settings.run, "rl")
-    run_settings = settings.run.model_copy(update={"name": paths.root.name, "output_dir": paths.root.parent.resolve()})
-    settings = settings.model_copy(update={"run": run_settings})
+    paths = open_run(Path(resume)) if resume else create_run(resolved.settings.run, "rl")
+    settings = _placed(resolved.settings, paths)
     if resolved.dry_run:
-        write_run_settings(settings, paths.config)
-        print(f"settings of every process: {paths.config}")
+        for file in write_process_settings(settings, paths.config):
+            print(file)
         return 0
     if parent:
         fork_run(origin, step, paths)
     return 0 if run_rl(settings, paths) else 130
+
+
+def _placed(settings: "RlSettings", paths: RunPaths) -> "RlSettings":
+    """The same settings with the run's folder written out, so that every process finds it from anywhere."""
+    root = paths.root.resolve()
+    run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
+    return settings.model_copy(update={"run": run})
 
 
 def _take(argv: list[str], flag: str) -> tuple[list[str], str | None]:

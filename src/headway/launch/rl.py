@@ -5,15 +5,11 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 
-from headway.config.inference import ServeSettings
-from headway.config.loader import write_settings
-from headway.config.orchestrator import OrchestrateSettings
+from headway.config.processes import write_process_settings
 from headway.config.rl import RlSettings
-from headway.config.trainer import TrainSettings
 from headway.core.errors import UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
@@ -23,21 +19,13 @@ from headway.launch.supervisor import Supervisor
 from headway.launch.view import RunView
 
 
-def write_run_settings(settings: RlSettings, folder: Path) -> None:
-    """The whole run's settings and each process's own: what `--dry-run` leaves and processes are started from."""
-    write_settings(settings, folder / "rl.toml")
-    for name, kind in (("trainer", TrainSettings), ("orchestrator", OrchestrateSettings), ("inference", ServeSettings)):
-        part = settings.model_dump(include=set(kind.model_fields))
-        write_settings(kind.model_validate(part), folder / f"{name}.toml")
-
-
 def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None) -> bool:
     """Run until the last step (True) or until the user stops it (False). Raises HeadwayError on failure."""
     if not settings.orchestrator.envs:
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
     console = console or Console()
     placement = place(settings.placement, visible_gpus(), available_cores())
-    write_run_settings(settings, paths.config)
+    write_process_settings(settings, paths.config)
     _write_token(paths)
     with _only_supervisor(paths), RunView(paths, settings.max_steps, console) as view:
         view.event(f"run folder: {paths.root}")
