@@ -1,0 +1,185 @@
+"""The policy of training: replies come from engines over HTTP, and every token that comes back is kept."""
+
+import asyncio
+import time
+from base64 import b64decode
+from collections.abc import Sequence
+
+import aiohttp
+import msgspec
+
+from headway.core.episodes import EpisodeRequest, RoutedExperts, Trace
+from headway.core.messages import Message, Messages, as_messages
+from headway.core.protocol import GenerateChoice, GenerateRequest, SamplingParams
+from headway.envs.failures import ContextLimit, EpisodeFailure
+from headway.envs.policy import Policy, Tools
+from headway.envs.tools import describe
+from headway.envs.tree import Reply, TraceTree
+from headway.rendering.base import Renderer
+from headway.transport.inference import EngineError, InferenceClient
+
+RETRY_SECONDS = 60.0
+"""How long one reply is asked for anew while engines are away."""
+FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
+
+
+class Engines:
+    """Clients by URL over shared connections, and what they told of their context lengths."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, InferenceClient] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self.context: dict[str, int] = {}
+
+    def client(self, url: str) -> InferenceClient:
+        if url not in self._clients:
+            if self._session is None:
+                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+                self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+            self._clients[url] = InferenceClient(url, session=self._session)
+        return self._clients[url]
+
+    async def learn_context(self, url: str) -> int | None:
+        """The longest sequence that the engine at `url` takes, or None where it does not say."""
+        if url not in self.context:
+            try:
+                self.context[url] = (await self.client(url).state()).max_model_len
+            except EngineError:
+                return None
+        return self.context[url]
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+class Sampler:
+    """Asks the request's engines for replies, in order of preference, going on to the next when one fails."""
+
+    def __init__(self, request: EpisodeRequest, engines: Engines, stop_token_ids: Sequence[int]) -> None:
+        stops = (*request.sampling.stop_token_ids, *stop_token_ids)
+        self._sampling = msgspec.structs.replace(request.sampling, stop_token_ids=tuple(dict.fromkeys(stops)), n=1)
+        self._request = request
+        self._engines = engines
+        self._calls = 0
+        self.seconds = 0.0
+
+    async def sample(self, token_ids: list[int], max_tokens: int | None, temperature: float | None) -> Reply:
+        """Raises ContextLimit, or EpisodeFailure of kind "engine" when no engine answers."""
+        sampling = self._params(max_tokens, temperature)
+        started = time.perf_counter()
+        try:
+            choice = await self._persist(token_ids, sampling)
+        finally:
+            self.seconds += time.perf_counter() - started
+        return _reply(choice, sampling.temperature, self._request.version)
+
+    def _params(self, max_tokens: int | None, temperature: float | None) -> SamplingParams:
+        sampling = self._sampling
+        changes: dict[str, float] = {}
+        if max_tokens is not None:
+            changes["max_tokens"] = max_tokens
+        if temperature is not None:
+            changes["temperature"] = temperature
+        if sampling.seed is not None:  # calls of one episode must not repeat each other's draws
+            changes["seed"] = sampling.seed + self._calls
+        self._calls += 1
+        return msgspec.structs.replace(sampling, **changes) if changes else sampling
+
+    async def _persist(self, token_ids: list[int], sampling: SamplingParams) -> GenerateChoice:
+        urls = self._request.engines
+        if not urls:
+            raise EpisodeFailure("engine", "the request names no engine")
+        wait, give_up, attempt = FIRST_WAIT, None, 0
+        while True:
+            url = urls[attempt % len(urls)]
+            try:
+                return await self._once(url, token_ids, sampling)
+            except EngineError as error:
+                if not error.retryable:
+                    raise EpisodeFailure("engine", str(error)) from error
+                give_up = give_up or time.monotonic() + RETRY_SECONDS
+                if time.monotonic() > give_up:
+                    raise EpisodeFailure("engine", f"gave up after {attempt + 1} attempts: {error}") from error
+                attempt += 1
+                if attempt % len(urls) == 0:
+                    await asyncio.sleep(max(wait, error.retry_after or 0.0))
+                    wait = min(2 * wait, LONGEST_WAIT)
+
+    async def _once(self, url: str, token_ids: list[int], sampling: SamplingParams) -> GenerateChoice:
+        request = self._request
+        client = self._engines.client(url)
+        sampling = self._fitted(token_ids, sampling, self._engines.context.get(url))
+        body = GenerateRequest(token_ids, request.policy, sampling, request.cache_salt, request.priority)
+        try:
+            response = await client.generate(body, session_id=request.episode_id)
+        except EngineError as error:
+            if error.status not in (400, 413, 422) or url in self._engines.context:
+                raise
+            if await self._engines.learn_context(url) is None:
+                raise
+            return await self._once(url, token_ids, sampling)
+        choice = response.choices[0] if response.choices else None
+        if choice is None or choice.finish_reason == "abort":
+            raise EngineError(200, f"{url} broke off the reply", retryable=True)
+        return choice
+
+    def _fitted(self, token_ids: list[int], sampling: SamplingParams, context: int | None) -> SamplingParams:
+        """`sampling` with no more tokens than the context has room for, where its length is known."""
+        if context is None:
+            return sampling
+        room = context - len(token_ids)
+        if room <= 0:
+            raise ContextLimit(f"the conversation has {len(token_ids)} tokens; the context holds {context}")
+        if sampling.max_tokens is not None and sampling.max_tokens > room:
+            return msgspec.structs.replace(sampling, max_tokens=room)
+        return sampling
+
+
+class EnginePolicy(Policy):
+    """One agent of an episode whose replies are sampled by engines."""
+
+    def __init__(self, renderer: Renderer, sampler: Sampler, agent: str = "policy") -> None:
+        self.tree = TraceTree(renderer, agent)
+        self._renderer = renderer
+        self._sampler = sampler
+        self._agents: dict[tuple[str, int], EnginePolicy] = {(agent, 0): self}
+
+    @property
+    def trace(self) -> Trace:
+        return self.tree.trace
+
+    async def chat(
+        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+    ) -> Message:
+        prompt = self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools])
+        reply = await self._sampler.sample(prompt.token_ids, max_tokens, temperature)
+        return self.tree.record(prompt, reply)
+
+    def agent(self, name: str, index: int = 0) -> Policy:
+        if (name, index) not in self._agents:
+            other = EnginePolicy(self._renderer, self._sampler, name)
+            other._agents = self._agents
+            self._agents[name, index] = other
+        return self._agents[name, index]
+
+    def agents(self) -> list[Policy]:
+        return [agent for agent in self._agents.values() if agent.trace.nodes or agent.trace.rewards]
+
+
+def _reply(choice: GenerateChoice, temperature: float, version: int) -> Reply:
+    if choice.logprobs is None or len(choice.logprobs.content) != len(choice.token_ids):
+        raise EpisodeFailure("engine", "the engine sent no logprob for some of its tokens")
+    experts = None
+    if choice.routed_experts is not None:
+        body = choice.routed_experts
+        experts = RoutedExperts(b64decode(body.data), body.shape, body.start, body.dtype)
+    return Reply(
+        choice.token_ids,
+        [entry.logprob for entry in choice.logprobs.content],
+        choice.versions or [(version, len(choice.token_ids))],
+        choice.finish_reason,
+        temperature,
+        experts,
+    )

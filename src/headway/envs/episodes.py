@@ -1,0 +1,81 @@
+"""Running one episode: environment, policy, rewards, time limit; whatever happens becomes an `Episode`."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Trace
+from headway.envs.base import Environment
+from headway.envs.engines import EnginePolicy, Engines, Sampler
+from headway.envs.failures import as_error
+from headway.envs.policy import Policy
+from headway.envs.rewards import Reward, score
+from headway.rendering.base import Renderer
+
+
+class EpisodeRunner:
+    """Runs episodes of one environment, any number at once."""
+
+    def __init__(self, environment: Environment, name: str, renderer: Renderer, engines: Engines) -> None:
+        self._environment = environment
+        self._rewards: Sequence[Reward] = environment.rewards()
+        self._name = name
+        self._renderer = renderer
+        self._engines = engines
+
+    async def run(self, request: EpisodeRequest) -> Episode:
+        """Never raises: errors, timeouts and cancellation are in the episode, beside what was said by then."""
+        sampler = Sampler(request, self._engines, self._renderer.stop_token_ids)
+        policy = EnginePolicy(self._renderer, sampler)
+        episode = blank_episode(request, self._name)
+        episode.started_at = time.time()
+        clock = time.perf_counter()
+        episode.error = await self._attempt(request, policy, episode.timings)
+        episode.traces = _traces(policy)
+        total = time.perf_counter() - clock
+        rewarding = episode.timings.setdefault("reward", 0.0)
+        episode.timings |= {
+            "total": total,
+            "engine": sampler.seconds,
+            "environment": max(0.0, total - sampler.seconds - rewarding),
+        }
+        return episode
+
+    async def _attempt(self, request: EpisodeRequest, policy: Policy, timings: dict[str, float]) -> EpisodeError | None:
+        limit = asyncio.timeout(request.timeout)
+        try:
+            async with limit:
+                state = await self._environment.run(request.task, policy)
+                clock = time.perf_counter()
+                try:
+                    await score(self._rewards, request.task, _traces(policy), state)
+                finally:
+                    timings["reward"] = time.perf_counter() - clock
+        except asyncio.CancelledError:
+            return EpisodeError("cancelled", "the episode was cancelled")
+        except MemoryError as error:
+            return EpisodeError("worker", "the worker ran out of memory; see workers.memory_gb", as_error(error).detail)
+        except TimeoutError as error:
+            if limit.expired():
+                return EpisodeError("timeout", f"the episode took longer than {request.timeout:g} s")
+            return as_error(error)
+        except (Exception, SystemExit) as error:
+            return as_error(error)
+        return None
+
+
+def blank_episode(request: EpisodeRequest, env: str, error: EpisodeError | None = None) -> Episode:
+    return Episode(
+        id=request.episode_id,
+        group_id=request.group_id,
+        env=env,
+        task=request.task,
+        policy=request.policy,
+        version=request.version,
+        error=error,
+        evaluation=request.evaluation,
+    )
+
+
+def _traces(policy: Policy) -> list[Trace]:
+    return [agent.trace for agent in policy.agents()] or [policy.trace]
