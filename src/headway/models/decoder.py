@@ -54,7 +54,7 @@ class DecoderLM(nn.Module):
 
     def forward(self, tokens: PackedTokens) -> ModelOutput:
         cos, sin = self._rotary.gather(tokens.positions_T)
-        gate = None if self.adapters is None else self.adapters.gate(tokens.adapters_T)
+        gate = None if self.adapters is None else self.adapters.gate(tokens.adapters_T, tokens.token_ids_T.device)
         given = None if tokens.routed_experts_TLk is None else tokens.routed_experts_TLk.long()
         hidden_TD, experts = self.model(tokens.token_ids_T, ForwardContext(tokens.plan, cos, sin, gate, given))
         if not self.config.experts:

@@ -20,11 +20,19 @@ def init_weights(model: nn.Module, spread: float, seed: int) -> None:
 
 
 def fill_normal(tensor: Tensor, spread: float, key: str) -> None:
-    """On CUDA the device draws (fast, for benchmarks); elsewhere numpy, whose stream is stable over versions."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")
+    """Normal numbers. On CUDA the device draws, which is fast; elsewhere numpy, whose stream is stable."""
     if tensor.is_cuda:
-        generator = torch.Generator(device=tensor.device).manual_seed(seed)
-        tensor.normal_(0.0, spread, generator=generator)
+        tensor.normal_(0.0, spread, generator=torch.Generator(tensor.device).manual_seed(_seed(key)))
     else:
-        values = np.random.Generator(np.random.PCG64(seed)).standard_normal(tensor.shape, dtype=np.float32)
+        values = np.random.Generator(np.random.PCG64(_seed(key))).standard_normal(tensor.shape, dtype=np.float32)
         tensor.copy_(torch.from_numpy(values * np.float32(spread)))
+
+
+def fill_uniform(tensor: Tensor, bound: float, key: str) -> None:
+    """Uniform numbers between -bound and bound."""
+    values = np.random.Generator(np.random.PCG64(_seed(key))).random(tensor.shape, dtype=np.float32)
+    tensor.copy_(torch.from_numpy((2 * values - 1) * np.float32(bound)))
+
+
+def _seed(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "little")

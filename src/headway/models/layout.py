@@ -1,6 +1,8 @@
-"""How a parameter is spread over the tensors of a checkpoint."""
+"""How a parameter is called here, and how it is spread over the tensors of a checkpoint."""
 
 from dataclasses import dataclass
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -9,3 +11,10 @@ class Part:
 
     name: str
     at: tuple[int | slice, ...] = ()
+
+
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without the wrappers of activation checkpointing and compilation."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -9,21 +9,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headway.core.errors import HeadwayError
 from headway.models.decoder import DecoderLM
-from headway.models.layout import Part
+from headway.models.layout import Part, plain_name
 from headway.models.registry import FAMILIES
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _NAMED_AT_MOST = 8
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The model's own parameters, adapters left out, under their names without activation or compile wrappers."""
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            continue
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        yield name, parameter
+        if ".lora_" not in name:
+            yield plain_name(name), parameter
 
 
 def hf_layout(model: DecoderLM) -> list[tuple[str, torch.Size]]:

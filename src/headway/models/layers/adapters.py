@@ -1,6 +1,6 @@
 """The bank of adapters: how many slots every linear layer has, of what rank, and which tokens use which."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,17 +14,27 @@ class AdapterBank:
     rank: int
     scales: list[float]
     default: int | None
+    _on_device: dict[torch.device, Tensor] = field(default_factory=dict)
 
-    def gate(self, adapters_T: Tensor | None) -> Tensor | float | None:
-        """What a forward pass scales the ranks by: a number, one per rank, (T, ranks), or None for the base model."""
+    def set_scale(self, slot: int, scale: float) -> None:
+        """In place also on devices, so that a captured graph sees it."""
+        self.scales[slot] = scale
+        for scales_S in self._on_device.values():
+            scales_S[slot] = scale
+
+    def gate(self, adapters_T: Tensor | None, device: torch.device) -> Tensor | float | None:
+        """What a pass scales the ranks by: one number, one per rank, (T, ranks), or None for the base model."""
         if adapters_T is None:
             if self.default is None:
                 return None
             if len(self.scales) == 1:
                 return self.scales[0]
-            adapters_T = torch.tensor([self.default])
-        # Slot numbers against each token's own: a row of zeros where the index is -1 or the slot is another's.
-        device = adapters_T.device
-        own_TS = adapters_T.unsqueeze(-1) == torch.arange(len(self.scales), device=device)
-        gate_TS = own_TS * torch.tensor(self.scales, device=device)
-        return gate_TS.repeat_interleave(self.rank, dim=-1)
+        slots = torch.arange(len(self.scales), device=device)
+        # A token whose index is -1 equals no slot and gets a row of zeros.
+        own = slots == (self.default if adapters_T is None else adapters_T.unsqueeze(-1))
+        return (own * self._scales(device)).repeat_interleave(self.rank, dim=-1)
+
+    def _scales(self, device: torch.device) -> Tensor:
+        if device not in self._on_device:
+            self._on_device[device] = torch.tensor(self.scales, device=device)
+        return self._on_device[device]

@@ -28,4 +28,5 @@ class Linear(nn.Module):
             return out_TO
         if self.training and self.adapter_dropout:
             x_TI = F.dropout(x_TI, self.adapter_dropout)
-        return torch.addmm(out_TO, F.linear(x_TI, self.lora_A) * adapter_gate, self.lora_B)
+        ranks_TR = F.linear(x_TI, self.lora_A) * adapter_gate
+        return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B)
