@@ -1,15 +1,13 @@
 """Weights over a shared filesystem: one safetensors file per rank in a folder per version, announced last."""
 
 import shutil
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,31 +19,23 @@ from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.fingerprint import Fingerprint, TensorSum
-from headway.transport.weights.shards import Shard, rank_and_ranks, shards
+from headway.transport.weights.fingerprint import Fingerprint
+from headway.transport.weights.layout import Layout, Part, RankParts, gather_layout, torch_dtype
+from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
+from headway.transport.weights.shards import Shard, shards
 
 MANIFEST = "manifest.json"
 
 
-class Part(msgspec.Struct, frozen=True):
-    """`count` elements of a tensor from flat index `offset` on, under its name in `file`."""
-
-    file: str
-    offset: int
-    count: int
-
-
 class Manifest(msgspec.Struct):
-    """What a version's folder holds. `sums` are the tensors' shares of the fingerprint."""
+    """What a version's folder holds: the tensors lie under their names in the files of the ranks."""
 
     version: int
-    fingerprint: str
-    sums: dict[str, TensorSum]
-    parts: dict[str, list[Part]]
+    layout: Layout
 
 
 class FilesystemSender:
-    """Every rank writes its own shards; rank 0 only gathers what they are called.
+    """Every rank writes its own shards; only names and sums are gathered.
 
     A version is not flushed to disk before it is announced: after a crash of the host the trainer publishes
     again from its checkpoint, and a receiver proves what it read by the fingerprint.
@@ -54,47 +44,20 @@ class FilesystemSender:
     def __init__(self, settings: FilesystemWeights, paths: RunPaths, policy: str = "policy") -> None:
         self._paths = paths
         self._policy = policy
-        self._keep = max(settings.keep_last, 2)
-        """The version before the newest always stays: an engine may be reading it."""
+        self._keep = settings.keep_last
 
     def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
         rank, ranks = rank_and_ranks()
         folder = self._paths.version(version)
-        aside = folder.with_name(f".{folder.name}.partial")
-        _on_rank_zero(rank, ranks, lambda: _clear(aside))
-        fingerprint, parts = Fingerprint(), dict[str, Part]()
-        held: dict[str, Tensor] = {}
-        for shard in shards(tensors, rank, ranks):
-            fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape)
-            held[shard.name] = _to_file(shard)
-            parts[shard.name] = Part(f"rank_{rank:05d}.safetensors", shard.offset, shard.tensor.numel())
-        if held:
-            save_file(held, aside / f"rank_{rank:05d}.safetensors")
-        mine = (fingerprint.sums(), parts)
-        everyone = [mine]
-        if ranks > 1:
-            everyone = [mine] * ranks
-            dist.all_gather_object(everyone, mine)
-        manifest = _manifest(version, everyone)
-        transport = {"type": "filesystem", "path": str(folder.absolute())}
-        update = WeightUpdate(version, manifest.fingerprint, transport, policy=self._policy, adapter=adapter)
-        _on_rank_zero(rank, ranks, lambda: self._release(aside, folder, manifest, update))
+        on_rank_zero(lambda: _clear(aside(folder)))
+        mine = write_shards(aside(folder), rank, shards(tensors, rank, ranks))
+        layout = gather_layout(mine, ranks)
+        update = WeightUpdate(version, layout.fingerprint, transport_of(folder), policy=self._policy, adapter=adapter)
+        on_rank_zero(lambda: release(self._paths, layout, update, self._keep))
         return update
 
     def close(self) -> None:
         """Published versions stay: engines that start later read them."""
-
-    def _release(self, aside: Path, folder: Path, manifest: Manifest, update: WeightUpdate) -> None:
-        write_atomic(aside / MANIFEST, msgspec.json.encode(manifest))
-        if folder.exists():
-            withdraw(self._paths, update.version)
-            shutil.rmtree(folder)
-        aside.rename(folder)
-        sync_directory(folder.parent)
-        announce(self._paths, update)
-        for version in announced(self._paths)[: -self._keep]:
-            withdraw(self._paths, version)
-            shutil.rmtree(self._paths.version(version), ignore_errors=True)
 
 
 class FilesystemReceiver:
@@ -102,15 +65,60 @@ class FilesystemReceiver:
 
     def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
         folder = Path(update.transport["path"])
-        manifest = read_manifest(folder)
-        if manifest.fingerprint != update.fingerprint:
-            raise HeadwayError(f"{folder} holds {manifest.fingerprint}, not the announced {update.fingerprint}")
+        layout = read_manifest(folder).layout
+        if layout.fingerprint != update.fingerprint:
+            raise HeadwayError(f"{folder} holds {layout.fingerprint}, not the announced {update.fingerprint}")
         try:
-            yield from _read(folder, manifest)
-        except (OSError, SafetensorError, KeyError, struct.error) as error:
+            yield from _read(folder, layout)
+        except (OSError, SafetensorError) as error:
             raise HeadwayError(f"{folder}: version {update.version} is not whole ({error})") from error
 
     def close(self) -> None: ...
+
+
+def transport_of(folder: Path) -> dict[str, Any]:
+    return {"type": "filesystem", "path": str(folder.absolute())}
+
+
+def aside(folder: Path) -> Path:
+    """Where a version's folder is filled before it gets its name; the same for all ranks."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def write_shards(folder: Path, rank: int, mine: Iterable[Shard]) -> RankParts:
+    """Write one rank's file, under a whole tensor's own shape where a shard is one."""
+    fingerprint, parts, held = Fingerprint(), dict[str, Part](), dict[str, Tensor]()
+    seen: set[int] = set()
+    for shard in mine:
+        fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape)
+        tensor = shard.tensor.contiguous().cpu()
+        # safetensors refuses tensors that share memory, as tied weights do.
+        held[shard.name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        if shard.whole:
+            held[shard.name] = held[shard.name].view(shard.shape)
+        seen.add(tensor.data_ptr())
+        parts[shard.name] = Part(rank, 0, 0, shard.offset, shard.tensor.numel())
+    if held:
+        save_file(held, folder / _file(rank))
+    return RankParts(fingerprint.sums(), parts, [sum(t.nbytes for t in held.values())] if held else [])
+
+
+def release(paths: RunPaths, layout: Layout, update: WeightUpdate, keep_last: int) -> None:
+    """Give a filled folder its name, announce it, and clean up after older and abandoned versions.
+
+    The version before the newest always stays: an engine may be reading it.
+    """
+    folder = paths.version(update.version)
+    write_atomic(aside(folder) / MANIFEST, msgspec.json.encode(Manifest(update.version, layout)))
+    if folder.exists():
+        withdraw(paths, update.version)
+        shutil.rmtree(folder)
+    aside(folder).rename(folder)
+    sync_directory(folder.parent)
+    announce(paths, update)
+    for version in announced(paths)[: -max(keep_last, 2)]:
+        withdraw(paths, version)
+        shutil.rmtree(paths.version(version), ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -121,55 +129,26 @@ def read_manifest(folder: Path) -> Manifest:
         raise HeadwayError(f"{folder}: no published version there ({error})") from None
 
 
-def _read(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    files: dict[str, Any] = {}
-    for parts in manifest.parts.values():
-        for part in parts:
-            if part.file not in files:
-                files[part.file] = safe_open(folder / part.file, framework="pt")
-    for name, parts in manifest.parts.items():
-        whole = manifest.sums[name]
-        if len(parts) == 1:
-            yield name, files[parts[0].file].get_tensor(name).view(whole.shape)
+def _read(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    ranks = {part.rank for parts in layout.parts.values() for part in parts}
+    files: dict[int, Any] = {rank: safe_open(folder / _file(rank), framework="pt") for rank in ranks}
+    for name, parts in layout.parts.items():
+        whole = layout.sums[name]
+        if len(parts) == 1 and parts[0].count == prod(whole.shape):
+            yield name, files[parts[0].rank].get_tensor(name).view(whole.shape)
             continue
         if sum(part.count for part in parts) != prod(whole.shape):
             raise HeadwayError(f"{folder}: the parts of {name} do not add up to {whole.shape}")
-        out = torch.empty(prod(whole.shape), dtype=getattr(torch, whole.dtype))
+        out = torch.empty(prod(whole.shape), dtype=torch_dtype(whole.dtype))
         for part in parts:
-            out[part.offset : part.offset + part.count] = files[part.file].get_tensor(name).view(-1)
+            out[part.offset : part.offset + part.count] = files[part.rank].get_tensor(name).view(-1)
         yield name, out.view(whole.shape)
 
 
-def _manifest(version: int, everyone: list[tuple[dict[str, TensorSum], dict[str, Part]]]) -> Manifest:
-    fingerprint, parts = Fingerprint(), dict[str, list[Part]]()
-    for sums, theirs in everyone:
-        fingerprint.merge_sums(sums)
-        for name, part in theirs.items():
-            parts.setdefault(name, []).append(part)
-    return Manifest(version, fingerprint.hexdigest(), fingerprint.sums(), parts)
-
-
-def _to_file(shard: Shard) -> Tensor:
-    tensor = shard.tensor.contiguous().cpu()
-    return tensor.view(shard.shape) if shard.whole else tensor
+def _file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
 
 
 def _clear(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-
-
-def _on_rank_zero(rank: int, ranks: int, work: Callable[[], None]) -> None:
-    """Rank 0 works while the others wait, and learn it if that failed."""
-    failure: str | None = None
-    if rank == 0:
-        try:
-            work()
-        except OSError as error:
-            failure = str(error)
-    if ranks > 1:
-        box = [failure]
-        dist.broadcast_object_list(box, src=0)
-        failure = box[0]
-    if failure is not None:
-        raise HeadwayError(f"cannot publish weights: {failure}")

@@ -22,9 +22,12 @@ class Receiver:
 
     def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
         fingerprint = Fingerprint()
-        for name, tensor in self._way(update).receive(update):
-            fingerprint.add(name, tensor)
-            yield name, tensor
+        try:
+            for name, tensor in self._way(update).receive(update):
+                fingerprint.add(name, tensor)
+                yield name, tensor
+        except KeyError as error:
+            raise HeadwayError(f"the update to version {update.version} lacks transport.{error.args[0]}") from error
         if fingerprint.hexdigest() != update.fingerprint:
             raise HeadwayError(
                 f"weights of version {update.version} have fingerprint {fingerprint.hexdigest()}, "
@@ -48,4 +51,8 @@ def _make(kind: str) -> WeightReceiver:
         from headway.transport.weights.filesystem import FilesystemReceiver
 
         return FilesystemReceiver()
-    raise HeadwayError(f"unknown weight transport {kind!r}; this engine knows filesystem")
+    if kind == "shared_memory":
+        from headway.transport.weights.shared_memory import SharedMemoryReceiver
+
+        return SharedMemoryReceiver()
+    raise HeadwayError(f"unknown weight transport {kind!r}; this engine knows filesystem, shared_memory")

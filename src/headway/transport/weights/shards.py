@@ -25,13 +25,6 @@ class Shard:
         return self.offset == 0 and self.tensor.numel() == prod(self.shape)
 
 
-def rank_and_ranks() -> tuple[int, int]:
-    """This process's rank and the size of its group; (0, 1) outside of one."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
 def shards(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> Iterator[Shard]:
     """What `rank` of `ranks` has to send. Every rank passes the same names in the same order.
 
