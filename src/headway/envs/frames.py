@@ -1,0 +1,118 @@
+"""What a pool and its workers say to each other over a socket: typed frames, length first. Never pickle."""
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headway.core.episodes import Episode, EpisodeRequest, Task
+
+_LENGTH = struct.Struct("!I")
+MAX_FRAME = 1 << 30
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first frame to a worker: what it serves. `tasks` asks for the list of tasks in return."""
+
+    env: str
+    args: dict[str, Any]
+    name: str
+    model: str
+    renderer: str
+    tasks: bool
+
+
+class Run(msgspec.Struct, tag=True):
+    job: int
+    request: EpisodeRequest
+
+
+class Cancel(msgspec.Struct, tag=True):
+    job: int
+
+
+class Ping(msgspec.Struct, tag=True):
+    pass
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Cancel what runs, close the environment, exit."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    tasks: list[Task]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The worker could not start; `message` is for the user."""
+
+    message: str
+
+
+class Done(msgspec.Struct, tag=True):
+    job: int
+    episode: Episode
+
+
+class Pong(msgspec.Struct, tag=True):
+    pass
+
+
+class Retiring(msgspec.Struct, tag=True):
+    """The worker holds threads that hang: send nothing new, replace it when what runs is done."""
+
+    reason: str
+
+
+ToWorker = Start | Run | Cancel | Ping | Stop
+FromWorker = Ready | Failed | Done | Pong | Retiring
+
+to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class FrameConnection(asyncio.Protocol):
+    """Sends frames, and hands each received one to `received`. `lost` is called once, at the end."""
+
+    def __init__(self, received: Callable[[bytes], None], lost: Callable[[], None]) -> None:
+        self._received = received
+        self._lost = lost
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def send(self, frame: ToWorker | FromWorker) -> None:
+        """Queue `frame`; dropped where the other side is gone, which `lost` tells of."""
+        if self._transport is not None and not self._transport.is_closing():
+            data = _encoder.encode(frame)
+            self._transport.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._lost()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(buffer, start)
+            if size > MAX_FRAME:
+                raise ValueError(f"a frame of {size} bytes")
+            end = start + _LENGTH.size + size
+            if len(buffer) < end:
+                break
+            frame = bytes(buffer[start + _LENGTH.size : end])
+            start = end
+            self._received(frame)
+        del buffer[:start]
