@@ -1,12 +1,22 @@
-"""Attention: one call with a plan; and the plan of packed sequences, for training and whole prefills."""
+"""Attention: one call with a plan; and the plan of packed samples, for training and whole prefills."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.core.errors import HeadwayError
 from headway.models.packed import AttentionPlan
+from headway.models.varlen import long_attention, varlen_attention
+
+_SHORT = 64
+"""Samples of up to this many tokens on average are batched by length: a call each would cost more than padding."""
+_SLACK = 8
+"""Tokens of padding that a sample may get so that it shares a batch."""
+_CUDNN_FROM = 4096
+"""On CUDA, samples of this many tokens are worth a kernel call each; shorter ones go through one call together."""
 
 
 def attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
@@ -18,14 +28,78 @@ class PackedPlan:
     """Keys are those of the same packed tokens: samples of `lengths`, end to end, that never see each other."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.lengths = [int(n) for n in lengths]
+        self.lengths = [int(n) for n in lengths if n]
+        self.tokens = sum(self.lengths)
+        self.longest = max(self.lengths, default=0)
+        self.device = torch.device(device)
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
-        parts = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
-        return torch.cat([_causal(q, k, v) for q, k, v in parts])
+        if len(q_THD) != self.tokens:
+            raise HeadwayError(f"the plan is for {self.tokens} tokens, not {len(q_THD)}")
+        if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+            return self._attend_cuda(q_THD, k_TKD, v_TKD)
+        if self.tokens == self.longest * len(self.lengths):
+            shape = (len(self.lengths), self.longest)
+            batch = [x.view(*shape, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD)]
+            return _causal(*batch).reshape(q_THD.shape)
+        if self.tokens <= _SHORT * len(self.lengths):
+            rows, back = self._buckets
+            parts = [_causal(q_THD[at], k_TKD[at], v_TKD[at]).flatten(0, 1) for at in rows]
+            return torch.cat(parts)[back]
+        return self._each(_alone, q_THD, k_TKD, v_TKD)
+
+    def _attend_cuda(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        if min(self.lengths) < _CUDNN_FROM:
+            return varlen_attention(q_THD, k_TKD, v_TKD, self._ends, self.longest)
+        return self._each(long_attention, q_THD, k_TKD, v_TKD)
+
+    def _each(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv: Tensor) -> Tensor:
+        samples = zip(*(torch.split(x, self.lengths) for x in qkv), strict=True)
+        return torch.cat([attend(*sample) for sample in samples])
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """Where samples end, with a leading 0."""
+        ends = torch.tensor([0, *self.lengths]).cumsum(0)
+        return ends.to(device=self.device, dtype=torch.int32)
+
+    @cached_property
+    def _buckets(self) -> tuple[list[Tensor], Tensor]:
+        """Samples of similar length as batches, padded at the end, where causal attention never looks.
+
+        Returns the tokens of each batch, (samples, longest of them), and where every token is in the result.
+        """
+        starts = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
+        rows, back = [], torch.empty(self.tokens, dtype=torch.long)
+        offset = 0
+        for members in group_by_length(self.lengths):
+            longest = self.lengths[members[0]]
+            for row, sample in enumerate(members):
+                first = offset + row * longest
+                back[starts[sample] : starts[sample + 1]] = torch.arange(first, first + self.lengths[sample])
+            at = torch.tensor([starts[sample] for sample in members])[:, None] + torch.arange(longest)
+            last = torch.tensor([starts[sample + 1] - 1 for sample in members])[:, None]
+            rows.append(at.minimum(last).to(self.device))
+            offset += at.numel()
+        return rows, back.to(self.device)
 
 
-def _causal(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> Tensor:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_nHD, k_nKD, v_nKD))
-    gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)[0].transpose(0, 1)
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Samples, longest first, in groups whose members lack at most `_SLACK` tokens of the first."""
+    groups: list[list[int]] = []
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        if groups and lengths[groups[-1][0]] - lengths[sample] <= _SLACK:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def _alone(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> Tensor:
+    return _causal(q_nHD.unsqueeze(0), k_nKD.unsqueeze(0), v_nKD.unsqueeze(0)).squeeze(0)
+
+
+def _causal(q_BnHD: Tensor, k_BnKD: Tensor, v_BnKD: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BnHD, k_BnKD, v_BnKD))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
