@@ -1,0 +1,106 @@
+"""Sort words, then sort again as more arrive: the model has to remember what it was given before."""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from headway.core.episodes import Task
+from headway.core.errors import UsageError
+from headway.core.messages import Message
+from headway.envs.base import MultiTurn, State, reward
+from headway.envs.bundled.prompts import Row, demonstration, opening
+from headway.envs.bundled.splits import Split, distinct, random_word
+
+SYSTEM = "Sort all words given so far, this time's and earlier ones, alphabetically. Reply with the words only."
+
+
+class SortWords(MultiTurn):
+    """In each of `rounds` turns the user sends `words` new words of `word_len` letters.
+
+    Each reply should hold every word so far in alphabetical order. Rewards are means over the turns.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_tasks: int = 512,
+        rounds: int = 2,
+        words: int = 3,
+        word_len: int = 3,
+        split: Split = "train",
+        seed: int = 0,
+        system: str | None = SYSTEM,
+    ) -> None:
+        self._tasks = _rounds(num_tasks, rounds, words, word_len, split, seed)
+        self._system = system
+        self.max_turns = rounds
+
+    def tasks(self) -> Sequence[Task]:
+        return [Task(" / ".join(map(" ".join, rounds)), {"rounds": rounds}) for rounds in self._tasks]
+
+    def prompt(self, task: Task) -> list[Message]:
+        return opening(self._system, " ".join(task.data["rounds"][0]))
+
+    def respond(self, state: State, reply: Message) -> str | None:
+        rounds = state.task.data["rounds"]
+        return " ".join(rounds[state.turn]) if state.turn < len(rounds) else None
+
+    @reward(weight=0.5)
+    def exact(self, task: Task, state: State) -> float:
+        return _mean(float(said == wanted) for said, wanted in _turns(task, state))
+
+    @reward(weight=0.5)
+    def in_place(self, task: Task, state: State) -> float:
+        """The share of words at their place; missing and surplus words count as misplaced."""
+        return _mean(
+            sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
+            for said, wanted in _turns(task, state)
+        )
+
+
+def expected(rounds: Sequence[Sequence[str]]) -> list[list[str]]:
+    """What each reply should hold: all words up to its turn, sorted."""
+    return [sorted(word for words in rounds[: turn + 1] for word in words) for turn in range(len(rounds))]
+
+
+def demonstrations(
+    n: int, seed: int = 0, *, rounds: int = 2, words: int = 3, word_len: int = 3, system: str | None = SYSTEM
+) -> list[Row]:
+    """`n` perfect conversations, none of them a task of the eval split."""
+    return [
+        demonstration(
+            [
+                *opening(system, " ".join(given[0])),
+                Message("assistant", " ".join(expected(given)[0])),
+                *(
+                    message
+                    for turn in range(1, rounds)
+                    for message in (
+                        Message("user", " ".join(given[turn])),
+                        Message("assistant", " ".join(expected(given)[turn])),
+                    )
+                ),
+            ]
+        )
+        for given in _rounds(n, rounds, words, word_len, "train", seed)
+    ]
+
+
+def _turns(task: Task, state: State) -> list[tuple[list[str], list[str]]]:
+    said = [message.content.split() for message in state.messages if message.role == "assistant"]
+    wanted = expected(task.data["rounds"])
+    return list(zip(said + [[]] * (len(wanted) - len(said)), wanted, strict=True))
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)
+
+
+def _rounds(count: int, rounds: int, words: int, word_len: int, split: Split, seed: int) -> list[list[list[str]]]:
+    if min(rounds, words, word_len) < 1:
+        raise UsageError("sort-words: rounds, words and word_len must be at least 1")
+
+    def make(rng: random.Random) -> list[list[str]]:
+        return [[random_word(rng, word_len, word_len) for _ in range(words)] for _ in range(rounds)]
+
+    return distinct(make, str, count, split=split, seed=seed)
