@@ -1,7 +1,6 @@
 """How weights travel from the trainer to the engines: one interface, three ways, fingerprints always on."""
 
 from headway.config.shared import FilesystemWeights, SharedMemoryWeights, WeightTransport
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.transport.weights.base import WeightReceiver, WeightSender
 
@@ -16,7 +15,9 @@ def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "polic
         from headway.transport.weights.shared_memory import SharedMemorySender
 
         return SharedMemorySender(paths, policy)
-    raise UsageError(f'weights.type = "{settings.type}" is not available; use "filesystem"')
+    from headway.transport.weights.collective import CollectiveSender
+
+    return CollectiveSender(settings, paths, policy)
 
 
 def make_receiver() -> WeightReceiver:

@@ -32,3 +32,9 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if failure is not None:
         raise HeadwayError(f"cannot publish weights: {failure}")
     return result  # type: ignore[return-value]  # set wherever there is no failure
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if rank_and_ranks()[1] > 1:
+        dist.barrier()

@@ -55,4 +55,8 @@ def _make(kind: str) -> WeightReceiver:
         from headway.transport.weights.shared_memory import SharedMemoryReceiver
 
         return SharedMemoryReceiver()
-    raise HeadwayError(f"unknown weight transport {kind!r}; this engine knows filesystem, shared_memory")
+    if kind == "collective":
+        from headway.transport.weights.collective import CollectiveReceiver
+
+        return CollectiveReceiver()
+    raise HeadwayError(f"unknown weight transport {kind!r}; this engine knows filesystem, shared_memory, collective")

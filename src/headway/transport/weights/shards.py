@@ -32,11 +32,12 @@ def shards(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> Iter
     are dealt out to the ranks in turn. Raises HeadwayError for a DTensor sharded over another dimension.
     """
     for index, (name, tensor) in enumerate(tensors):
+        mine = index % ranks == rank
         if _is_dtensor(tensor):
             shard = _local_shard(name, tensor)
         else:
-            shard = Shard(name, tensor.detach(), 0, tuple(tensor.shape)) if index % ranks == rank else None
-        if shard is not None and (shard.tensor.numel() or prod(shard.shape) == 0):
+            shard = Shard(name, tensor.detach(), 0, tuple(tensor.shape)) if mine else None
+        if shard is not None and (shard.tensor.numel() or (mine and prod(shard.shape) == 0)):
             yield shard
 
 

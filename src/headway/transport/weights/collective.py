@@ -1,0 +1,176 @@
+"""Weights straight into engine processes: every trainer rank sends its own shards to every engine that asks.
+
+The trainer never waits for an engine. `publish` copies the version aside and announces it; a thread per rank watches
+a store for requests and serves each from the copy. So an engine may come late, or die halfway: its request times
+out, and nobody else notices.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headway.config.shared import CollectiveWeights
+from headway.core.errors import HeadwayError
+from headway.core.protocol import WeightUpdate
+from headway.core.runs import RunPaths
+from headway.transport.weights.announce import announce, withdraw
+from headway.transport.weights.base import NamedTensors
+from headway.transport.weights.layout import Assembler, Layout, gather_layout
+from headway.transport.weights.pairing import connect_store, open_store, pair
+from headway.transport.weights.parking import park
+from headway.transport.weights.ranks import barrier, on_rank_zero, rank_and_ranks
+from headway.transport.weights.shards import shards
+from headway.transport.weights.shelf import Shelf
+
+_log = logging.getLogger("headway.weights")
+_POLL_SECONDS = 0.02
+_REQUESTS = "requests"
+
+
+class CollectiveSender:
+    """Rank 0 holds the store; every rank holds and sends its own shards."""
+
+    def __init__(self, settings: CollectiveWeights, paths: RunPaths, policy: str = "policy") -> None:
+        self._paths = paths
+        self._policy = policy
+        self._host = settings.host
+        self._rank, self._ranks = rank_and_ranks()
+        self._master = open_store(self._host) if self._rank == 0 else None
+        self._port = on_rank_zero(lambda: self._master.port if self._master else 0)
+        self._shelf = Shelf(lambda slab, size: torch.empty(size, dtype=torch.uint8))
+        self._last: WeightUpdate | None = None
+        self._stop = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="weights", daemon=True)
+        self._watcher.start()
+
+    def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
+        arena = self._shelf.spare()
+        mine = arena.fill(shards(tensors, self._rank, self._ranks), self._rank)
+        layout = gather_layout(mine, self._ranks)
+        gone = self._shelf.put(version, layout, arena)
+        barrier()  # an engine that reads the announcement finds every rank ready
+        transport = {"type": "collective", "backend": "gloo", "host": self._host, "port": self._port}
+        update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter)
+        on_rank_zero(lambda: self._post(update, layout, gone))
+        self._last = update
+        return update
+
+    def close(self) -> None:
+        """Stop serving; the last version goes to disk for engines to come."""
+        self._stop.set()
+        self._watcher.join()
+        newest = self._shelf.newest
+        if self._last is not None and newest is not None:
+            park(self._paths, self._last, newest.layout, newest.arena, self._rank)
+        self._last = None
+        self._shelf.clear()
+        self._master = None
+
+    def _post(self, update: WeightUpdate, layout: Layout, gone: list[int]) -> None:
+        assert self._master is not None
+        self._master.set(_layout_key(update.version), msgspec.json.encode(layout))
+        announce(self._paths, update)
+        for version in gone:
+            withdraw(self._paths, version)
+            self._master.delete_key(_layout_key(version))
+
+    def _watch(self) -> None:
+        """Start a thread per request, until told to stop or until rank 0 and its store are gone."""
+        try:
+            store = connect_store(self._host, self._port)
+            seen = 0
+            while not self._stop.wait(_POLL_SECONDS):
+                asked = store.add(_REQUESTS, 0)
+                for request in range(seen, asked):
+                    threading.Thread(target=self._serve, args=(request,), name="weights", daemon=True).start()
+                seen = asked
+        except RuntimeError as error:
+            if not self._stop.is_set():
+                _log.error("weights are served no longer: %s", error)
+
+    def _serve(self, request: int) -> None:
+        """Send this rank's pieces. An engine that fails to take them costs a line in the log."""
+        try:
+            store = connect_store(self._host, self._port)
+            version = int(store.get(_request_key(request)))
+            with self._shelf.borrow(version) as held:
+                pieces = held.layout.pieces[self._rank] if held else []
+                if held is None or not any(pieces):
+                    return
+                group = pair(store, _group_name(request, self._rank), 0, self._host)
+                for piece, size in enumerate(pieces):
+                    if size:
+                        group.send([held.arena.slabs[piece][:size]], 1, piece).wait()
+        except RuntimeError as error:
+            _log.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
+
+
+class CollectiveReceiver:
+    """Asks the trainer for a version and takes each rank's pieces as they come."""
+
+    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
+        where = update.transport
+        if where["backend"] != "gloo":
+            raise HeadwayError(f"this engine cannot receive weights by {where['backend']!r}, only by 'gloo'")
+        try:
+            yield from _fetch(update.version, where["host"], where["port"])
+        except RuntimeError as error:
+            raise HeadwayError(
+                f"version {update.version} could not be fetched from the trainer at {where['host']}:{where['port']}: "
+                f"{_first_line(error)}"
+            ) from error
+
+    def close(self) -> None: ...
+
+
+def _fetch(version: int, host: str, port: int) -> Iterator[tuple[str, Tensor]]:
+    store = connect_store(host, port)
+    if not store.check([_layout_key(version)]):
+        raise HeadwayError(f"the trainer no longer holds version {version}; ask for the latest one")
+    layout = msgspec.json.decode(store.get(_layout_key(version)), type=Layout)
+    request = store.add(_REQUESTS, 1) - 1
+    store.set(_request_key(request), str(version))
+    assembler = Assembler(layout)
+    for rank, pieces in enumerate(layout.pieces):
+        group = pair(store, _group_name(request, rank), 1, host) if any(pieces) else None
+        for piece, data in enumerate(_receive_pieces(group, pieces)):
+            yield from assembler.piece(rank, piece, data)
+
+
+def _receive_pieces(group: Any, pieces: list[int]) -> Iterator[Tensor]:
+    """The pieces in order; the next one is on its way while the caller works on this one."""
+    waiting: list[tuple[Tensor, Any]] = []
+    for piece, size in enumerate(pieces):
+        data = torch.empty(size, dtype=torch.uint8)
+        waiting.append((data, group.recv([data], 0, piece) if size else None))
+        if len(waiting) == 2:
+            yield _arrived(*waiting.pop(0))
+    for data, work in waiting:
+        yield _arrived(data, work)
+
+
+def _arrived(data: Tensor, work: Any) -> Tensor:
+    if work is not None:
+        work.wait()
+    return data
+
+
+def _layout_key(version: int) -> str:
+    return f"layout/{version}"
+
+
+def _request_key(request: int) -> str:
+    return f"request/{request}"
+
+
+def _group_name(request: int, rank: int) -> str:
+    return f"pair/{request}/{rank}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,41 @@
+"""Pairs of one trainer rank and one engine: a process group of two that lives for one update."""
+
+import ipaddress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, missing in stubs
+
+TIMEOUT = timedelta(seconds=60)
+"""How long either side waits for the other. A peer that died costs this much, and nothing else."""
+
+
+def connect_store(host: str, port: int) -> TCPStore:
+    """A connection of its own, since a store serves one blocking call at a time. Raises RuntimeError."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def open_store(host: str) -> TCPStore:
+    """The meeting point, in the trainer's rank 0, at a free port."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def pair(store: Store, name: str, member: int, host: str) -> Any:
+    """Meet the other member of `name` (0 sends, 1 receives). Raises RuntimeError when it doesn't come in time.
+
+    Groups are made outside of torch's default group, which belongs to the trainer alone: engines come and go.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = TIMEOUT
+    options._devices = [gloo.create_device(hostname=host) if _loopback(host) else gloo.create_default_device()]
+    return gloo(PrefixStore(name, store), member, 2, options)
+
+
+def _loopback(host: str) -> bool:
+    """Then the data stays on the loopback interface too."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
