@@ -73,7 +73,7 @@ class CollectiveSender:
 
     def _post(self, update: WeightUpdate, layout: Layout, gone: list[int]) -> None:
         assert self._master is not None
-        self._master.set(_layout_key(update.version), msgspec.json.encode(layout))
+        self._master.set(_layout_key(update.version), msgspec.json.encode(layout).decode())
         announce(self._paths, update)
         for version in gone:
             withdraw(self._paths, version)
