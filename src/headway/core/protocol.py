@@ -82,6 +82,24 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
+class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
+    """What one choice grew by. `versions`, in the last chunk, covers the whole choice."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    logprobs: Logprobs | None = None
+    versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+
+
+class GenerateChunk(msgspec.Struct, omit_defaults=True):
+    """One event of a streamed generate call."""
+
+    request_id: str
+    choices: list[GenerateChunkChoice]
+    model: str = "policy"
+
+
 class WeightUpdate(msgspec.Struct, omit_defaults=True):
     """The body of POST /weights, and what the trainer announces.
 
@@ -128,7 +146,7 @@ class EngineState(msgspec.Struct, omit_defaults=True):
     adapters: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class ErrorInfo(msgspec.Struct, omit_defaults=True):
+class ErrorInfo(msgspec.Struct):
     message: str
     type: str
     param: str | None = None

@@ -1,0 +1,253 @@
+"""The engine itself: requests in, tokens out, one step at a time. Knows neither threads nor sockets."""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from headway.core.protocol import GenerateRequest
+from headway.inference.embedded.adapters import Adapters
+from headway.inference.embedded.cache import BlockCache, root_hash
+from headway.inference.embedded.paged import KvStore
+from headway.inference.embedded.rows import Rows
+from headway.inference.embedded.runner import Runner
+from headway.inference.embedded.sampler import Sampled, choice_seed, sample
+from headway.inference.embedded.scheduler import Limits, Scheduler, Step
+from headway.inference.embedded.sequence import Sequence
+from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
+from headway.models.decoder import DecoderLM
+
+_RATE_WINDOW = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request and its sequences, one for each of its `n` choices."""
+
+    request_id: str
+    sequences: list[Sequence]
+    stream: bool
+    unfinished: int
+
+
+Event = tuple[Job, Chunk | Result]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """`max_model_len` bounds prompt plus output; the cache always has room for one such sequence."""
+
+    max_running: int
+    max_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    prefix_cache: bool = True
+
+
+class EmbeddedEngine:
+    """Continuous batching over a paged cache. `version` tags every token sampled from now on."""
+
+    def __init__(self, model: DecoderLM, limits: EngineLimits, *, version: int = 0) -> None:
+        config = model.config
+        self.limits = limits
+        self.version = version
+        self.adapters = Adapters(model)
+        self.generated_tokens = 0
+        self.jobs: dict[str, Job] = {}
+        self.cache = BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
+        self.scheduler = Scheduler(self.cache, Limits(limits.max_running, limits.max_batched_tokens), self._root_of)
+        store = KvStore(
+            config.layers,
+            limits.num_blocks,
+            limits.block_size,
+            config.kv_heads,
+            config.head_dim,
+            dtype=model.head_weight().dtype,
+            device=model.head_weight().device,
+        )
+        rows = Rows(limits.max_running, -(-limits.max_model_len // limits.block_size))
+        self.runner = Runner(model, store, rows)
+        self._eos = frozenset(config.eos_ids)
+        self._arrivals = 0
+        self._epoch = 0
+        self._recent: deque[tuple[float, int]] = deque()
+
+    @property
+    def model(self) -> DecoderLM:
+        return self.runner.model
+
+    @property
+    def idle(self) -> bool:
+        return not self.jobs
+
+    @property
+    def drained(self) -> bool:
+        """Nothing that had started is unfinished."""
+        return not self.scheduler.running and not any(s.preemptions for s in self.scheduler.waiting)
+
+    def add(self, request: GenerateRequest, request_id: str) -> Job:
+        """Put a checked request in line. Raises RequestError where its adapter is gone or its id is taken."""
+        if request_id in self.jobs:
+            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
+        adapter = None if request.model == POLICY else request.model
+        if adapter is not None and adapter not in self.adapters:
+            raise RequestError(f"model {adapter!r} does not exist", "model", 404)
+        sequences = [self._sequence(request, request_id, index, adapter) for index in range(request.sampling_params.n)]
+        self._arrivals += 1
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        job = self.jobs[request_id] = Job(request_id, sequences, request.stream, len(sequences))
+        return job
+
+    def step(self) -> list[Event]:
+        """Run everything that is scheduled once; returns what requests got of it."""
+        step = self.scheduler.schedule()
+        if not step.sequences:
+            return []
+        for sequence in step.admitted:
+            self.runner.rows.enter(sequence, self.adapters.slot(sequence.adapter))
+        self.runner.rows.refresh(step.sequences)
+        with torch.inference_mode():
+            logits, drawing, which = self.runner.run(step)
+            positions = [len(step.sequences[i].tokens) for i in drawing.tolist()]
+            sampled = sample(logits, self.runner.rows, which, positions) if positions else None
+        return self._emit(step, drawing.tolist(), sampled)
+
+    def abort(self, request_id: str) -> list[Event]:
+        """End a request where it is; its choices finish with "abort"."""
+        job = self.jobs.get(request_id)
+        if job is None:
+            return []
+        return self._finish([s for s in job.sequences if s.finish_reason is None], "abort")
+
+    def abort_all(self) -> list[Event]:
+        return [event for request_id in list(self.jobs) for event in self.abort(request_id)]
+
+    def reset(self) -> list[Job]:
+        """After a step that failed: forget every request and all that is cached. Returns the requests."""
+        jobs = list(self.jobs.values())
+        for job in jobs:
+            for sequence in job.sequences:
+                if sequence.finish_reason is None:
+                    self.scheduler.remove(sequence)
+        self.jobs.clear()
+        self.cache.forget_all()
+        return jobs
+
+    def weights_changed(self, version: int) -> None:
+        """Tokens carry `version` from now on. Running sequences keep their KV; new ones never see it."""
+        self.version = version
+        self._epoch += 1
+        self.cache.forget_all()
+
+    def adapter_changed(self, name: str) -> None:
+        """Running sequences of adapter `name` go on with what is in its slot now."""
+        for sequence in self.scheduler.running:
+            if sequence.adapter == name:
+                self.runner.rows.adapter[sequence.row] = self.adapters.slot(name)
+
+    def tokens_per_second(self) -> float:
+        """Over the last seconds in which there was work."""
+        if len(self._recent) < 2:
+            return 0.0
+        seconds = max(time.monotonic(), self._recent[-1][0]) - self._recent[0][0]
+        return sum(count for _, count in self._recent) / seconds if seconds > 0 else 0.0
+
+    def _sequence(self, request: GenerateRequest, request_id: str, index: int, adapter: str | None) -> Sequence:
+        params = request.sampling_params
+        prompt = request.token_ids
+        room = self.limits.max_model_len - len(prompt)
+        seed = secrets.randbits(64) if params.seed is None else choice_seed(params.seed, index)
+        return Sequence(
+            request_id=request_id,
+            index=index,
+            order=(request.priority, self._arrivals, index),
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            params=params,
+            seed=seed,
+            limit=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
+            stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            salt=request.cache_salt,
+            adapter=adapter,
+        )
+
+    def _root_of(self, sequence: Sequence) -> bytes:
+        adapter = sequence.adapter
+        return root_hash(sequence.salt, adapter, self.adapters.epoch(adapter), self._epoch)
+
+    def _emit(self, step: Step, drawing: list[int], sampled: Sampled | None) -> list[Event]:
+        for sequence, count in zip(step.sequences, step.counts, strict=True):
+            sequence.computed += count
+        if sampled is None:
+            return []
+        ended: list[Sequence] = []
+        grown = [step.sequences[i] for i in drawing]
+        for sequence, token, logprob in zip(grown, sampled.tokens, sampled.logprobs, strict=True):
+            version = self.version if sequence.adapter is None else self.adapters.version(sequence.adapter)
+            sequence.append(token, logprob, version)
+            if sequence.finish_reason is not None:
+                ended.append(sequence)
+        if sampled.top is not None:
+            for sequence, top in zip(grown, sampled.top, strict=True):
+                if sequence.params.logprobs:
+                    sequence.top_logprobs.append(top)
+        self._count(len(grown))
+        events: list[Event] = []
+        for sequence in grown:
+            job = self.jobs[sequence.request_id]
+            if job.stream and sequence.finish_reason is None:
+                events.append((job, _chunk(sequence)))
+        return events + self._finish(ended)
+
+    def _finish(self, sequences: Iterable[Sequence], reason: str | None = None) -> list[Event]:
+        """Take sequences out; a request whose last one this is gets its result."""
+        events: list[Event] = []
+        for sequence in sequences:
+            if reason == "abort":
+                sequence.finish_reason = "abort"
+            job = self.jobs[sequence.request_id]
+            sequence.experts = self.runner.experts_of(sequence)
+            self.scheduler.remove(sequence)
+            if job.stream:
+                events.append((job, _chunk(sequence)))
+            job.unfinished -= 1
+            if job.unfinished == 0:
+                del self.jobs[job.request_id]
+                events.append((job, _result(job)))
+        return events
+
+    def _count(self, tokens: int) -> None:
+        self.generated_tokens += tokens
+        now = time.monotonic()
+        self._recent.append((now, tokens))
+        while now - self._recent[0][0] > _RATE_WINDOW:
+            self._recent.popleft()
+
+
+def _chunk(sequence: Sequence) -> Chunk:
+    start = sequence.emitted
+    sequence.emitted = sequence.output_len
+    return Chunk(
+        sequence.index,
+        sequence.tokens[sequence.prompt_len + start :],
+        sequence.logprobs[start:],
+        sequence.top_logprobs[start:],
+        list(sequence.versions),
+        sequence.finish_reason,
+    )
+
+
+def _result(job: Job) -> Result:
+    choices = []
+    for s in job.sequences:
+        assert s.finish_reason is not None
+        output = s.tokens[s.prompt_len :]
+        choices.append(Choice(s.index, output, s.logprobs, s.top_logprobs, s.versions, s.finish_reason, s.experts))
+    first = job.sequences[0]
+    prompt = [None, *first.prompt_logprobs] if first.wants_prompt_logprobs else None
+    return Result(job.request_id, choices, first.cached, prompt)

@@ -1,0 +1,93 @@
+"""From a checkpoint folder and settings to an engine that is ready to start."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from headway.config.inference import InferenceSettings, ServeSettings
+from headway.core.errors import HeadwayError, UsageError
+from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.paged import KvStore
+from headway.inference.embedded.service import EmbeddedService
+from headway.models.checkpoint import load_config, read_tensors
+from headway.models.config import ModelConfig
+from headway.models.decoder import DecoderLM
+from headway.models.registry import build_model
+from headway.models.weights import hf_layout, hf_tensors, load_hf_tensors
+from headway.monitor.progress import progress
+from headway.transport.weights.fingerprint import fingerprint_of
+
+_CPU_SHARE = 0.25
+_CUDA_SHARE = 0.85
+
+
+def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
+    """Raises HeadwayError that names what does not fit: files, tensors, memory."""
+    device = pick_device(settings.placement.device)
+    dtype = pick_dtype(settings.model.dtype, device)
+    inference = settings.inference
+    if device.type == "cpu":
+        torch.set_num_threads(inference.threads or os.cpu_count() or 1)
+    model = _load_model(folder, device, dtype)
+    limits = size_engine(inference, model.config, settings.seq_len, dtype, free_memory(device))
+    engine = EmbeddedEngine(model, limits)
+    fingerprint = fingerprint_of(hf_tensors(model)).hexdigest()
+    return EmbeddedService(engine, fingerprint=fingerprint, max_waiting=inference.max_waiting)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("placement.device is cuda, but torch sees no CUDA device; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+    import psutil
+
+    return int(psutil.virtual_memory().available * _CPU_SHARE)
+
+
+def size_engine(
+    settings: InferenceSettings, config: ModelConfig, seq_len: int, dtype: torch.dtype, memory: int
+) -> EngineLimits:
+    """How long sequences may be and how many blocks there are: what fits, and no more than can ever be used."""
+    size = settings.block_size
+    max_len = min(seq_len, config.max_len)
+    per_token = KvStore.bytes_per_token(config.layers, config.kv_heads, config.head_dim, dtype)
+    budget = memory if settings.kv_memory_gb is None else int(settings.kv_memory_gb * 1e9)
+    per_sequence = -(-max_len // size)
+    num_blocks = min(budget // (per_token * size), settings.max_running * per_sequence)
+    if num_blocks < per_sequence:
+        raise HeadwayError(
+            f"the KV cache has room for {num_blocks * size} tokens, less than one sequence of {max_len}; "
+            f"raise --inference.kv_memory_gb to {per_sequence * size * per_token / 1e9:.3g} or lower --seq_len"
+        )
+    return EngineLimits(
+        max_running=settings.max_running,
+        max_batched_tokens=max(settings.max_batched_tokens, settings.max_running),
+        max_model_len=max_len,
+        num_blocks=num_blocks,
+        block_size=size,
+        prefix_cache=settings.prefix_cache,
+    )
+
+
+def _load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> DecoderLM:
+    model = build_model(load_config(folder), device=device, dtype=dtype, seed=None)
+    total = len(hf_layout(model))
+    try:
+        load_hf_tensors(model, progress(read_tensors(folder), f"loading {folder.name}", total))
+    except HeadwayError as error:
+        raise HeadwayError(f"{folder}: {error}") from None
+    return model.eval()

@@ -1,0 +1,113 @@
+"""Runs the model on a step's tokens: packs them, keeps their keys, values and experts, picks rows for logits."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.inference.embedded.paged import KvStore, make_plan
+from headway.inference.embedded.rows import Rows
+from headway.inference.embedded.sampler import top_logprobs
+from headway.inference.embedded.scheduler import Step
+from headway.inference.embedded.sequence import Sequence
+from headway.models.decoder import DecoderLM
+from headway.models.packed import PackedTokens
+
+Ints = NDArray[np.int64]
+
+
+class Runner:
+    """Holds the model and the KV store. One forward pass per step, over one flat axis of tokens."""
+
+    def __init__(self, model: DecoderLM, store: KvStore, rows: Rows) -> None:
+        self.model = model
+        self.store = store
+        self.rows = rows
+        config = model.config
+        self.device = next(model.parameters()).device
+        self._heads_per_kv = config.heads // config.kv_heads
+        self._experts: Tensor | None = None
+        if config.experts:
+            slots = store.num_blocks * store.block_size
+            dtype = torch.uint8 if config.experts <= 256 and not config.dense_layers else torch.int16
+            shape = (slots, config.layers, config.experts_per_token)
+            self._experts = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def run(self, step: Step) -> tuple[Tensor, Ints, Ints]:
+        """Logits (N, vocab) of the N sequences that get a token now; their places in the step; their rows.
+
+        Prompt logprobs are added to the sequences that want them.
+        """
+        sequences = step.sequences
+        which = np.array([s.row for s in sequences], dtype=np.int64)
+        starts = np.array([s.computed for s in sequences], dtype=np.int64)
+        counts = np.array(step.counts, dtype=np.int64)
+        ends = np.cumsum(counts)
+        tokens, positions = _pack(step, starts, counts, ends)
+        hidden = self._forward(tokens, positions, which, starts, counts)
+        if any(s.wants_prompt_logprobs for s in sequences):
+            self._score_prompts(step, hidden, ends)
+        lengths = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
+        drawing = np.flatnonzero(starts + counts == lengths)
+        if len(drawing) < len(hidden):
+            hidden = hidden[self._to_device(ends[drawing] - 1)]
+        return self.model.logits(hidden), drawing, which[drawing]
+
+    def experts_of(self, sequence: Sequence) -> NDArray[np.integer] | None:
+        """The experts (tokens, layers, k) of everything that was run, None where the model has none."""
+        if self._experts is None:
+            return None
+        places = np.arange(sequence.computed)
+        size = self.store.block_size
+        blocks = np.array(sequence.blocks, dtype=np.int64)
+        slots = blocks[places // size] * size + places % size
+        picked: NDArray[np.integer] = self._experts[self._to_device(slots)].cpu().numpy()
+        return picked
+
+    def _forward(self, tokens: list[int], positions: Ints, which: Ints, starts: Ints, counts: Ints) -> Tensor:
+        tables = self.rows.blocks[which]
+        plan = make_plan(self.store, tables, starts, counts, positions, heads_per_kv=self._heads_per_kv)
+        adapters = self.rows.adapter[which]
+        packed = PackedTokens(
+            torch.tensor(tokens, device=self.device),
+            self._to_device(positions),
+            plan,
+            adapters_T=self._to_device(np.repeat(adapters, counts)) if (adapters >= 0).any() else None,
+        )
+        out = self.model(packed)
+        if self._experts is not None and out.routed_experts_TLk is not None:
+            self._experts.index_copy_(0, plan.slots_T, out.routed_experts_TLk.to(self._experts.dtype))
+        hidden: Tensor = out.hidden_TD
+        return hidden
+
+    def _score_prompts(self, step: Step, hidden: Tensor, ends: Ints) -> None:
+        """Each prompt token is scored by the row before it. After a preemption only what is missing is added."""
+        for sequence, count, end in zip(step.sequences, step.counts, ends.tolist(), strict=True):
+            known = len(sequence.prompt_logprobs)
+            first = max(sequence.computed, known)
+            last = min(sequence.computed + count, sequence.prompt_len - 1)
+            if sequence.params.prompt_logprobs is None or first >= last:
+                continue
+            offset = end - count - sequence.computed
+            logprobs = torch.log_softmax(self.model.logits(hidden[offset + first : offset + last]), dim=-1)
+            targets = sequence.tokens[first + 1 : last + 1]
+            own = logprobs.gather(1, torch.tensor(targets, device=self.device)[:, None])[:, 0].tolist()
+            most = sequence.params.prompt_logprobs
+            top = top_logprobs(logprobs, np.full(len(targets), most)) if most else [[] for _ in targets]
+            sequence.prompt_logprobs.extend(
+                [(token, value), *others] for token, value, others in zip(targets, own, top, strict=True)
+            )
+
+    def _to_device(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def _pack(step: Step, starts: Ints, counts: Ints, ends: Ints) -> tuple[list[int], Ints]:
+    """The step's token ids end to end, and each one's position in its sequence."""
+    if len(counts) == ends[-1]:
+        return [s.tokens[s.computed] for s in step.sequences], starts
+    tokens: list[int] = []
+    for sequence, count in zip(step.sequences, step.counts, strict=True):
+        tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+    positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+    return tokens, positions

@@ -1,0 +1,148 @@
+"""Who runs in the next step, and how many tokens of each. Pure: no clock, no tensors, no threads."""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from headway.inference.embedded.cache import BlockCache, chain_hash
+from headway.inference.embedded.sequence import Sequence
+
+_order = attrgetter("order")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_running: int
+    max_batched_tokens: int
+
+
+@dataclass(slots=True)
+class Step:
+    """`counts[i]` tokens of `sequences[i]` are run, starting at its `computed`. `admitted` got a row just now."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decoding sequences go first, then prompts that are partly done, then new ones in the order of the line.
+
+    The order is (priority, arrival). Nobody overtakes: when the first in line does not fit, those behind wait,
+    so that a long prompt is never starved by short ones. When blocks run out, the last in the order of those
+    not yet in this step gives up its blocks and is computed anew later; its tokens stay.
+    """
+
+    def __init__(self, cache: BlockCache, limits: Limits, root_of: Callable[[Sequence], bytes]) -> None:
+        """`root_of` names the prefix chain of a sequence that starts now (salt, adapter, weights)."""
+        self.cache = cache
+        self.limits = limits
+        self.preemptions = 0
+        self.hold = False
+        """While set, nothing new starts; what had started goes on to its end."""
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._root_of = root_of
+        self._rows = list(range(limits.max_running))[::-1]
+        self._reserve = cache.num_blocks // 100
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence that finished or was aborted, wherever it is."""
+        if sequence.row >= 0:
+            self.running.remove(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> Step:
+        """Choose the next step; its blocks are assigned, its full blocks registered."""
+        step = Step()
+        budget = self.limits.max_batched_tokens
+        preempted = self.preemptions
+        for sequence in sorted(self.running, key=lambda s: s.pending > 1):
+            if budget == 0 or sequence.row < 0:
+                continue
+            count = min(sequence.pending, budget)
+            if self._make_room(sequence, count, step):
+                self._put(step, sequence, count)
+                budget -= count
+        if preempted == self.preemptions:
+            self._admit(step, budget)
+        return step
+
+    def _admit(self, step: Step, budget: int) -> None:
+        while self._rows and budget > 0 and (sequence := self._first_in_line()):
+            root = self._root_of(sequence)
+            blocks, hashes = ([], []) if sequence.wants_prompt_logprobs else self.cache.match(sequence.tokens, root)
+            missing = self.cache.blocks_for(len(sequence)) - len(blocks)
+            # Room for the whole prompt, and a little for those that run: starting what must soon stop is waste.
+            reserve = self._reserve if self.running else 0
+            if missing + reserve > self.cache.free_after_sharing(blocks):
+                return
+            self.waiting.remove(sequence)
+            self.cache.share(blocks)
+            sequence.root, sequence.blocks, sequence.hashes = root, blocks, hashes
+            sequence.computed = len(blocks) * self.cache.block_size
+            if not sequence.preemptions:
+                sequence.cached = sequence.computed
+            sequence.row = self._rows.pop()
+            insort(self.running, sequence, key=_order)
+            count = min(sequence.pending, budget)
+            self._grow(sequence, count)
+            self._put(step, sequence, count)
+            step.admitted.append(sequence)
+            budget -= count
+
+    def _first_in_line(self) -> Sequence | None:
+        if self.hold:
+            return next((s for s in self.waiting if s.preemptions), None)
+        return self.waiting[0] if self.waiting else None
+
+    def _make_room(self, sequence: Sequence, count: int, step: Step) -> bool:
+        """Get the blocks for `count` more tokens, preempting others or, as the last resort, the sequence itself."""
+        while self._missing(sequence, count) > self.cache.free_blocks:
+            scheduled = set(map(id, step.sequences))
+            victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._grow(sequence, count)
+        return True
+
+    def _missing(self, sequence: Sequence, count: int) -> int:
+        return self.cache.blocks_for(sequence.computed + count) - len(sequence.blocks)
+
+    def _grow(self, sequence: Sequence, count: int) -> None:
+        missing = self._missing(sequence, count)
+        if missing > 0:
+            sequence.blocks.extend(self.cache.take(missing))
+
+    def _put(self, step: Step, sequence: Sequence, count: int) -> None:
+        step.sequences.append(sequence)
+        step.counts.append(count)
+        size = self.cache.block_size
+        full = (sequence.computed + count) // size
+        while len(sequence.hashes) < full:
+            start = len(sequence.hashes) * size
+            parent = sequence.hashes[-1] if sequence.hashes else sequence.root
+            name = chain_hash(parent, sequence.tokens[start : start + size])
+            self.cache.register(sequence.blocks[len(sequence.hashes)], name)
+            sequence.hashes.append(name)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        sequence.preemptions += 1
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = 0
+        insort(self.waiting, sequence, key=_order)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.blocks)
+        sequence.blocks, sequence.hashes = [], []
+        self._rows.append(sequence.row)
+        sequence.row = -1

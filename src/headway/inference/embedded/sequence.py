@@ -1,0 +1,73 @@
+"""One sequence on its way through the engine: its tokens, where they are cached, what was sampled."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.protocol import SamplingParams
+from headway.inference.engine import FinishReason, TopLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and what was sampled after it. `tokens` holds both; `computed` of them have KV in `blocks`.
+
+    `order` is the place in line: (priority, arrival, index), lower first. `root` starts its chain of block hashes.
+    `row` is its place in the runner's tables while it runs. `limit` is the length at which it ends.
+    """
+
+    request_id: str
+    index: int
+    order: tuple[int, int, int]
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    limit: int
+    stops: frozenset[int]
+    salt: str | None = None
+    root: bytes = b""
+    adapter: str | None = None
+    computed: int = 0
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    row: int = -1
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TopLogprobs] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    experts: NDArray[np.integer] | None = None
+    emitted: int = 0
+    preemptions: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        """Add a sampled token; sets `finish_reason` when it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.versions and self.versions[-1][0] == version:
+            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        else:
+            self.versions.append((version, 1))
+        if token in self.stops:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish_reason = "length"

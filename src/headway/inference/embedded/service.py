@@ -1,0 +1,278 @@
+"""The embedded engine as the server sees it: a thread that steps, and an event loop that waits for results."""
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from headway.core.errors import HeadwayError
+from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
+from headway.inference.embedded.engine import EmbeddedEngine, Event
+from headway.inference.embedded.updates import Updater
+from headway.inference.engine import (
+    POLICY,
+    BusyError,
+    Chunk,
+    FailedError,
+    Mode,
+    RequestError,
+    Result,
+)
+
+logger = logging.getLogger("headway.inference")
+Answer = TypeVar("Answer")
+Item = Chunk | Result | Exception
+Ticket = asyncio.Queue[Item]
+
+_FAILURES_IN_A_ROW = 3
+
+
+class EmbeddedService:
+    """Implements `inference.engine.Engine`.
+
+    The thread owns the engine: everything that touches it goes through the inbox and runs between two steps.
+    Results of a step reach the event loop in one call, so that a token wakes nobody who waits for the whole.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, *, fingerprint: str, max_waiting: int = 4096) -> None:
+        self.max_model_len = engine.limits.max_model_len
+        self.vocab_size = engine.model.config.vocab_size
+        self._engine = engine
+        self._updater = Updater(engine.model)
+        self._max_waiting = max_waiting
+        self._weights = WeightState(engine.version, fingerprint, time.time())
+        self._down: str | None = "starting"
+        self._updating: str | None = None
+        self._tickets: dict[str, Ticket] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Event()
+        self._paused = False
+        self._closing = False
+        self._when_drained: list[Callable[[], None]] = []
+        self._update_lock = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # What the server calls, in the event loop.
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._down = None
+        self._thread.start()
+
+    async def close(self) -> None:
+        self._down = "shutting down"
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        self._updater.close()
+
+    @property
+    def problem(self) -> str | None:
+        return self._down or self._updating
+
+    def models(self) -> dict[str, int]:
+        return {POLICY: self._weights.version, **self._engine.adapters.versions()}
+
+    async def generate(self, request: GenerateRequest) -> Result:
+        item: Item | None = None
+        request_id, ticket = self._submit(request)
+        try:
+            item = await ticket.get()
+        finally:
+            self._forget(request_id, ended=item is not None)
+        if isinstance(item, Exception):
+            raise item
+        assert isinstance(item, Result)
+        return item
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        ended = False
+        request_id, ticket = self._submit(request)
+        try:
+            while not ended:
+                item = await ticket.get()
+                ended = not isinstance(item, Chunk)
+                if isinstance(item, Exception):
+                    raise item
+                if isinstance(item, Chunk):
+                    yield item
+        finally:
+            self._forget(request_id, ended=ended)
+
+    def abort(self, request_id: str) -> bool:
+        known = request_id in self._tickets
+        if known:
+            self._post(lambda: self._deliver(self._engine.abort(request_id)))
+        return known
+
+    def state(self) -> EngineState:
+        engine = self._engine
+        scheduler, cache = engine.scheduler, engine.cache
+        running = len(scheduler.running)
+        return EngineState(
+            version=self._weights.version,
+            fingerprint=self._weights.fingerprint,
+            running=running,
+            waiting=max(0, self._in_line() - running),
+            kv_usage=cache.usage,
+            kv_capacity_tokens=cache.num_blocks * cache.block_size,
+            preemptions=scheduler.preemptions,
+            tokens_per_second=engine.tokens_per_second(),
+            max_model_len=self.max_model_len,
+            generated_tokens=engine.generated_tokens,
+            paused=self._paused,
+            adapters=engine.adapters.versions(),
+        )
+
+    def weights(self) -> WeightState:
+        return self._weights
+
+    async def update(self, update: WeightUpdate) -> WeightReply:
+        started = time.perf_counter()
+        async with self._update_lock:
+            if (update.version, update.fingerprint) == (self._weights.version, self._weights.fingerprint):
+                return WeightReply(update.version, update.fingerprint, 0.0, 0)
+            staged = await asyncio.to_thread(self._updater.stage, update)
+            await self._between_steps(lambda: self._take_over(update), update.mode)
+            seconds = time.perf_counter() - started
+            return WeightReply(update.version, update.fingerprint, seconds, staged.bytes)
+
+    async def drop_adapter(self, name: str) -> bool:
+        return False
+
+    async def pause(self, mode: Mode) -> None:
+        await self._between_steps(lambda: self._set_paused(True), mode)
+
+    async def resume(self) -> None:
+        await self._ask(lambda: self._set_paused(False))
+
+    def _submit(self, request: GenerateRequest) -> tuple[str, Ticket]:
+        if self._down is not None:
+            raise FailedError(f"the engine does not serve: {self._down}")
+        waiting = self._in_line() - self._engine.limits.max_running
+        if waiting + request.sampling_params.n > self._max_waiting:
+            raise BusyError(f"{self._max_waiting} requests are waiting already; try again later")
+        request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
+        if request_id in self._tickets:
+            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
+        ticket: Ticket = asyncio.Queue()
+        self._tickets[request_id] = ticket
+        self._post(lambda: self._add(request, request_id))
+        return request_id, ticket
+
+    def _in_line(self) -> int:
+        return len(self._tickets)
+
+    def _forget(self, request_id: str, *, ended: bool) -> None:
+        """Nobody waits for the request any more: if it goes on, it is aborted."""
+        del self._tickets[request_id]
+        if not ended:
+            self._post(lambda: self._deliver(self._engine.abort(request_id)))
+
+    async def _between_steps(self, work: Callable[[], None], mode: Mode) -> None:
+        """Run `work` in the thread: at once (keep), after what runs has ended (wait) or was aborted (abort)."""
+        if mode == "wait" and not self._paused:
+            self._updating = "waiting for requests to end before it stops or updates"
+            try:
+                await self._ask_when_drained(work)
+            finally:
+                self._updating = None
+        elif mode == "abort":
+            await self._ask(lambda: self._deliver(self._engine.abort_all()))
+            await self._ask(work)
+        else:
+            await self._ask(work)
+
+    async def _ask(self, work: Callable[[], Answer]) -> Answer:
+        future: Future[Answer] = Future()
+        self._post(lambda: _complete(future, work))
+        return await asyncio.wrap_future(future)
+
+    async def _ask_when_drained(self, work: Callable[[], None]) -> None:
+        future: Future[None] = Future()
+
+        def hold() -> None:
+            self._engine.scheduler.hold = True
+            self._when_drained.append(lambda: _complete(future, work))
+
+        self._post(hold)
+        await asyncio.wrap_future(future)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._inbox.append(work)
+        self._wake.set()
+
+    def _receive(self, events: list[tuple[str, Item]]) -> None:
+        for request_id, item in events:
+            if (ticket := self._tickets.get(request_id)) is not None:
+                ticket.put_nowait(item)
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing:
+            self._wake.clear()
+            while self._inbox:
+                self._inbox.popleft()()
+            if self._when_drained and self._engine.drained:
+                self._release()
+            if self._paused or self._engine.idle:
+                self._wake.wait()
+                continue
+            try:
+                self._deliver(self._engine.step())
+                failures = 0
+            except Exception as error:
+                failures += 1
+                self._recover(error, dead=failures >= _FAILURES_IN_A_ROW)
+        self._deliver(self._engine.abort_all())
+
+    def _release(self) -> None:
+        self._engine.scheduler.hold = False
+        for work in self._when_drained:
+            work()
+        self._when_drained.clear()
+
+    def _add(self, request: GenerateRequest, request_id: str) -> None:
+        try:
+            self._engine.add(request, request_id)
+        except HeadwayError as error:
+            self._send([(request_id, error)])
+
+    def _take_over(self, update: WeightUpdate) -> None:
+        self._updater.swap()
+        self._engine.weights_changed(update.version)
+        self._weights = WeightState(update.version, update.fingerprint, time.time())
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _deliver(self, events: list[Event]) -> None:
+        self._send([(job.request_id, item) for job, item in events])
+
+    def _send(self, events: list[tuple[str, Item]]) -> None:
+        if events:
+            self._loop.call_soon_threadsafe(self._receive, events)
+
+    def _recover(self, error: Exception, dead: bool) -> None:
+        """A step failed: its requests fail, the engine goes on; several in a row mean that it can't."""
+        logger.exception("a step failed", exc_info=error)
+        failed = FailedError(f"the engine failed: {type(error).__name__}: {error}")
+        jobs = self._engine.reset()
+        if dead:
+            self._down = f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {error}"
+        self._send([(job.request_id, failed) for job in jobs])
+
+
+def _complete(future: "Future[Answer]", work: Callable[[], Answer]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)

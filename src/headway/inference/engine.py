@@ -1,0 +1,139 @@
+"""What the server needs of an engine. Everything above this line of the house is the same for all of them."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import HeadwayError
+from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
+
+POLICY = "policy"
+"""The name under which requests ask for the policy itself, as opposed to an adapter of it."""
+
+FinishReason = Literal["stop", "length", "abort"]
+Mode = Literal["keep", "wait", "abort"]
+TopLogprobs = list[tuple[int, float]]
+"""The most likely tokens of one place with their logprobs, best first."""
+
+
+class RequestError(HeadwayError):
+    """The request can't be served as it is; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+class BusyError(HeadwayError):
+    """Too many requests wait; `retry_after` seconds from now there may be room."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class LoadingError(BusyError):
+    """The model is not there yet."""
+
+
+class FailedError(HeadwayError):
+    """The engine could not go on with the request. Another try, or another engine, may do."""
+
+
+class UpdateError(HeadwayError):
+    """New weights were not taken over; the old ones keep serving."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one choice of a request grew by. `finish_reason` is set in its last chunk."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    versions: list[tuple[int, int]]
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Choice:
+    """`top_logprobs` is empty unless asked for. `experts` is (tokens, layers, k) over prompt and output, MoE only."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    versions: list[tuple[int, int]]
+    finish_reason: FinishReason
+    experts: NDArray[np.integer] | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """`prompt_logprobs[i]`, where asked for, are token i's own logprob first, then the most likely ones."""
+
+    request_id: str
+    choices: list[Choice]
+    cached_tokens: int = 0
+    prompt_logprobs: list[TopLogprobs | None] | None = field(default=None)
+
+
+class Engine(Protocol):
+    """A policy that can be asked for tokens and given new weights. Lives in the server's event loop."""
+
+    max_model_len: int
+    vocab_size: int
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None:
+        """Abort what is in flight and let go of the device."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine does not serve right now; None when it does."""
+        ...
+
+    def models(self) -> dict[str, int]:
+        """Names that requests may ask for, with their versions: the policy and its adapters."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Result:
+        """All of a request's tokens at once. Cancelling the call aborts the request.
+
+        Raises RequestError, BusyError or FailedError.
+        """
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """The request's tokens as they come. Closing the iterator aborts the request. Raises as `generate`."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early, with finish reason "abort". False where no such request is in flight."""
+        ...
+
+    def state(self) -> EngineState: ...
+
+    def weights(self) -> WeightState: ...
+
+    async def update(self, update: WeightUpdate) -> WeightReply:
+        """Take over new weights of the policy, or of `update.adapter`. Raises UpdateError."""
+        ...
+
+    async def drop_adapter(self, name: str) -> bool:
+        """False where there is none of that name."""
+        ...
+
+    async def pause(self, mode: Mode) -> None:
+        """Stop between two steps; returns when stopped. Requests in flight stay (keep), end first (wait) or
+        are aborted."""
+        ...
+
+    async def resume(self) -> None: ...

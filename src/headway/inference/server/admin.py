@@ -1,0 +1,101 @@
+"""Routes for those who run the engine: weights, adapters, pause, state, health, metrics."""
+
+import hmac
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from headway.core.protocol import WeightUpdate
+from headway.inference.engine import RequestError
+from headway.inference.server.checks import read_body
+from headway.inference.server.context import context_of
+from headway.inference.server.errors import Handler, json_response
+from headway.inference.server.metrics import prometheus
+
+
+class PauseRequest(msgspec.Struct):
+    mode: Literal["keep", "wait", "abort"] = "keep"
+
+
+class AbortRequest(msgspec.Struct):
+    request_id: str
+
+
+def guarded(handler: Handler) -> Handler:
+    """Demand the run's bearer token."""
+
+    async def guard(request: web.Request) -> web.StreamResponse:
+        token = context_of(request).token
+        if token is None:
+            raise RequestError("admin routes are closed: the server was started without HEADWAY_TOKEN", status=401)
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            raise RequestError("this route demands the run's bearer token", status=401)
+        return await handler(request)
+
+    return guard
+
+
+async def health(request: web.Request) -> web.Response:
+    problem = context_of(request).problem
+    if problem is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable", "reason": problem}, status=503)
+
+
+async def state(request: web.Request) -> web.Response:
+    return json_response(context_of(request).engine.state())
+
+
+async def metrics(request: web.Request) -> web.Response:
+    return web.Response(text=prometheus(context_of(request).engine.state()))
+
+
+async def get_weights(request: web.Request) -> web.Response:
+    return json_response(context_of(request).engine.weights())
+
+
+async def post_weights(request: web.Request) -> web.Response:
+    update = await read_body(request, WeightUpdate)
+    return json_response(await context_of(request).engine.update(_checked(update)))
+
+
+async def post_adapter(request: web.Request) -> web.Response:
+    update = await read_body(request, WeightUpdate)
+    if not update.adapter:
+        raise RequestError("name the adapter", "adapter")
+    return json_response(await context_of(request).engine.update(_checked(update)))
+
+
+async def delete_adapter(request: web.Request) -> web.Response:
+    name = request.match_info["name"]
+    if not await context_of(request).engine.drop_adapter(name):
+        raise RequestError(f"there is no adapter {name!r}", "name", 404)
+    return json_response({"dropped": name})
+
+
+async def pause(request: web.Request) -> web.Response:
+    body = await read_body(request, PauseRequest)
+    await context_of(request).engine.pause(body.mode)
+    return json_response({"paused": True})
+
+
+async def resume(request: web.Request) -> web.Response:
+    await context_of(request).engine.resume()
+    return json_response({"paused": False})
+
+
+async def abort(request: web.Request) -> web.Response:
+    body = await read_body(request, AbortRequest)
+    if not context_of(request).engine.abort(body.request_id):
+        raise RequestError(f"no request {body.request_id!r} is in flight", "request_id", 404)
+    return json_response({"aborted": body.request_id})
+
+
+def _checked(update: WeightUpdate) -> WeightUpdate:
+    if update.version < 0:
+        raise RequestError("version must be 0 or more", "version")
+    if not isinstance(update.transport.get("type"), str):
+        raise RequestError("transport needs a type", "transport.type")
+    return update

@@ -1,0 +1,56 @@
+"""The application: routes and what they share."""
+
+import time
+
+from aiohttp import web
+
+from headway.inference.server import admin
+from headway.inference.server.chat import chat_completions
+from headway.inference.server.completions import completions
+from headway.inference.server.context import KEY, ServerContext, context_of
+from headway.inference.server.errors import errors_as_json, json_response
+from headway.inference.server.generate import generate
+
+MAX_BODY = 64 * 2**20
+
+
+def build_app(context: ServerContext) -> web.Application:
+    """The routes of the inference protocol around the engine that `context` has or will have."""
+    app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY)
+    app[KEY] = context
+    app.add_routes(
+        [
+            web.get("/health", admin.health),
+            web.get("/state", admin.state),
+            web.get("/metrics", admin.metrics),
+            web.get("/v1/models", models),
+            web.post("/v1/chat/completions", chat_completions),
+            web.post("/v1/completions", completions),
+            web.post("/inference/v1/generate", generate),
+            web.post("/v1/abort", admin.abort),
+            web.get("/weights", admin.guarded(admin.get_weights)),
+            web.post("/weights", admin.guarded(admin.post_weights)),
+            web.post("/adapters", admin.guarded(admin.post_adapter)),
+            web.delete("/adapters/{name}", admin.guarded(admin.delete_adapter)),
+            web.post("/pause", admin.guarded(admin.pause)),
+            web.post("/resume", admin.guarded(admin.resume)),
+        ]
+    )
+    return app
+
+
+async def models(request: web.Request) -> web.Response:
+    engine = context_of(request).engine
+    created = int(time.time())
+    cards = [
+        {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "headway",
+            "max_model_len": engine.max_model_len,
+            "version": version,
+        }
+        for name, version in engine.models().items()
+    ]
+    return json_response({"object": "list", "data": cards})
