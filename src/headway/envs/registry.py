@@ -27,7 +27,7 @@ def known_environments() -> dict[str, str]:
 
 def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment:
     """Build the environment `id` with keyword arguments. Raises HeadwayError with what to do about it."""
-    factory = _find(id)
+    factory = find_factory(id)
     try:
         environment = factory(**(args or {}))
     except HeadwayError:
@@ -39,7 +39,8 @@ def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment
     return environment
 
 
-def _find(id: str) -> Callable[..., object]:
+def find_factory(id: str) -> Callable[..., object]:
+    """The class or function that builds the environment `id`. Raises HeadwayError with what to do about it."""
     if ":" not in id:
         known = known_environments()
         if id not in known:
