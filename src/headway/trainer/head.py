@@ -17,7 +17,9 @@ def target_logprobs(
 
     Gradients flow from the logprobs to `hidden` and `weight`; the entropy is for looking at.
     """
-    logprobs_N, entropy_N = _ChunkedHead.apply(hidden_ND, weight_VD, targets_N, temperatures_N, chunk)
+    logprobs_N, entropy_N = _ChunkedHead.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        hidden_ND, weight_VD, targets_N, temperatures_N, chunk
+    )
     return logprobs_N, entropy_N
 
 
@@ -40,7 +42,7 @@ class _ChunkedHead(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    def backward(  # type: ignore[override]  # autograd passes one gradient per output
+    def backward(
         ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N = ctx.saved_tensors

@@ -23,7 +23,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
     Computed in bfloat16 on CUDA, where it is as good and several times faster. A zero matrix stays zero.
     """
-    x = matrix.to(torch.bfloat16) if matrix.is_cuda else matrix.float()
+    x: Tensor = matrix.to(torch.bfloat16) if matrix.is_cuda else matrix.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -31,7 +31,8 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrix.dtype)
+    x = x.mT if tall else x
+    return x.to(matrix.dtype)
 
 
 def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
@@ -74,7 +75,9 @@ def _one_each(updates: list[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
     if mine is not None:
         whole = orthogonalize(whole.view(mine.shape)).reshape(-1)
     dist.all_to_all_single(sent, whole, send_sizes, row_sizes, group=group)
-    return [flat.view(part.shape) for flat, part in zip(sent.split(send_sizes[: len(parts)]), parts, strict=True)]
+    return [
+        flat.view(part.shape) for flat, part in zip(torch.split(sent, send_sizes[: len(parts)]), parts, strict=True)
+    ]
 
 
 def _rows_per_rank(rows: int, ranks: int) -> list[int]:

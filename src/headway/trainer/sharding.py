@@ -45,6 +45,6 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, factor)

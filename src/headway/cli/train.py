@@ -1,0 +1,47 @@
+"""`headway train`: the trainer of a run, by itself."""
+
+HELP = """\
+usage: headway train @ TRAINER.toml [@ MORE.toml ...] [--section.setting VALUE ...]
+
+Runs the trainer of a run: waits for batches, trains, publishes weights, writes checkpoints. `headway rl` starts it for
+you; by itself it joins the run named by run.name, or makes one. Continues from the newest complete checkpoint.
+With placement.trainer_ranks above 1 it starts that many ranks on this machine. Ctrl-C finishes the step, writes a
+checkpoint and exits.
+
+  @ FILE            a layer of settings; later layers and flags win
+  --a.b.c VALUE     one setting (`headway config docs` lists all)
+  --dry-run         check the settings and exit
+
+Examples:
+  headway train @ outputs/my-run/config/trainer.toml
+  headway train --model.path tiny --trainer.fake_data.micro_batches 2 --max_steps 10
+  headway train --model.path tiny-moe --placement.trainer_ranks 2 --trainer.fake_data.mean_len 200 --max_steps 5
+"""
+
+
+def run(argv: list[str]) -> int:
+    if argv and argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    from headway.config.loader import load_settings
+    from headway.config.trainer import TrainSettings
+    from headway.monitor.logs import setup_logging
+    from headway.monitor.runs import join_run
+    from headway.trainer.group import in_group, rank_in_group, run_group
+
+    resolved = load_settings(TrainSettings, argv)
+    settings = resolved.settings
+    if resolved.dry_run:
+        return 0
+    paths = join_run(settings.run, "train")
+    ranks = settings.placement.trainer_ranks
+    if ranks > 1 and not in_group():
+        # The ranks must join this run, not make one each.
+        named = ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]
+        return run_group(ranks, ["train", *argv, *named])
+    process = "trainer" if rank_in_group() == 0 else f"trainer-{rank_in_group()}"
+    setup_logging(process, paths, json=settings.log.json_lines, level=settings.log.level)
+    from headway.trainer.loop import train
+
+    train(settings, paths)
+    return 0

@@ -1,0 +1,174 @@
+"""Checkpoints of a training state: sharded, written in the background, complete or not there.
+
+A checkpoint is a folder that torch's distributed checkpointing fills, any number of ranks writing their parts. Its
+marker comes last: a folder without one is half-written, and never read.
+"""
+
+import re
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from headway.config.trainer import CheckpointSettings, TrainSettings
+from headway.core.errors import HeadwayError
+from headway.core.files import write_atomic
+from headway.core.runs import RunPaths
+from headway.trainer.ranks import Ranks
+from headway.trainer.state import TrainState
+
+MARKER = "COMPLETE"
+FOLDER = "trainer"
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class Marker(msgspec.Struct):
+    """What a complete checkpoint says of itself. `origin` is what a state must share to be restored from it."""
+
+    step: int
+    updates: int
+    bad_steps: int
+    seed: int
+    origin: dict[str, Any]
+
+
+def complete_steps(paths: RunPaths) -> list[int]:
+    """Steps that have a complete checkpoint, in order."""
+    return [step for step in _all_steps(paths) if (paths.checkpoint(step) / MARKER).is_file()]
+
+
+class Checkpoints:
+    """Saves and restores one run's training state. Every rank has one and calls it alike."""
+
+    def __init__(self, settings: TrainSettings, paths: RunPaths, ranks: Ranks) -> None:
+        self._settings, self._paths, self._ranks = settings, paths, ranks
+        self._keep = settings.trainer.checkpoints
+        # Background writes talk among themselves: on the training's group they would get in its way.
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def restore(self, state: TrainState) -> bool:
+        """Load the newest complete checkpoint into `state`; False where there is none.
+
+        Raises HeadwayError when it is of another model or optimizer.
+        """
+        if self._ranks.is_main:
+            _remove_unfinished(self._paths)
+        self._ranks.barrier()
+        steps = complete_steps(self._paths)
+        if not steps:
+            return False
+        folder = self._paths.checkpoint(steps[-1])
+        marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+        _refuse_others(str(folder), marker.origin, origin_of(state, self._settings))
+        reader = FileSystemReader(folder / FOLDER)
+        load(_tensors(state), storage_reader=reader, process_group=self._group)
+        state.step, state.optimizer.updates, state.bad_steps = marker.step, marker.updates, marker.bad_steps
+        return True
+
+    def save(self, state: TrainState) -> None:
+        """Take a copy of the state now and write it in the background, after the one that is being written."""
+        self.wait()
+        folder = self._paths.checkpoint(state.step)
+        if (folder / MARKER).is_file():
+            return
+        if self._ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / FOLDER).mkdir(parents=True)
+        self._ranks.barrier()
+        copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(state).items()}
+        origin = origin_of(state, self._settings)
+        marker = Marker(state.step, state.optimizer.updates, state.bad_steps, self._settings.seed, origin)
+        self._writing = self._thread.submit(self._write, copy, marker)
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises HeadwayError if the last write failed."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.result()
+        except OSError as error:
+            raise HeadwayError(f"{self._paths.checkpoints}: cannot write a checkpoint: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _write(self, tensors: dict[str, Tensor], marker: Marker) -> None:
+        folder = self._paths.checkpoint(marker.step)
+        writer = FileSystemWriter(folder / FOLDER, sync_files=True)
+        # Returns on the first rank when all ranks have written and the index of what they wrote is on disk.
+        save(dict(tensors), storage_writer=writer, process_group=self._group)
+        if self._ranks.is_main:
+            write_atomic(folder / MARKER, msgspec.json.encode(marker))
+            self._forget_older(marker.step)
+
+    def _forget_older(self, step: int) -> None:
+        from headway.transport.rollouts.spool import Spool
+
+        for old in superseded(complete_steps(self._paths), self._keep):
+            folder = self._paths.checkpoint(old)
+            (folder / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+        Spool(self._paths).prune(step)
+
+
+def superseded(steps: list[int], keep: CheckpointSettings) -> list[int]:
+    """Which of the complete checkpoints, in order, are no longer wanted."""
+    interval = keep.keep_interval
+    return [step for step in steps[: -keep.keep_last] if not (interval and step % interval == 0)]
+
+
+def origin_of(state: TrainState, settings: TrainSettings) -> dict[str, Any]:
+    """What decides whether tensors of a checkpoint mean the same here."""
+    lora = settings.model.lora
+    return {
+        "model": state.config.to_hf(),
+        "lora": None if lora is None else lora.model_dump(include={"rank", "targets"}),
+        "optimizer": settings.trainer.optim.type,
+    }
+
+
+def _refuse_others(folder: str, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+    # Through JSON, as the saved one went: tuples and lists are then alike.
+    mine = msgspec.json.decode(msgspec.json.encode(mine))
+    differing = [key for key in mine if saved.get(key) != mine[key]]
+    if not differing:
+        return
+    what = []
+    for key in differing:
+        theirs, ours = saved.get(key), mine[key]
+        if isinstance(theirs, dict) and isinstance(ours, dict):
+            names = sorted(name for name in theirs | ours if theirs.get(name) != ours.get(name))
+            what += [f"{key} {name} {theirs.get(name)} instead of {ours.get(name)}" for name in names[:4]]
+        else:
+            what.append(f"{key} {theirs} instead of {ours}")
+    raise HeadwayError(
+        f"{folder} was made by another configuration ({'; '.join(what)}); "
+        "continue with the settings it was made with, or start a new run"
+    )
+
+
+def _tensors(state: TrainState) -> dict[str, Tensor]:
+    """What a checkpoint holds: live tensors, to be copied or overwritten."""
+    weights = {f"weights.{name}": parameter.detach() for name, parameter in state.trained()}
+    return weights | {f"optimizer.{name}": tensor for name, tensor in state.optimizer.state_tensors().items()}
+
+
+def _all_steps(paths: RunPaths) -> list[int]:
+    if not paths.checkpoints.is_dir():
+        return []
+    matches = (_STEP.fullmatch(entry.name) for entry in paths.checkpoints.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _remove_unfinished(paths: RunPaths) -> None:
+    for step in set(_all_steps(paths)) - set(complete_steps(paths)):
+        shutil.rmtree(paths.checkpoint(step), ignore_errors=True)

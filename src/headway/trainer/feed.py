@@ -1,0 +1,110 @@
+"""Where batches come from: the rollout transport, or random tokens for benchmarks."""
+
+import time
+from typing import Protocol
+
+import numpy as np
+
+from headway.config.trainer import FakeData, TrainSettings
+from headway.core.batches import ComponentCounts, MicroBatch
+from headway.core.runs import RunPaths
+from headway.models.config import ModelConfig
+from headway.trainer.ranks import Ranks
+from headway.trainer.stop import StopRequest
+from headway.transport.rollouts import RankBatch, make_receiver
+
+# How long a rank waits before all ranks agree again on whether to go on waiting.
+POLL_SECONDS = 1.0
+
+
+class Feed(Protocol):
+    def next(self, step: int) -> RankBatch | None:
+        """This rank's part of batch `step`; None when the run is asked to stop before it came."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_feed(settings: TrainSettings, paths: RunPaths, config: ModelConfig, ranks: Ranks, stop: StopRequest) -> Feed:
+    fake = settings.trainer.fake_data
+    if fake is not None:
+        return FakeFeed(fake, settings.seq_len, config, ranks, stop, settings.seed)
+    return RolloutFeed(settings, paths, ranks, stop)
+
+
+class RolloutFeed:
+    """Waits for batches. All ranks start a batch or stop together, whatever each of them saw first."""
+
+    def __init__(self, settings: TrainSettings, paths: RunPaths, ranks: Ranks, stop: StopRequest) -> None:
+        self._receiver = make_receiver(settings.rollouts, paths, ranks.rank, ranks.size)
+        self._ranks, self._stop = ranks, stop
+
+    def next(self, step: int) -> RankBatch | None:
+        batch: RankBatch | None = None
+        while not self._ranks.any(self._stop.asked):
+            batch = batch or self._receiver.receive(step, POLL_SECONDS)
+            if self._ranks.all(batch is not None):
+                return batch
+        return None
+
+    def close(self) -> None:
+        self._receiver.close()
+
+
+class FakeFeed:
+    """Random tokens with a gradient on the second half of every sample; the same for a step in every run."""
+
+    def __init__(
+        self, fake: FakeData, seq_len: int, config: ModelConfig, ranks: Ranks, stop: StopRequest, seed: int
+    ) -> None:
+        self._fake, self._seq_len, self._config = fake, seq_len, config
+        self._ranks, self._stop, self._seed = ranks, stop, seed
+
+    def next(self, step: int) -> RankBatch | None:
+        if self._ranks.any(self._stop.asked):
+            return None
+        rng = np.random.default_rng((self._seed, step, self._ranks.rank))
+        micro_batches = [
+            fake_micro_batch(fake_lengths(rng, self._seq_len, self._fake.mean_len), self._config.vocab_size, rng)
+            for _ in range(self._fake.micro_batches)
+        ]
+        here = sum(int(np.count_nonzero(micro.rl_weight)) for micro in micro_batches)
+        total = int(self._ranks.sum({"rl": here})["rl"])
+        return RankBatch(step, micro_batches, ComponentCounts(rl=total), created_at=time.time())
+
+    def close(self) -> None: ...
+
+
+def fake_lengths(rng: np.random.Generator, seq_len: int, mean_len: int | None) -> list[int]:
+    """Log-normal lengths that fill `seq_len`, or one sample of that length."""
+    if mean_len is None:
+        return [seq_len]
+    lengths: list[int] = []
+    spread = 0.8
+    while sum(lengths) < seq_len:
+        drawn = int(rng.lognormal(np.log(mean_len) - spread**2 / 2, spread))
+        lengths.append(max(2, min(drawn, seq_len - sum(lengths))))
+    lengths[-1] -= sum(lengths) - seq_len
+    return lengths if lengths[-1] > 0 else lengths[:-1]
+
+
+def fake_micro_batch(lengths: list[int], vocab_size: int, rng: np.random.Generator) -> MicroBatch:
+    size = sum(lengths)
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    sampled = positions >= np.repeat(np.maximum(np.asarray(lengths) // 2, 1), lengths)
+    zeros = np.zeros(size, np.float32)
+    logprobs = np.where(sampled, -np.log(vocab_size), 0.0).astype(np.float32)
+    return MicroBatch(
+        token_ids=rng.integers(0, vocab_size, size, dtype=np.int32),
+        positions=positions,
+        lengths=lengths,
+        sampled=sampled,
+        logprobs=logprobs,
+        versions=np.where(sampled, 0, -1).astype(np.int32),
+        advantages=np.where(sampled, rng.normal(size=size), 0.0).astype(np.float32),
+        rl_weight=sampled.astype(np.float32),
+        ce_weight=zeros,
+        ref_kl_weight=zeros,
+        ref_logprobs=zeros,
+        temperatures=np.ones(size, np.float32),
+    )

@@ -1,0 +1,146 @@
+"""From a micro-batch as it came over the wire to tensors on the device, checked on the way."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.core.batches import ComponentCounts, MicroBatch
+from headway.core.errors import HeadwayError
+from headway.models.attention import PackedPlan
+from headway.models.config import ModelConfig
+from headway.models.packed import PackedTokens
+from headway.trainer.components import LossTokens
+
+STREAMS = (
+    "token_ids",
+    "positions",
+    "sampled",
+    "logprobs",
+    "versions",
+    "advantages",
+    "rl_weight",
+    "ce_weight",
+    "ref_kl_weight",
+    "ref_logprobs",
+    "temperatures",
+)
+
+
+@dataclass(slots=True)
+class Inputs:
+    """`rows` are the N tokens that any component or metric looks at; token t is predicted by the hidden state of t - 1.
+
+    The first token of a sample has nothing before it, so it is never among them.
+    """
+
+    tokens: PackedTokens
+    rows_N: Tensor
+    targets_N: Tensor
+    temperatures_N: Tensor
+    loss: LossTokens
+    lengths: list[int]
+    real_tokens: int
+    """Tokens of samples that train anything; the rest is filling."""
+
+
+def prepare(micro: MicroBatch, config: ModelConfig, device: torch.device) -> Inputs:
+    """Raises HeadwayError, naming the stream, where the micro-batch contradicts itself or the model."""
+    check(micro, config)
+    segments_T = np.repeat(np.arange(len(micro.lengths)), micro.lengths)
+    needed_T = needed_tokens(micro)
+    rows_N = np.flatnonzero(needed_T)
+
+    def put(stream_T: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(stream_T), dtype=dtype).to(device, non_blocking=True)
+
+    def at_rows(stream_T: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
+        return put(stream_T[rows_N], dtype)
+
+    experts = micro.routed_experts
+    tokens = PackedTokens(
+        token_ids_T=put(micro.token_ids, torch.int64),
+        positions_T=put(micro.positions, torch.int64),
+        plan=PackedPlan(micro.lengths, device),
+        routed_experts_TLk=None if experts is None or not config.experts else put(experts, torch.int64),
+    )
+    loss = LossTokens(
+        sampled_N=at_rows(micro.sampled, torch.bool),
+        old_logprobs_N=at_rows(micro.logprobs),
+        advantages_N=at_rows(micro.advantages),
+        rl_weight_N=at_rows(micro.rl_weight),
+        ce_weight_N=at_rows(micro.ce_weight),
+        ref_kl_weight_N=at_rows(micro.ref_kl_weight),
+        ref_logprobs_N=at_rows(micro.ref_logprobs),
+        segments_N=at_rows(segments_T, torch.int64),
+    )
+    trained_S = np.bincount(segments_T[rows_N], minlength=len(micro.lengths)) > 0
+    return Inputs(
+        tokens=tokens,
+        rows_N=put(rows_N, torch.int64),
+        targets_N=at_rows(micro.token_ids, torch.int64),
+        temperatures_N=at_rows(micro.temperatures),
+        loss=loss,
+        lengths=micro.lengths,
+        real_tokens=int(np.asarray(micro.lengths)[trained_S].sum()),
+    )
+
+
+def needed_tokens(micro: MicroBatch) -> NDArray[np.bool_]:
+    """Which tokens need a logprob: those that a component counts or the policy sampled, but no first ones."""
+    weights_T = (micro.rl_weight != 0) | (micro.ce_weight != 0) | (micro.ref_kl_weight != 0)
+    needed_T: NDArray[np.bool_] = micro.sampled.astype(np.bool_) | weights_T
+    needed_T[np.cumsum([0, *micro.lengths[:-1]])] = False
+    return needed_T
+
+
+def check(micro: MicroBatch, config: ModelConfig) -> None:
+    if not micro.lengths or min(micro.lengths) < 1:
+        raise HeadwayError(f"micro-batch: lengths must be samples of at least one token (got {micro.lengths[:8]})")
+    size = sum(micro.lengths)
+    for name in STREAMS:
+        stream = getattr(micro, name)
+        if stream.shape != (size,):
+            raise HeadwayError(f"micro-batch: {name} has shape {stream.shape}, but lengths add up to {size} tokens")
+    lowest, highest = int(micro.token_ids.min()), int(micro.token_ids.max())
+    if lowest < 0 or highest >= config.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise HeadwayError(
+            f"micro-batch: token_ids holds {wrong}, outside of the model's vocabulary of {config.vocab_size}; "
+            "the orchestrator and the trainer must use the same model"
+        )
+    if max(micro.lengths) > config.max_len:
+        raise HeadwayError(
+            f"micro-batch: lengths holds a sample of {max(micro.lengths)} tokens; the model ends at {config.max_len}"
+        )
+    expected = np.concatenate([np.arange(n) for n in micro.lengths])
+    if not np.array_equal(micro.positions, expected):
+        raise HeadwayError("micro-batch: positions do not restart at every sample of lengths")
+    if not (micro.temperatures > 0).all():
+        raise HeadwayError("micro-batch: temperatures must be above 0 (greedy tokens have temperature 1)")
+    _check_experts(micro, config, size)
+
+
+def _check_experts(micro: MicroBatch, config: ModelConfig, size: int) -> None:
+    experts = micro.routed_experts
+    if experts is None or not config.experts:
+        return
+    expected = (size, config.layers, config.experts_per_token)
+    if experts.shape != expected:
+        raise HeadwayError(f"micro-batch: routed_experts has shape {experts.shape}, the model wants {expected}")
+    if experts.max() >= config.experts or experts.min() < -1:
+        raise HeadwayError(f"micro-batch: routed_experts must be -1 to {config.experts - 1}")
+
+
+def check_counts(micro_batches: list[MicroBatch], counts: ComponentCounts, step: int) -> None:
+    """A component with tokens here must be counted in the whole batch, or the loss would be divided by too little."""
+    if not micro_batches:
+        raise HeadwayError(f"batch {step}: has no micro-batches for this rank")
+    for name, total in (("rl", counts.rl), ("ce", counts.ce), ("ref_kl", counts.ref_kl)):
+        here = sum(int(np.count_nonzero(getattr(micro, f"{name}_weight"))) for micro in micro_batches)
+        if here > total:
+            raise HeadwayError(
+                f"batch {step}: {name}_weight is not 0 on {here} tokens of this rank, but counts.{name} is {total}"
+            )

@@ -1,0 +1,54 @@
+"""Parallelism, applied from outside: model files contain no process groups."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from headway.config.trainer import ActivationSettings
+from headway.trainer.activations import checkpoint_block
+from headway.trainer.policy import Policy
+from headway.trainer.ranks import Ranks
+
+MESH_DIMS = ("replicate", "shard", "context", "expert")
+
+
+@dataclass(frozen=True)
+class ParallelPolicy:
+    """How a policy is laid out. `compute_dtype` is what weights are gathered as; reductions are float32."""
+
+    compute_dtype: torch.dtype
+    activations: ActivationSettings
+    compile: bool = False
+
+
+def make_mesh(ranks: Ranks, replicas: int) -> DeviceMesh:
+    """All ranks, by name: replicas of groups that shard. Context and expert have room and size 1."""
+    sizes = (replicas, ranks.size // replicas, 1, 1)
+    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=MESH_DIMS)
+
+
+def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
+    """Checkpoint, compile and shard the blocks of `policy`, in place; gradients then add up over all ranks.
+
+    One rank that computes in float32 is left a plain module: sharding over one would only copy.
+    """
+    blocks: list[nn.Module] = list(policy.model.layers)
+    for block in blocks:
+        if plan.activations.checkpoint != "off":
+            checkpoint_block(block, plan.activations.checkpoint)
+        if plan.compile:
+            block.compile()
+    if mesh.size() == 1 and plan.compute_dtype == torch.float32:
+        return
+    sharded = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    precision = MixedPrecisionPolicy(param_dtype=plan.compute_dtype, reduce_dtype=torch.float32)
+    for module in [*blocks, policy]:
+        fully_shard(module, mesh=sharded, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are divided by global counts already, so gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,44 @@
+"""The policy as the trainer runs it: a model and its chunked head, under one module that FSDP can wrap.
+
+The head reads the embedding or head weight inside this module's forward, where FSDP has it gathered, and its
+gradient flows back the same way: so tied, untied, sharded and plain weights need no cases.
+"""
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from headway.models.decoder import DecoderLM
+from headway.trainer.activations import offloaded
+from headway.trainer.head import target_logprobs
+from headway.trainer.inputs import Inputs
+
+
+class Scores(NamedTuple):
+    """Of the N needed tokens, in float32. `expert_load` (layers, experts) counts tokens, for MoE models."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    expert_load_LE: Tensor | None
+
+
+class Policy(nn.Module):
+    def __init__(self, model: DecoderLM, head_chunk: int, offload: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.head_chunk = head_chunk
+        self.offload = offload
+
+    def forward(self, inputs: Inputs) -> Scores:
+        """`inputs` is one object, so that FSDP's casting of float arguments doesn't reach the temperatures."""
+        with offloaded() if self.offload else nullcontext():
+            output = self.model(inputs.tokens)
+        logprobs_N, entropy_N = target_logprobs(
+            output.hidden_TD[inputs.rows_N - 1],
+            self.model.head_weight(),
+            inputs.targets_N,
+            inputs.temperatures_N,
+            self.head_chunk,
+        )
+        return Scores(logprobs_N, entropy_N, output.expert_load_LE)

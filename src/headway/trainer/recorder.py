@@ -1,0 +1,90 @@
+"""The numbers of every step: collected from all ranks, written by the first."""
+
+import logging
+import resource
+import time
+
+import torch
+from torch import Tensor
+
+from headway.core.runs import RunPaths
+from headway.monitor.metrics import MetricsWriter
+from headway.trainer.flops import peak_flops
+from headway.trainer.ranks import Ranks
+
+log = logging.getLogger("headway.trainer")
+
+
+class Recorder:
+    """Adds throughput, memory and MFU to what a step reports, and writes one line per step."""
+
+    def __init__(self, paths: RunPaths, ranks: Ranks, resume_step: int, max_steps: int) -> None:
+        self._ranks, self._max_steps = ranks, max_steps
+        self._writer = MetricsWriter(paths, "trainer", resume_step=resume_step) if ranks.is_main else None
+        self._peak = peak_flops(ranks.device)
+
+    def record(self, step: int, metrics: dict[str, float], expert_load_LE: Tensor | None) -> None:
+        """Every rank calls it with the step's metrics, among them tokens, flops and step_seconds."""
+        slowest = self._ranks.max({"step_seconds": metrics["step_seconds"], "memory": peak_memory(self._ranks.device)})
+        seconds = slowest["step_seconds"]
+        metrics = metrics | balance(expert_load_LE, self._ranks)
+        metrics |= {
+            "step_seconds": seconds,
+            "tokens_per_second": metrics["tokens"] / seconds,
+            "peak_memory_gib": slowest["memory"] / 2**30,
+        }
+        flops = metrics.pop("flops")
+        if self._peak is not None:
+            metrics["mfu"] = flops / seconds / (self._peak * self._ranks.size)
+        if self._writer is not None:
+            self._writer.log(step, metrics)
+            log.info(
+                "step %d/%d  loss %.4g  grad %.3g  kl %.2g  %.0f tok/s",
+                step,
+                self._max_steps,
+                metrics["loss"],
+                metrics["grad_norm"],
+                metrics["mismatch_kl"],
+                metrics["tokens_per_second"],
+            )
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Stopwatch:
+    """Seconds spent in named parts of a step."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
+def balance(load_LE: Tensor | None, ranks: Ranks) -> dict[str, float]:
+    """How evenly tokens spread over experts, over all ranks: 1 is even; and the share of experts that got none."""
+    if load_LE is None:
+        return {}
+    load_LE = load_LE.detach().cpu().double()
+    names = [f"{layer}.{expert}" for layer in range(load_LE.shape[0]) for expert in range(load_LE.shape[1])]
+    total = ranks.sum(dict(zip(names, load_LE.flatten().tolist(), strict=True)))
+    load_LE = torch.tensor(list(total.values())).view(load_LE.shape)
+    load_LE = load_LE[load_LE.sum(1) > 0]
+    return {
+        "experts/max_over_mean": float((load_LE.max(1).values / load_LE.mean(1)).mean()),
+        "experts/idle": float((load_LE == 0).double().mean()),
+    }
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes: of the device since the last look, or of this process on a CPU."""
+    if device.type == "cuda":
+        peak = float(torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

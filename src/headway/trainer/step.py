@@ -1,0 +1,133 @@
+"""One optimizer step: forward and backward over the micro-batches, clip, update; or skip, if anything is not finite."""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.config.trainer import TrainSettings
+from headway.core.batches import ComponentCounts, MicroBatch
+from headway.trainer.components import total_loss
+from headway.trainer.flops import FlopCounter
+from headway.trainer.inputs import check_counts, prepare
+from headway.trainer.losses import make_loss
+from headway.trainer.ranks import Ranks
+from headway.trainer.schedules import rate_at
+from headway.trainer.sharding import global_norm, scale_gradients
+from headway.trainer.state import TrainState
+from headway.transport.rollouts import RankBatch
+
+
+@dataclass(slots=True)
+class Tally:
+    """What this rank's micro-batches added up to; `sums` stay on the device until the step is over."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    real_tokens: int = 0
+    packed_tokens: int = 0
+    flops: float = 0.0
+    expert_load_LE: Tensor | None = None
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def totals(self, ranks: Ranks) -> dict[str, float]:
+        """The sums over all ranks. Ranks may have met different components, so all agree on the names first."""
+        here = {name: float(value) for name, value in self.sums.items()}
+        counted = {"tokens": self.real_tokens, "packed_tokens": self.packed_tokens, "flops": self.flops}
+        return ranks.sum({**here, **counted})
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What happened in a step: metrics over all ranks."""
+
+    metrics: dict[str, float]
+    skipped: bool
+    expert_load_LE: Tensor | None = None
+
+
+class Stepper:
+    """Turns the state's version into the next with a batch. Every rank calls `step` with its own part."""
+
+    def __init__(self, settings: TrainSettings, ranks: Ranks) -> None:
+        self._trainer, self._max_steps, self._seed = settings.trainer, settings.max_steps, settings.seed
+        self._ranks = ranks
+        self._loss = make_loss(settings.trainer.loss)
+
+    def step(self, state: TrainState, batch: RankBatch) -> StepReport:
+        """The version advances even where the step is skipped, so that batches and versions stay aligned."""
+        started = time.perf_counter()
+        step = state.step + 1
+        check_counts(batch.micro_batches, batch.counts, step)
+        # Dropout depends on where the run is, not on how it got there: a resumed run draws the same.
+        torch.manual_seed(seed_of(self._seed, step, self._ranks.rank))
+        state.optimizer.zero_grad()
+        tally = self._accumulate(state, batch.micro_batches, batch.counts)
+        norm = float(global_norm(p.grad for _, p in state.trained() if p.grad is not None))
+        totals = tally.totals(self._ranks)
+        rate = rate_at(self._trainer.schedule, step, self._max_steps)
+        skipped = not (math.isfinite(norm) and math.isfinite(totals["loss"]))
+        if not skipped:
+            self._clip(state, norm)
+            state.optimizer.step(rate)
+        state.optimizer.zero_grad()
+        state.step = step
+        state.bad_steps = state.bad_steps + 1 if skipped else 0
+        metrics = summarize(totals) | {
+            "grad_norm": norm,
+            "lr": self._trainer.optim.lr * rate,
+            "skipped": float(skipped),
+            "step_seconds": time.perf_counter() - started,
+        }
+        return StepReport(metrics, skipped, tally.expert_load_LE)
+
+    def evaluate(self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts) -> dict[str, float]:
+        """The same losses without gradients or an update."""
+        state.policy.eval()
+        with torch.no_grad():
+            tally = self._accumulate(state, micro_batches, counts, backward=False)
+        state.policy.train()
+        return summarize(tally.totals(self._ranks))
+
+    def _accumulate(
+        self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts, backward: bool = True
+    ) -> Tally:
+        tally, flops = Tally(), FlopCounter(state.model)
+        for micro in micro_batches:
+            inputs = prepare(micro, state.config, self._ranks.device)
+            scores = state.policy(inputs)
+            loss, sums = total_loss(scores.logprobs_N, scores.entropy_N, inputs.loss, counts, self._loss)
+            if backward:
+                torch.autograd.backward(loss)
+            tally.add(sums)
+            tally.real_tokens += inputs.real_tokens
+            tally.packed_tokens += sum(micro.lengths)
+            tally.flops += flops.of(micro.lengths, len(inputs.rows_N))
+            if scores.expert_load_LE is not None:
+                load = scores.expert_load_LE
+                tally.expert_load_LE = load if tally.expert_load_LE is None else tally.expert_load_LE + load
+        return tally
+
+    def _clip(self, state: TrainState, norm: float) -> None:
+        if norm > self._trainer.max_grad_norm:
+            factor = self._trainer.max_grad_norm / (norm + 1e-6)
+            scale_gradients((p for _, p in state.trained()), factor)
+
+
+def seed_of(*place: int) -> int:
+    """One well-mixed seed per place."""
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]) >> 1
+
+
+def summarize(totals: Mapping[str, float]) -> dict[str, float]:
+    """Names as they are recorded: means over sampled tokens, sums of losses (which are means already)."""
+    sampled = max(1.0, totals["tokens/sampled"])
+    metrics = {name: value for name, value in totals.items() if not name.startswith(("sampled/", "tokens/"))}
+    means = {name.removeprefix("sampled/"): v / sampled for name, v in totals.items() if name.startswith("sampled/")}
+    return metrics | means | {"sampled_tokens": totals["tokens/sampled"]}

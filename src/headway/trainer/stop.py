@@ -1,0 +1,34 @@
+"""Being asked to stop: by a signal, or by a file in the run's control folder. The loop looks when it suits it."""
+
+import signal
+from types import FrameType
+from typing import Any, Self
+
+from headway.core.runs import RunPaths
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Inside, SIGTERM and SIGINT only set a flag, so that the current step is finished and a checkpoint made."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._file = paths.control / "stop"
+        self._signalled = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in SIGNALS:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @property
+    def asked(self) -> bool:
+        return self._signalled or self._file.exists()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True

@@ -1,0 +1,77 @@
+"""Gradients over 1, 2 and 4 real processes, dense and MoE, with every kind of activation checkpointing, against plain
+PyTorch that runs one sample at a time with full logits."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_helpers import reference_gradients, rich_batch, run_ranks, small_settings, vocab_of
+
+from headway.models.checkpoint import load_model
+from headway.models.tiny import resolve_model
+from headway.trainer.ranks import joined
+from headway.trainer.sharding import full, global_norm
+from headway.trainer.state import build_state
+from headway.trainer.step import Stepper
+
+TOLERANCE = 1e-6
+MODELS = ("tiny", "tiny-llama", "tiny-moe")
+Result = dict[str, Any]
+
+
+def gradients(cases: list[dict[str, Any]]) -> list[Result]:
+    """Loss and gradients of each case in this rank's group; one process does all cases, since starting is slow."""
+    results: list[Result] = []
+    ranks_wanted = cases[0]["placement__trainer_ranks"]
+    with joined(small_settings(placement__trainer_ranks=ranks_wanted).placement) as ranks:
+        for case in cases:
+            settings = small_settings(**case)
+            state = build_state(settings, ranks)
+            batch = rich_batch(1, ranks.size, state.config.vocab_size)
+            stepper = Stepper(settings, ranks)
+            tally = stepper._accumulate(state, batch.ranks[ranks.rank], batch.counts)
+            loss = tally.totals(ranks)["loss"]
+            norm = float(global_norm(p.grad for _, p in state.trained() if p.grad is not None))
+            whole = {name: full(p.grad).numpy() for name, p in state.trained() if p.grad is not None}
+            results.append({"loss": loss, "norm": norm, "gradients": whole if ranks.is_main else {}})
+    return results
+
+
+def cases_for(ranks: int) -> list[dict[str, Any]]:
+    every = [
+        {"model__path": model, "placement__trainer_ranks": ranks, "trainer__activations__checkpoint": mode}
+        for model in MODELS
+        for mode in ("off", "selective", "full")
+    ]
+    every[1]["trainer__head_chunk"] = 7
+    if ranks == 4:
+        every += [{"model__path": m, "placement__trainer_ranks": 4, "trainer__replicas": 2} for m in MODELS]
+    return every
+
+
+@cache
+def expected(model: str) -> tuple[float, dict[str, torch.Tensor]]:
+    return reference_gradients(load_model(resolve_model(model)), rich_batch(1, 1, vocab_of(model)))
+
+
+def error(got: dict[str, np.ndarray], want: dict[str, torch.Tensor]) -> float:
+    assert got.keys() == want.keys()
+    gap = sum(((torch.from_numpy(got[name]) - want[name]).double() ** 2).sum() for name in want)
+    size = sum((want[name].double() ** 2).sum() for name in want)
+    return float((gap / size) ** 0.5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_match_a_plain_reference(ranks: int) -> None:
+    cases = cases_for(ranks)
+    results = run_ranks(ranks, gradients, cases)
+    for index, case in enumerate(cases):
+        loss, want = expected(case["model__path"])
+        got = results[0][index]
+        assert got["loss"] == pytest.approx(loss, rel=1e-5), case
+        assert error(got["gradients"], want) < TOLERANCE, case
+        norm = float(torch.stack([g.double().norm() for g in want.values()]).norm())
+        for result in results:
+            assert result[index]["norm"] == pytest.approx(norm, rel=1e-6), case

@@ -1,0 +1,160 @@
+"""What the trainer's tests share: small batches with every stream in use, a reference written in plain PyTorch, and
+groups of real processes."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.config.trainer import TrainSettings
+from headway.core.batches import Batch, ComponentCounts, MicroBatch
+from headway.core.runs import RunPaths
+from headway.models.attention import PackedPlan
+from headway.models.checkpoint import load_config
+from headway.models.decoder import DecoderLM
+from headway.models.packed import PackedTokens
+from headway.models.tiny import resolve_model
+from headway.trainer.feed import fake_micro_batch
+
+LENGTHS = [[9, 17, 4], [24, 5], [30], [3, 3, 12, 8]]
+
+
+def rich_micro_batch(lengths: list[int], vocab: int, seed: int) -> MicroBatch:
+    """All three components, several temperatures, off-policy logprobs."""
+    rng = np.random.default_rng(seed)
+    micro = fake_micro_batch(lengths, vocab, rng)
+    size = sum(lengths)
+    micro.logprobs = np.where(micro.sampled, rng.uniform(-7, -3, size), 0).astype(np.float32)
+    micro.ce_weight = np.where(~micro.sampled & (rng.random(size) < 0.5), 0.1, 0).astype(np.float32)
+    micro.ref_kl_weight = np.where(micro.sampled & (rng.random(size) < 0.5), 1, 0).astype(np.float32)
+    micro.ref_logprobs = np.where(micro.sampled, rng.uniform(-7, -3, size), 0).astype(np.float32)
+    micro.temperatures = np.repeat(rng.choice([0.7, 1.0, 1.3], len(lengths)), lengths).astype(np.float32)
+    return micro
+
+
+def rich_batch(step: int, ranks: int, vocab: int, lengths: list[list[int]] = LENGTHS) -> Batch:
+    """The same micro-batches, dealt to any number of ranks that divides them."""
+    micros = [rich_micro_batch(n, vocab, seed=100 * step + i) for i, n in enumerate(lengths)]
+    share = len(micros) // ranks
+    dealt = [micros[rank * share : (rank + 1) * share] for rank in range(ranks)]
+    return Batch(step, dealt, counts_of(micros))
+
+
+def counts_of(micros: list[MicroBatch]) -> ComponentCounts:
+    def count(name: str) -> int:
+        return sum(int(np.count_nonzero(getattr(micro, name))) for micro in micros)
+
+    return ComponentCounts(count("rl_weight"), count("ce_weight"), count("ref_kl_weight"))
+
+
+def small_settings(**changes: Any) -> TrainSettings:
+    """TrainSettings for a CPU; `changes` are dotted names with `__` for dots."""
+    tree: dict[str, Any] = {"placement": {"device": "cpu"}, "seq_len": 64}
+    for dotted, value in changes.items():
+        *path, last = dotted.split("__")
+        branch = tree
+        for name in path:
+            branch = branch.setdefault(name, {})
+        branch[last] = value
+    return TrainSettings.model_validate(tree)
+
+
+def run_paths(folder: Path) -> RunPaths:
+    paths = RunPaths(folder)
+    for part in (paths.metrics, paths.control, paths.batches):
+        part.mkdir(parents=True, exist_ok=True)
+    return paths
+
+
+@cache
+def vocab_of(model: str) -> int:
+    return load_config(resolve_model(model)).vocab_size
+
+
+def reference_gradients(model: DecoderLM, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss (dppo + ce + ref_kl) and its gradients: sample by sample, full logits, plain autograd."""
+    total = torch.zeros(())
+    for micro in (micro for rank in batch.ranks for micro in rank):
+        start = 0
+        for length in micro.lengths:
+            here = slice(start, start + length)
+            total = total + _sample_loss(model, micro, here, batch.counts)
+            start += length
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(total, parameters)
+    return total.item(), dict(zip(names, gradients, strict=True))
+
+
+def _sample_loss(model: DecoderLM, micro: MicroBatch, here: slice, counts: ComponentCounts) -> torch.Tensor:
+    def stream(name: str) -> torch.Tensor:
+        return torch.tensor(getattr(micro, name)[here][1:])
+
+    ids = torch.tensor(micro.token_ids[here], dtype=torch.long)
+    hidden = model(PackedTokens(ids, torch.arange(len(ids)), PackedPlan([len(ids)]))).hidden_TD
+    logits = model.logits(hidden)[:-1] / stream("temperatures")[:, None]
+    logprob = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    old, advantage, ref = stream("logprobs"), stream("advantages"), stream("ref_logprobs")
+    ratio = (logprob - old).exp()
+    moved = (logprob.exp() - old.exp()).detach()
+    keep = ~(((advantage > 0) & (moved > 0.2)) | ((advantage <= 0) & (moved < -0.2)))
+    rl = 1e-3 * (logprob - old) ** 2 - keep * advantage * ratio
+    distill = 1e-3 * (logprob - old) ** 2 - (moved >= -0.2) * (ref - logprob).detach() * ratio
+    return (
+        (stream("rl_weight") * rl).sum() / counts.rl
+        + (stream("ce_weight") * -logprob).sum() / counts.ce
+        + (stream("ref_kl_weight") * distill).sum() / counts.ref_kl
+    )
+
+
+def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `work(*args)` as `ranks` real processes, as torchrun would; what each returned."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "headway.trainer.loop"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_be_rank, args=(rank, ranks, port, theirs, work, args))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    results = [_outcome(pipe) for pipe in pipes]
+    for process in processes:
+        process.join()
+    for failed, value in results:
+        if failed:
+            raise AssertionError(value)
+    return [value for _, value in results]
+
+
+def _outcome(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return True, "a rank died"
+
+
+def _be_rank(rank: int, ranks: int, port: int, pipe: Connection, work: Callable[..., Any], args: Any) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    try:
+        pipe.send((False, work(*args)))
+    except BaseException:
+        pipe.send((True, traceback.format_exc()))
