@@ -1,0 +1,241 @@
+"""`headway env`: which environments there are, what their tasks look like, and how one plays."""
+
+import asyncio
+import inspect
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import HeadwayError, UsageError
+
+HELP = """\
+usage: headway env list
+       headway env show NAME [--tasks 3] [--args.NAME VALUE ...]
+       headway env try NAME [--task 0] [--url URL] [--tokens] [--args.NAME VALUE ...]
+       headway env demos NAME [-n 1000] [-o FILE] [--args.NAME VALUE ...]
+
+list    the environments that are bundled or installed
+show    what one is about: its arguments, rewards, tools, and its first tasks
+try     play an episode by hand in the terminal, or watch a served model play it
+demos   write conversations that warm a model up for it, as JSONL for `headway sft`
+
+NAME is a name from the list, an import path `module:Name`, or a file `path.py:Name`.
+
+  --args.NAME VALUE   an argument of the environment, such as --args.split eval
+  --tasks N           how many tasks to show (3)
+  --task N            which task to play, counted from 0 (0)
+  --url URL           the server that plays; without it you do
+  --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (tiny)
+  --tokens            show every token, those that the model sampled in green ([brackets] without color)
+  --max-tokens N      tokens per reply (64)
+  --temperature T     how the model draws (1.0)
+  -n N, --seed N      how many conversations to write (1000), and their seed (0)
+  -o FILE             where to write them (standard output)
+
+Examples:
+  headway env show wordle --args.length 4
+  headway env try kuhn-poker                  # you play both seats
+  headway serve tiny &                        # then, when it serves:
+  headway env try calculator --url http://127.0.0.1:8000 --tokens
+  headway env demos calculator -n 5000 --args.guess_share 0.3 -o demos.jsonl
+"""
+
+
+@dataclass
+class Options:
+    args: dict[str, Any] = field(default_factory=dict)
+    tasks: int = 3
+    task: int = 0
+    url: str | None = None
+    model: str = "tiny"
+    tokens: bool = False
+    max_tokens: int = 64
+    temperature: float = 1.0
+    n: int = 1000
+    seed: int = 0
+    output: Path | None = None
+
+
+def run(argv: list[str]) -> int:
+    match argv:
+        case [] | ["-h" | "--help", *_] | [_, "-h" | "--help", *_]:
+            print(HELP, end="")
+        case ["list"]:
+            _list()
+        case ["show", name, *rest]:
+            _show(name, parse(rest))
+        case ["try", name, *rest]:
+            return asyncio.run(_try(name, parse(rest)))
+        case ["demos", name, *rest]:
+            _demos(name, parse(rest))
+        case _:
+            raise UsageError("`headway env` takes list, show NAME, try NAME or demos NAME; see `headway env --help`")
+    return 0
+
+
+def parse(words: list[str]) -> Options:
+    """Flags in any order; values of --args.NAME are JSON where they can be, else text."""
+    options, words = Options(), list(words)
+    while words:
+        word = words.pop(0)
+        if word == "--tokens":
+            options.tokens = True
+        elif not words:
+            raise UsageError(f"{word!r} is not understood or lacks its value; see `headway env --help`")
+        elif word.startswith("--args."):
+            options.args[word.removeprefix("--args.")] = _json_or_text(words.pop(0))
+        elif word in _FLAGS:
+            name, kind = _FLAGS[word]
+            value = words.pop(0)
+            try:
+                setattr(options, name, kind(value))
+            except ValueError:
+                raise UsageError(f"{word} wants a number (got {value!r})") from None
+        else:
+            raise UsageError(f"{word!r} is not understood; see `headway env --help`")
+    return options
+
+
+_FLAGS: dict[str, tuple[str, Any]] = {
+    "--tasks": ("tasks", int),
+    "--task": ("task", int),
+    "--url": ("url", str),
+    "--model": ("model", str),
+    "--max-tokens": ("max_tokens", int),
+    "--temperature": ("temperature", float),
+    "-n": ("n", int),
+    "--seed": ("seed", int),
+    "-o": ("output", Path),
+}
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _list() -> None:
+    from headway.envs.bundled import ABOUT
+    from headway.envs.registry import known_environments
+
+    for name, path in known_environments().items():
+        print(f"{name:<16} {ABOUT.get(name, path)}")
+    print("\n`headway env show NAME` says more; `headway env try NAME` plays one.")
+
+
+def _show(name: str, options: Options) -> None:
+    from headway.envs.base import MultiTurn, ToolUse
+    from headway.envs.registry import find_factory, load_environment
+
+    factory = find_factory(name)
+    print(f"{name}\n\n{inspect.getdoc(factory) or 'No description.'}\n\narguments:")
+    for parameter in inspect.signature(factory).parameters.values():
+        default = "(required)" if parameter.default is parameter.empty else f"= {parameter.default!r}"
+        print(f"  {parameter.name} {default}")
+    if any(p.default is p.empty and p.name not in options.args for p in inspect.signature(factory).parameters.values()):
+        print("\nGive the required ones with --args.NAME VALUE to see rewards and tasks.")
+        return
+    environment = load_environment(name, options.args)
+    tasks = environment.tasks()
+    print("\nrewards:")
+    for item in environment.rewards():
+        print(f"  {item.name} " + (f"(weight {item.weight:g})" if item.weight else "(a metric)"))
+    if not environment.rewards():
+        print("  given while an episode runs")
+    if isinstance(environment, ToolUse):
+        print("\ntools:\n" + "\n".join(f"  {tool.name}: {tool.description}" for tool in environment.toolbox.tools))
+    print(f"\ntasks: {len(tasks)}")
+    for task in tasks[: options.tasks]:
+        print(f"\n  {task.id}  {json.dumps(task.data, ensure_ascii=False)[:300]}")
+        if isinstance(environment, MultiTurn):
+            _show_prompt(environment.prompt(task))
+
+
+def _show_prompt(prompt: Any) -> None:
+    from headway.core.messages import as_messages
+
+    for message in as_messages(prompt):
+        text = message.content if len(message.content) <= 600 else message.content[:600] + " …"
+        print("    " + f"{message.role}: {text}".replace("\n", "\n    "))
+
+
+async def _try(name: str, options: Options) -> int:
+    from headway.envs.registry import load_environment
+    from headway.envs.transcript import painted, plain
+
+    paint = painted if sys.stdout.isatty() else plain
+    environment = load_environment(name, options.args)
+    tasks = environment.tasks()
+    if not 0 <= options.task < len(tasks):
+        raise UsageError(f"--task must be from 0 to {len(tasks) - 1} (got {options.task})")
+    await environment.open()
+    try:
+        task = tasks[options.task]
+        play = _watch(name, environment, task, options, paint) if options.url else _by_hand(environment, task, paint)
+        return await play
+    finally:
+        await environment.close()
+
+
+async def _by_hand(environment: Any, task: Any, paint: Any) -> int:
+    from headway.envs.failures import EpisodeFailure
+    from headway.envs.hand import HandPolicy
+    from headway.envs.rewards import score
+    from headway.envs.transcript import reward_text
+
+    policy = HandPolicy(sys.stdin, print, paint)
+    try:
+        state = await environment.run(task, policy)
+        traces = [agent.trace for agent in policy.agents()]
+        await score(environment.rewards(), task, traces, state)
+    except EpisodeFailure as failure:
+        raise HeadwayError(f"the episode ended early: {failure.message}") from failure
+    for trace in traces:
+        print(paint("reward", reward_text(trace)))
+    return 0
+
+
+async def _watch(name: str, environment: Any, task: Any, options: Options, paint: Any) -> int:
+    from headway.core.episodes import EpisodeRequest
+    from headway.core.protocol import SamplingParams
+    from headway.envs.engines import Engines
+    from headway.envs.episodes import EpisodeRunner
+    from headway.envs.transcript import transcript
+    from headway.models.tiny import resolve_model
+    from headway.rendering.load import load_renderer
+
+    assert options.url is not None
+    renderer, engines = load_renderer(resolve_model(options.model)), Engines()
+    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
+    try:
+        runner = EpisodeRunner(environment, name, renderer, engines)
+        episode = await runner.run(EpisodeRequest("try", "try", task, [options.url], sampling=sampling))
+    finally:
+        await engines.close()
+    print(transcript(episode, paint, renderer if options.tokens else None))
+    return 1 if episode.error is not None else 0
+
+
+def _demos(name: str, options: Options) -> None:
+    from headway.envs.registry import find_factory
+
+    module = inspect.getmodule(find_factory(name))
+    make = getattr(module, "demonstrations", None)
+    if make is None:
+        raise UsageError(f"{name} brings no demonstrations")
+    try:
+        rows = make(options.n, options.seed, **options.args)
+    except TypeError as error:
+        raise UsageError(f"{name}: {error}") from error
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if options.output is None:
+        sys.stdout.write(text)
+        return
+    from headway.core.files import write_atomic
+
+    write_atomic(options.output, text)
+    print(f"{len(rows)} conversations in {options.output}")

@@ -1,0 +1,74 @@
+"""A policy that is a person at a terminal: environments can be played by hand."""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from headway.core.episodes import Node, Trace
+from headway.core.messages import Message, Messages, ToolCall, as_messages
+from headway.envs.failures import EpisodeFailure
+from headway.envs.policy import Policy, Tools
+from headway.envs.tools import describe
+from headway.envs.transcript import Paint, message_text
+
+CALL = "/call"
+
+
+class HandPolicy(Policy):
+    """Shows each agent what it has not seen yet and reads its reply, a line each, from `source`.
+
+    `/call NAME {"argument": …}` calls a tool. The end of the input ends the episode as a failure.
+    """
+
+    def __init__(self, source: TextIO, show: Callable[[str], None], paint: Paint, agent: str = "policy") -> None:
+        self._source, self._show, self._paint = source, show, paint
+        self._trace = Trace(agent=agent)
+        self._seen: list[Message] = []
+        self._agents: dict[tuple[str, int], HandPolicy] = {(agent, 0): self}
+
+    @property
+    def trace(self) -> Trace:
+        return self._trace
+
+    async def chat(
+        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+    ) -> Message:
+        said = as_messages(messages)
+        new = said[len(self._seen) :] if said[: len(self._seen)] == self._seen else said
+        for message in new:
+            self._show(message_text(message, self._paint))
+        if tools and not self._seen:
+            described = [describe(tool) for tool in tools]
+            self._show(self._paint("dim", "tools: " + "; ".join(f"{t.name} — {t.description}" for t in described)))
+            self._show(self._paint("dim", f'to call one: {CALL} {described[0].name} {{"argument": "value"}}'))
+        reply = self._read()
+        self._seen = [*said, reply]
+        self._trace.nodes = [Node(i - 1, [], message) for i, message in enumerate(self._seen)]
+        return reply
+
+    def agent(self, name: str, index: int = 0) -> Policy:
+        if (name, index) not in self._agents:
+            other = HandPolicy(self._source, self._show, self._paint, name)
+            other._agents = self._agents
+            self._agents[name, index] = other
+        return self._agents[name, index]
+
+    def agents(self) -> list[Policy]:
+        return [agent for agent in self._agents.values() if agent.trace.nodes or agent.trace.rewards]
+
+    def _read(self) -> Message:
+        if self._source.isatty():
+            print(self._paint("sampled", f"{self._trace.agent}> "), end="", file=sys.stderr, flush=True)
+        line = self._source.readline()
+        if not line:
+            raise EpisodeFailure("cancelled", "the input ended")
+        text = line.rstrip("\n")
+        if not text.startswith(CALL + " "):
+            return Message("assistant", text)
+        _, name, arguments = [*text.split(" ", 2), "{}"][:3]
+        try:
+            json.loads(arguments)
+        except ValueError as error:
+            self._show(self._paint("dim", f"not JSON ({error}); sent as it is"))
+        return Message("assistant", tool_calls=(ToolCall(f"call_{len(self._seen)}", name, arguments),))
