@@ -76,12 +76,7 @@ class TraceTree:
     def record(self, prompt: Prompt, reply: Reply) -> Message:
         """Add `reply` to the tree; returns it as a message, whose calls have ids unique in this trace."""
         nodes = self.trace.nodes
-        parent = prompt.parent
-        for segment in prompt.rendered.segments:
-            if segment.token_ids:
-                place = None if segment.message is None else prompt.first_message + segment.message
-                message = None if place is None else prompt.messages[place]
-                parent = self._child(parent, segment.token_ids, message)
+        parent = self._grow(prompt)
         leaf = len(nodes)
         message = self._renderer.parse(reply.token_ids, prompt.tools)
         if message.tool_calls:
@@ -110,10 +105,28 @@ class TraceTree:
     def replies(self) -> int:
         return len(self._conversations)
 
+    def _grow(self, prompt: Prompt) -> int:
+        """Add the nodes of `prompt`; returns the last. A message whose tokens fell to a neighbour keeps a node."""
+        new = prompt.messages[prompt.first_message :]
+        parent, placed = prompt.parent, 0
+        for number, segment in enumerate(prompt.rendered.segments, start=1):
+            final = number == len(prompt.rendered.segments)
+            until = segment.message if segment.message is not None else len(new) if final else placed
+            for message in new[placed:until]:
+                parent = self._child(parent, [], message)
+            placed = max(placed, until)
+            if segment.message is not None:
+                parent = self._child(parent, segment.token_ids, new[segment.message])
+                placed = segment.message + 1
+            elif segment.token_ids:
+                parent = self._child(parent, segment.token_ids, None)
+        return parent
+
     def _child(self, parent: int, token_ids: list[int], message: Message | None) -> int:
         """The node after `parent` with these unsampled tokens; an equal one that exists is shared."""
         for index, node in enumerate(self.trace.nodes):
-            if node.parent == parent and node.logprobs is None and node.token_ids == token_ids:
+            same = node.parent == parent and node.logprobs is None and node.token_ids == token_ids
+            if same and node.message == message:
                 return index
         self.trace.nodes.append(Node(parent, token_ids, message))
         return len(self.trace.nodes) - 1

@@ -1,17 +1,132 @@
-"""Choosing the renderer of a checkpoint."""
+"""Choosing the renderer of a checkpoint: by name, or the best one that provably says what its template says."""
 
+import json
+import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
+from headway.core.messages import Message, Tool, ToolCall
 from headway.rendering.base import Renderer
 from headway.rendering.chatml import ChatMLRenderer
-from headway.rendering.styles import STYLES
-from headway.rendering.tokenizer import load_tokenizer
+from headway.rendering.families import FAMILIES, FamilyRenderer, available
+from headway.rendering.jinja import ChatTemplate, TemplateError
+from headway.rendering.styles import STYLES, with_default_system
+from headway.rendering.template import TemplateRenderer
+from headway.rendering.tiny import TEMPLATE_MARK
+from headway.rendering.tokenizer import load_chat_template, load_tokenizer, load_tokenizer_config, special_token
+
+_TOOL = Tool("look", "Look up.", {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]})
+_CALL = ToolCall("call_0", "look", '{"key": "x"}')
 
 
 def load_renderer(folder: Path, name: str = "auto") -> Renderer:
-    """The renderer called `name` over the tokenizer in `folder`."""
-    style = "chatml" if name == "auto" else name
-    if style not in STYLES:
-        raise HeadwayError(f'unknown renderer "{name}"; known: auto, {", ".join(STYLES)}')
-    return ChatMLRenderer(load_tokenizer(folder), STYLES[style])
+    """The renderer `name` for the checkpoint in `folder`.
+
+    `auto` takes, in this order: native ChatML in the dialect that agrees with the checkpoint's chat template, the
+    family of the `renderers` package that agrees with it, the template itself. `template` insists on the last.
+    """
+    folder = Path(folder)
+    tokenizer = load_tokenizer(folder)
+    if name in STYLES:
+        return ChatMLRenderer(tokenizer, STYLES[name])
+    if name not in ("auto", "template"):
+        return FamilyRenderer(tokenizer, name, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))
+    source = load_chat_template(folder)
+    ours = source is None or source.lstrip().startswith(TEMPLATE_MARK)
+    if name == "auto" and ours and tokenizer.token_to_id("<|im_start|>") is not None:
+        return ChatMLRenderer(tokenizer)
+    if source is None:
+        raise HeadwayError(f"{folder} has no chat template; set model.renderer, for example to chatml")
+    fallback = TemplateRenderer(tokenizer, _template(folder, source), _stops(folder, tokenizer))
+    if name == "template":
+        return fallback
+    candidates: Iterator[Renderer] = chain(_native(tokenizer, fallback), _families(folder, tokenizer))
+    return next((renderer for renderer in candidates if agrees(renderer, fallback)), fallback)
+
+
+def agrees(renderer: Renderer, template: TemplateRenderer) -> bool:
+    """Whether `renderer` writes the template's tokens on conversations of every kind that the template tells apart."""
+    ask, answer, more = Message("user", "ask"), Message("assistant", "answer"), Message("user", "more")
+    thought = Message("assistant", "answer", reasoning="thought")
+    call = Message("assistant", "", (_CALL,))
+    result = Message("tool", "found", tool_call_id="call_0")
+    probes = [[ask], [Message("system", "rules"), ask], [ask, answer, more], [Message("system", "rules"), ask, answer]]
+    if _tells_apart(template, [ask, answer, more, thought], [ask, answer, more, answer]):
+        probes += [[ask, thought, more], [ask, answer, more, thought]]
+    told = (_TOOL,) if _tells_apart(template, [ask], [ask], (_TOOL,)) else ()
+    if told:
+        probes += [[ask, call, result], [Message("system", "rules"), ask, call, result, result]]
+    try:
+        for messages in probes:
+            prompt = messages[-1].role != "assistant"
+            ours = renderer.render(messages, told, generation_prompt=prompt).token_ids
+            if ours != template.render(messages, told, generation_prompt=prompt).token_ids:
+                return False
+    except (TemplateError, ValueError, AssertionError):
+        return False
+    return True
+
+
+def _tells_apart(
+    template: TemplateRenderer, some: list[Message], others: list[Message], tools: tuple[Tool, ...] = ()
+) -> bool:
+    try:
+        return template.render(some, tools).token_ids != template.render(others).token_ids
+    except TemplateError:
+        return False
+
+
+def _native(tokenizer: Tokenizer, template: TemplateRenderer) -> Iterator[ChatMLRenderer]:
+    if tokenizer.token_to_id("<|im_start|>") is None or tokenizer.token_to_id("<|im_end|>") is None:
+        return
+    text = template.decode(template.render([Message("user", "ask")]).token_ids)
+    found = re.match(r"<\|im_start\|>system\n(.*?)<\|im_end\|>\n", text, re.DOTALL)
+    for style in STYLES.values():
+        yield ChatMLRenderer(tokenizer, with_default_system(style, found.group(1) if found else None))
+
+
+def _families(folder: Path, tokenizer: Tokenizer) -> Iterator[FamilyRenderer]:
+    family = FAMILIES.get(_config(folder).get("model_type", ""))
+    if family is None or not available():
+        return
+    try:
+        yield FamilyRenderer(tokenizer, family, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))
+    except HeadwayError:
+        return
+
+
+def _template(folder: Path, source: str) -> ChatTemplate:
+    config = load_tokenizer_config(folder)
+    names = [key for key in config if key.endswith("_token")]
+    return ChatTemplate(source, {name: text for name in names if (text := special_token(config, name)) is not None})
+
+
+def _stops(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """End-of-turn tokens: the tokenizer's own, and those of the generation settings."""
+    found = [token for token in (_eos(folder, tokenizer),) if token is not None]
+    for name in ("generation_config.json", "config.json"):
+        ids = _config(folder, name).get("eos_token_id")
+        found += [ids] if isinstance(ids, int) else ids or []
+    return list(dict.fromkeys(found))
+
+
+def _eos(folder: Path, tokenizer: Tokenizer) -> int | None:
+    text = special_token(load_tokenizer_config(folder), "eos_token")
+    return tokenizer.token_to_id(text) if text else None
+
+
+def _checkpoint_name(folder: Path) -> str:
+    return str(_config(folder).get("_name_or_path") or folder)
+
+
+def _config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    try:
+        config = json.loads((folder / name).read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,155 @@
+"""Model families of the `renderers` package (an optional extra) behind our own interface."""
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from headway.core.errors import HeadwayError
+from headway.core.messages import Message, Tool, ToolCall
+from headway.rendering.base import Rendered, Segment
+
+FAMILIES = {
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5",
+    "glm4_moe": "glm-4.5",
+    "glm_moe_dsa": "glm-5",
+    "gpt_oss": "gpt-oss",
+    "llama": "llama-3",
+    "minimax_m2": "minimax-m2",
+    "deepseek_v3": "deepseek-v3",
+    "kimi_k2": "kimi-k2",
+    "nemotron_h": "nemotron-3",
+}
+"""Family of the package by a checkpoint's `model_type`: tried, and kept if it agrees with the template."""
+
+
+def available() -> bool:
+    return find_spec("renderers") is not None
+
+
+class FamilyTokenizer:
+    """The little of a Hugging Face tokenizer that the package asks for, over `tokenizers` alone."""
+
+    unk_token_id: int | None = None
+
+    def __init__(self, tokenizer: Tokenizer, name: str, eos_token_id: int | None) -> None:
+        self.name_or_path = name
+        self.eos_token_id = eos_token_id
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: object) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]
+
+    def __call__(self, text: str, add_special_tokens: bool = False, **_: object) -> dict[str, Any]:
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
+
+class FamilyRenderer:
+    """`family` of the `renderers` package over a checkpoint's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, family: str, *, name: str = "", eos_token_id: int | None = None) -> None:
+        if not available():
+            raise HeadwayError(f'renderer "{family}" needs the renderers package: pip install "headway[renderers]"')
+        import renderers
+
+        try:
+            config = renderers.config_from_name(family)
+            self._renderer = renderers.create_renderer(FamilyTokenizer(tokenizer, name, eos_token_id), config)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise HeadwayError(f'renderer "{family}" does not fit this tokenizer: {reason}') from error
+        self.tokenizer = tokenizer
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return list(self._renderer.get_stop_token_ids())
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
+    ) -> Rendered:
+        made = self._renderer.render(
+            [_plain(message) for message in messages], tools=_tools(tools), add_generation_prompt=generation_prompt
+        )
+        return Rendered(_segments(made, 0))
+
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        reply: int = 0,
+        history: Sequence[Message] = (),
+    ) -> Rendered | None:
+        if not reply or reply >= len(token_ids):
+            return None
+        prompt, completion = list(token_ids[:-reply]), list(token_ids[-reply:])
+        made = self._renderer.bridge_to_next_turn(
+            prompt, completion, [_plain(message) for message in new_messages], tools=_tools(tools)
+        )
+        if made is None or made.token_ids[: len(token_ids)] != [*prompt, *completion]:
+            return None
+        return Rendered(_segments(made, len(token_ids)))
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+        try:
+            made = self._renderer.parse_response(list(token_ids), tools=_tools(tools))
+        except Exception:  # parsers of thirty families, on whatever a model may sample
+            return Message("assistant", self.decode(token_ids))
+        content, calls = made.content or "", []
+        for index, call in enumerate(made.tool_calls):
+            if str(call.status) == "ok" and call.name:
+                text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+                calls.append(ToolCall(call.id or f"call_{index}", call.name, text))
+            elif call.raw and call.raw not in content:
+                content += call.raw
+        return Message("assistant", content, tuple(calls), reasoning=made.reasoning_content)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    plain = message.to_openai()
+    for call in plain.get("tool_calls", ()):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except ValueError:
+            continue
+    return plain
+
+
+def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    return [tool.to_openai() for tool in tools] or None
+
+
+def _segments(made: Any, start: int) -> list[Segment]:
+    """Runs of tokens from `start` on that belong to the same message."""
+    spoken = made.sampled_mask or [False] * len(made.token_ids)
+    segments: list[Segment] = []
+    owner: int | None = -2
+    for token, index, said in zip(made.token_ids[start:], made.message_indices[start:], spoken[start:], strict=True):
+        if index != owner:
+            segments.append(Segment([], None if index < 0 else index, []))
+            owner = index
+        segments[-1].token_ids.append(token)
+        segments[-1].content.append(bool(said))
+    return segments
