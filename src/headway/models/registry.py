@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from headway.models.config import ModelConfig
+from headway.models.cpu import tune_matmul
 from headway.models.decoder import DecoderLM
 from headway.models.init import init_weights
 from headway.models.layout import Part
@@ -45,6 +46,8 @@ def build_model(
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
+    if torch.device(device).type == "cpu":
+        tune_matmul(config.width)
     if seed is not None:
         init_weights(model, config.initializer_range, seed)
     return model
