@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
+from headway.config.shared import FilesystemRollouts
 from headway.config.trainer import TrainSettings
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
 from headway.core.runs import RunPaths
@@ -23,6 +26,7 @@ from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
 from headway.trainer.feed import fake_micro_batch
+from headway.transport.rollouts import make_sender
 
 LENGTHS = [[9, 17, 4], [24, 5], [30], [3, 3, 12, 8]]
 
@@ -57,7 +61,12 @@ def counts_of(micros: list[MicroBatch]) -> ComponentCounts:
 
 def small_settings(**changes: Any) -> TrainSettings:
     """TrainSettings for a CPU; `changes` are dotted names with `__` for dots."""
-    tree: dict[str, Any] = {"placement": {"device": "cpu"}, "seq_len": 64}
+    tree: dict[str, Any] = {
+        "placement": {"device": "cpu"},
+        "seq_len": 64,
+        "weights": {"type": "filesystem"},
+        "trainer": {"optim": {"type": "adamw"}},
+    }
     for dotted, value in changes.items():
         *path, last = dotted.split("__")
         branch = tree
@@ -158,3 +167,19 @@ def _be_rank(rank: int, ranks: int, port: int, pipe: Connection, work: Callable[
         pipe.send((False, work(*args)))
     except BaseException:
         pipe.send((True, traceback.format_exc()))
+
+
+def spool(paths: RunPaths, steps: range, ranks: int = 1, model: str = "tiny") -> None:
+    """Put batches where the trainer of a run looks for them."""
+    sender = make_sender(FilesystemRollouts(), paths)
+    for step in steps:
+        sender.send(rich_batch(step, ranks, vocab_of(model)), b"{}")
+
+
+def checkpoint_tensors(paths: RunPaths, step: int) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, whole."""
+    reader = FileSystemReader(paths.checkpoint(step) / "trainer")
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors

@@ -1,0 +1,184 @@
+"""The whole loop on one rank, over the filesystem: what it leaves behind, resuming, and bad input."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainer_helpers import checkpoint_tensors, rich_batch, run_paths, small_settings, spool, vocab_of
+
+from headway.config.shared import FilesystemRollouts
+from headway.core.errors import HeadwayError
+from headway.core.runs import RunPaths
+from headway.core.wire import decode
+from headway.models.checkpoint import load_model
+from headway.models.tiny import resolve_model
+from headway.monitor.metrics import read_metrics
+from headway.trainer.checkpoints import complete_steps
+from headway.trainer.loop import train
+from headway.transport.rollouts import RankBatch, make_sender
+from headway.transport.weights import make_receiver
+from headway.transport.weights.announce import announced, latest, read
+
+QUICK = {"trainer__optim__lr": 1e-3}
+
+
+def published(paths: RunPaths, version: int) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in make_receiver().receive(read(paths, version))}
+
+
+def test_a_run_publishes_every_version_and_leaves_checkpoint_export_and_metrics(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 4))
+    train(small_settings(max_steps=3, trainer__checkpoints__interval=2, weights__keep_last=9, **QUICK), paths)
+
+    assert announced(paths) == [0, 1, 2, 3]
+    initial = dict(published(paths, 0))
+    for name, tensor in initial.items():
+        assert torch.equal(tensor, dict(_hf("tiny"))[name])
+    assert complete_steps(paths) == [2, 3]
+    exported = load_model(paths.exports / "step_000003")
+    for name, tensor in published(paths, 3).items():
+        assert torch.equal(tensor, dict(exported.named_parameters())[name])
+        assert not torch.equal(tensor, initial[name])
+    assert (paths.exports / "step_000003" / "tokenizer.json").is_file()
+
+    lines = list(read_metrics(paths.metrics / "trainer.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["tokens"] == sum(sum(micro) for micro in ([9, 17, 4], [24, 5], [30], [3, 3, 12, 8]))
+        assert line["mismatch_kl"] > 0 and 0 < line["entropy"] < math.log(vocab_of("tiny"))
+        for name in ("loss", "loss/rl", "loss/ce", "loss/ref_kl", "grad_norm", "lr", "tokens_per_second"):
+            assert math.isfinite(line[name])
+        for name in ("wait_seconds", "step_seconds", "publish_seconds", "publish_bytes", "peak_memory_gib"):
+            assert line[name] >= 0
+
+
+def _hf(model: str) -> list[tuple[str, torch.Tensor]]:
+    return [(name, p.detach()) for name, p in load_model(resolve_model(model)).named_parameters()]
+
+
+def test_batches_that_a_checkpoint_covers_leave_the_spool(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 5))
+    train(small_settings(max_steps=3, trainer__checkpoints__interval=2, **QUICK), paths)
+    assert sorted(folder.name for folder in paths.batches.glob("step_*")) == ["step_000004"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_resuming_is_bit_exact(tmp_path: Path, optimizer: str) -> None:
+    extra = {"trainer__optim__type": optimizer, "trainer__optim__lr": 1e-3, "trainer__checkpoints__interval": 10}
+    if optimizer == "sgd":
+        extra["trainer__optim__momentum"] = 0.9
+    straight, broken = run_paths(tmp_path / "straight"), run_paths(tmp_path / "broken")
+    for paths in (straight, broken):
+        spool(paths, range(1, 21))
+    train(small_settings(max_steps=20, **extra), straight)
+    train(small_settings(max_steps=10, **extra), broken)
+    train(small_settings(max_steps=20, **extra), broken)
+
+    want, got = checkpoint_tensors(straight, 20), checkpoint_tensors(broken, 20)
+    assert want.keys() == got.keys()
+    for name, tensor in want.items():
+        assert torch.equal(tensor, got[name]), name
+    a, b = latest(straight), latest(broken)
+    assert a is not None and b is not None and (a.version, a.fingerprint) == (b.version, b.fingerprint)
+    steps = [line["step"] for line in read_metrics(broken.metrics / "trainer.jsonl")]
+    assert steps == list(range(1, 21))
+
+
+def test_a_run_killed_after_publishing_goes_back_to_its_checkpoint_and_replays(tmp_path: Path) -> None:
+    """The trainer was at step 5 but its last checkpoint is of step 2: version 2 is announced again."""
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 6))
+    train(small_settings(max_steps=2, trainer__checkpoints__interval=2, **QUICK), paths)
+    settings = small_settings(
+        max_steps=5, trainer__checkpoints__interval=100, trainer__checkpoints__keep_last=9, **QUICK
+    )
+    spool(paths, range(3, 6))
+    train(settings, paths)
+    first = latest(paths)
+    (paths.checkpoint(5) / "COMPLETE").unlink()
+    spool(paths, range(3, 6))
+    train(settings, paths)
+    again = latest(paths)
+    assert first is not None and again is not None and first.fingerprint == again.fingerprint
+    assert [line["step"] for line in read_metrics(paths.metrics / "trainer.jsonl")] == [1, 2, 3, 4, 5]
+
+
+def test_a_half_written_checkpoint_is_ignored_and_removed(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 4))
+    train(small_settings(max_steps=2, trainer__checkpoints__interval=1, **QUICK), paths)
+    half = paths.checkpoint(7) / "trainer"
+    half.mkdir(parents=True)
+    (half / "__0_0.distcp").write_bytes(b"half")
+    train(small_settings(max_steps=3, **QUICK), paths)
+    assert complete_steps(paths)[-1] == 3 and not half.exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 3))
+    train(small_settings(max_steps=1, **QUICK), paths)
+    with pytest.raises(HeadwayError, match=r"another configuration \(model .* instead of"):
+        train(small_settings(max_steps=2, model__path="tiny-llama", **QUICK), paths)
+    with pytest.raises(HeadwayError, match="optimizer adamw instead of muon"):
+        train(small_settings(max_steps=2, trainer__optim__type="muon"), paths)
+
+
+def test_checkpoints_are_kept_by_number_and_interval(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 8))
+    keep = {"interval": 1, "keep_last": 2, "keep_interval": 3, "export_interval": 4}
+    train(small_settings(max_steps=7, trainer__checkpoints=keep, **QUICK), paths)
+    assert complete_steps(paths) == [3, 6, 7]
+    assert sorted(folder.name for folder in paths.exports.iterdir()) == ["step_000004", "step_000007"]
+
+
+def spool_poisoned(paths: RunPaths, steps: range, poisoned: set[int]) -> None:
+    sender = make_sender(FilesystemRollouts(), paths)
+    for step in steps:
+        batch = rich_batch(step, 1, vocab_of("tiny"))
+        if step in poisoned:
+            micro = batch.ranks[0][0]
+            micro.advantages = np.where(micro.sampled, np.inf, 0).astype(np.float32)
+        sender.send(batch, b"{}")
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_its_version_published_unchanged(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool_poisoned(paths, range(1, 4), {2})
+    train(small_settings(max_steps=3, weights__keep_last=9, **QUICK), paths)
+    assert read(paths, 2).fingerprint == read(paths, 1).fingerprint != read(paths, 3).fingerprint
+    lines = list(read_metrics(paths.metrics / "trainer.jsonl"))
+    assert [line["skipped"] for line in lines] == [0, 1, 0]
+    assert lines[1]["grad_norm"] is None
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run_and_keep_the_batch(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool_poisoned(paths, range(1, 6), {1, 3, 4})
+    with pytest.raises(HeadwayError, match="2 steps in a row were not finite, the last at step 4"):
+        train(small_settings(max_steps=5, trainer__max_bad_steps=2, **QUICK), paths)
+    kept = decode(RankBatch, (paths.root / "bad_batches" / "step_000004" / "rank_000.msgpack").read_bytes())
+    assert np.isinf(kept.micro_batches[0].advantages).any()
+
+
+def test_a_batch_whose_streams_disagree_names_the_stream(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    batch = rich_batch(1, 1, vocab_of("tiny"))
+    batch.ranks[0][1].advantages = batch.ranks[0][1].advantages[:-1]
+    make_sender(FilesystemRollouts(), paths).send(batch, b"{}")
+    with pytest.raises(HeadwayError, match="advantages has shape"):
+        train(small_settings(max_steps=1), paths)
+
+
+def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 3))
+    train(small_settings(max_steps=2, **QUICK), paths)
+    (paths.control / "stop").touch()
+    train(small_settings(max_steps=9, **QUICK), paths)
+    assert complete_steps(paths) == [2] and not (paths.exports / "step_000009").exists()
