@@ -13,6 +13,9 @@ from headway.inference.embedded.sequence import Sequence
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
+_COLD = 1e-5
+"""Below this temperature a distribution is its peak, and dividing by it would overflow."""
+
 
 class Rows:
     def __init__(self, max_running: int, max_blocks: int) -> None:
@@ -32,7 +35,7 @@ class Rows:
     def enter(self, sequence: Sequence, adapter: int) -> None:
         """`adapter` is its slot in the bank, -1 for none."""
         row, params = sequence.row, sequence.params
-        greedy = params.temperature == 0
+        greedy = params.temperature < _COLD
         self.greedy[row] = greedy
         self.temperature[row] = 1.0 if greedy else params.temperature
         self.tempered[row] = not greedy and params.temperature != 1
