@@ -36,7 +36,7 @@ def test_ends_when_the_work_is_done_and_stops_the_servers(tmp_path: Path) -> Non
     work = python("work", "print('done')", ends=True)
     supervisor, _ = supervise([server, work], tmp_path)
     assert supervisor.run()
-    assert (tmp_path / "work.1.log").read_text() == "done\n"
+    assert (tmp_path / "work_001.log").read_text() == "done\n"
     assert_no_children()
 
 
@@ -51,7 +51,7 @@ if not mark.exists():
     supervisor, events = supervise([python("work", code, ends=True)], tmp_path)
     assert supervisor.run()
     assert any("signal SIGKILL" in event for event in events)
-    assert (tmp_path / "work.1.log").exists() and (tmp_path / "work.2.log").exists()
+    assert (tmp_path / "work_001.log").exists() and (tmp_path / "work_002.log").exists()
 
 
 def test_a_process_that_keeps_dying_stops_the_run_with_its_last_words(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_refused_settings_are_not_tried_again(tmp_path: Path) -> None:
     supervisor, _ = supervise([python("work", code, ends=True)], tmp_path)
     with pytest.raises(UsageError, match="must be > 0"):
         supervisor.run()
-    assert not (tmp_path / "work.2.log").exists()
+    assert not (tmp_path / "work_002.log").exists()
 
 
 def test_grandchildren_end_with_a_killed_process(tmp_path: Path) -> None:
@@ -100,11 +100,11 @@ time.sleep(60)
     supervisor, _ = supervise([python("work", code, ends=True)], tmp_path)
 
     def interrupt() -> None:
-        while not (log := tmp_path / "work.1.log").exists() or "up" not in log.read_text():
+        while not (log := tmp_path / "work_001.log").exists() or "up" not in log.read_text():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     assert not supervisor.run()
-    assert "checkpoint written" in (tmp_path / "work.1.log").read_text()
+    assert "checkpoint written" in (tmp_path / "work_001.log").read_text()
     assert_no_children()

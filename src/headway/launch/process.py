@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from headway.core.errors import UsageError
 from headway.launch.leash import leashed_environment
 from headway.launch.restarts import RestartBudget
+from headway.monitor.logs import SUPERVISED, next_log
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ class ManagedProcess:
         self.spec = spec
         self.logs = logs
         self.budget = RestartBudget()
-        self.attempt = _last_attempt(logs, spec.name)
-        self.restarts = 0
+        self.log = logs / f"{spec.name}.log"
         self.finished = False
         self._child: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
@@ -42,16 +41,11 @@ class ManagedProcess:
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
 
-    @property
-    def log(self) -> Path:
-        return self.logs / f"{self.spec.name}.{self.attempt}.log"
-
     def start(self) -> None:
-        self.attempt += 1
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.log = next_log(self.logs, self.spec.name)
         self._start_again_at = None
         self._started_at = time.monotonic()
-        environment = {**os.environ, **self.spec.environment, **leashed_environment()}
+        environment = {**os.environ, **self.spec.environment, **leashed_environment(), SUPERVISED: str(self.log)}
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
                 self.spec.argv,
@@ -69,8 +63,7 @@ class ManagedProcess:
         """
         if self._start_again_at is not None and time.monotonic() >= self._start_again_at:
             self.start()
-            self.restarts += 1
-            return f"{self.spec.name} restarted (attempt {self.attempt}), log: {self.log}"
+            return f"{self.spec.name} restarted, log: {self.log}"
         if self._child is None or (code := self._child.poll()) is None:
             return None
         self._sweep()
@@ -129,12 +122,6 @@ class KeepsDyingError(Exception):
     def __init__(self, process: ManagedProcess) -> None:
         super().__init__(process.spec.name)
         self.process = process
-
-
-def _last_attempt(logs: Path, name: str) -> int:
-    """The highest attempt that has a log: a resumed run adds to the logs, it doesn't overwrite them."""
-    found = [re.fullmatch(rf"{re.escape(name)}\.(\d+)\.log", path.name) for path in logs.glob(f"{name}.*.log")]
-    return max((int(match[1]) for match in found if match), default=0)
 
 
 def _cause(code: int | None) -> str:

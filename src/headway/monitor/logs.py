@@ -2,6 +2,7 @@
 
 import json as json_module
 import logging
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import TextIO
 from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
 
+SUPERVISED = "HEADWAY_LOG"
+"""Set to the path of the log file when stdout and stderr go there."""
+
 _COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
 
 
 def setup_logging(process: str, paths: RunPaths | None = None, json: bool = False, level: str = "INFO") -> None:
     """Send the `headway` loggers to stderr and, with `paths`, to a new file `logs/<process>_<attempt>.log`.
 
+    Where a supervisor has opened that file for all of the process's output, stderr is the file already.
     Calling it again replaces what the last call set up. Raises HeadwayError when the file cannot be made.
     """
     root = logging.getLogger("headway")
@@ -25,16 +30,21 @@ def setup_logging(process: str, paths: RunPaths | None = None, json: bool = Fals
     root.setLevel(level)
     root.propagate = False
     console = logging.StreamHandler(sys.stderr)
-    console.setFormatter(JsonFormatter(process) if json else ConsoleFormatter(process, color=sys.stderr.isatty()))
+    supervised = SUPERVISED in os.environ
+    readable = PlainFormatter(process) if supervised else ConsoleFormatter(process, color=sys.stderr.isatty())
+    console.setFormatter(JsonFormatter(process) if json else readable)
     root.addHandler(console)
-    if paths is not None:
-        file = LogFile(_next_log(paths.logs, process))
+    if paths is not None and not supervised:
+        file = LogFile(next_log(paths.logs, process))
         file.setFormatter(JsonFormatter(process) if json else PlainFormatter(process))
         root.addHandler(file)
 
 
 def record_crash(error: BaseException) -> Path | None:
     """Write an unforeseen error's traceback to the log file only; the file's path, or None without one."""
+    if SUPERVISED in os.environ:
+        traceback.print_exception(error)
+        return Path(os.environ[SUPERVISED])
     for handler in logging.getLogger("headway").handlers:
         if isinstance(handler, LogFile) and handler.healthy:
             text = "".join(traceback.format_exception(error))
@@ -116,7 +126,8 @@ class JsonFormatter(logging.Formatter):
         return json_module.dumps(line, ensure_ascii=False)
 
 
-def _next_log(folder: Path, process: str) -> Path:
+def next_log(folder: Path, process: str) -> Path:
+    """Make the empty log file of a process's next attempt. Raises HeadwayError when that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, 10_000):
