@@ -1,13 +1,12 @@
 """What the loader asks of a settings class: which keys a place has, and what kind of value belongs there."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from headway.config.base import Settings
@@ -88,13 +87,9 @@ class Kind:
         """The branch named `tag`; the kind itself where it is no union or there is no such branch."""
         return Kind(self.tags[tag]) if isinstance(tag, str) and tag in self.tags else self
 
-    def fields(self) -> dict[str, Field]:
+    def fields(self) -> Mapping[str, Field]:
         """The settings of a section, over all branches of a union; the first branch that has a name wins."""
-        found: dict[str, Field] = {}
-        for model in self.models:
-            for name, info in model.model_fields.items():
-                found.setdefault(name, Field(Kind(info.annotation), _default(info), info.description or ""))
-        return found
+        return _fields(self.models)
 
     def item(self) -> "Kind":
         """The kind of a list's items or a table's values."""
@@ -111,6 +106,16 @@ class Kind:
         return self.item()
 
 
+@cache
+def _fields(models: tuple[type[Settings], ...]) -> Mapping[str, Field]:
+    found: dict[str, Field] = {}
+    for model in models:
+        for name, info in model.model_fields.items():
+            default = info.get_default(call_default_factory=True, validated_data={})
+            found.setdefault(name, Field(Kind(info.annotation), default, info.description or ""))
+    return found
+
+
 def _is_choice_of_text(member: Any) -> bool:
     return get_origin(member) is Literal and all(isinstance(choice, str) for choice in get_args(member))
 
@@ -124,7 +129,3 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
             yield from _alternatives(member)
     else:
         yield annotation
-
-
-def _default(info: FieldInfo) -> Any:
-    return info.get_default(call_default_factory=True, validated_data={})

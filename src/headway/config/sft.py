@@ -1,6 +1,7 @@
 """Settings of supervised fine-tuning."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,6 +22,8 @@ class DataSettings(Settings):
     """Draw rows in a random order, a new one each epoch."""
     train_roles: list[str] = ["assistant"]
     """Roles whose tokens are learned."""
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What to do with rows longer than seq_len."""
 
 
 class SftSettings(TrainSettings):

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from datetime import date, time
 from pathlib import PurePath
 from typing import Any
 
@@ -15,8 +16,13 @@ Note = Callable[[str], str | None]
 
 def to_toml(settings: Settings, note: Note = lambda name: None) -> str:
     """TOML that loads to equal settings. None is left out, or the text "none" where the default is something else."""
+    return dump(_raw(settings), note)
+
+
+def dump(table: Mapping[str, Any], note: Note = lambda name: None) -> str:
+    """A table of plain values as TOML; entries that are None are left out."""
     lines: list[str] = []
-    _table(_raw(settings), "", "", lines, note)
+    _table(table, "", "", lines, note)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -74,6 +80,8 @@ def value_text(value: object) -> str:
             return repr(value) if math.isfinite(value) else str(value)
         case str() | PurePath():
             return _text(str(value))
+        case date() | time():
+            return value.isoformat()
         case list() | tuple():
             return "[" + ", ".join(value_text(item) for item in value if item is not None) + "]"
         case Mapping():

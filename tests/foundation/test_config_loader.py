@@ -1,0 +1,215 @@
+"""Layers of settings: files, flags, unions, lists, and errors that teach."""
+
+from pathlib import Path
+
+import pytest
+
+from headway.config.loader import load_settings
+from headway.config.rl import RlSettings
+from headway.config.trainer import AdamW, Muon
+from headway.core.errors import UsageError
+
+
+def layer(folder: Path, name: str, text: str) -> list[str]:
+    path = folder / name
+    path.write_text(text)
+    return ["@", str(path)]
+
+
+def load(*argv: str) -> RlSettings:
+    return load_settings(RlSettings, argv).settings
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_settings(RlSettings, argv)
+    assert "\n" not in str(caught.value), "one error, one line"
+    return str(caught.value)
+
+
+def test_nothing_given_gives_the_defaults() -> None:
+    resolved = load_settings(RlSettings, [])
+    assert resolved.settings == RlSettings()
+    assert resolved.origins == {}
+    assert not resolved.dry_run
+
+
+def test_later_files_win_and_flags_win_over_files(tmp_path: Path) -> None:
+    base = layer(tmp_path, "base.toml", "seed = 1\nmax_steps = 10\n[trainer.optim]\nlr = 1e-4\n")
+    mine = layer(tmp_path, "mine.toml", "max_steps = 20\nseq_len = 64\n")
+    resolved = load_settings(RlSettings, [*base, *mine, "--seq_len", "128", "--dry-run"])
+    settings = resolved.settings
+    assert (settings.seed, settings.max_steps, settings.seq_len, settings.trainer.optim.lr) == (1, 20, 128, 1e-4)
+    assert resolved.dry_run
+    assert resolved.origins == {
+        "seed": str(tmp_path / "base.toml"),
+        "trainer.optim.lr": str(tmp_path / "base.toml"),
+        "max_steps": str(tmp_path / "mine.toml"),
+        "seq_len": "--seq_len",
+    }
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--trainer.optim.lr", "1e-5"],
+        ["--trainer.optim.lr=1e-5"],
+        ["--lr", "1e-5"],
+        ["--lr", "3", "--trainer.optim.lr", "1e-5"],
+        ["--trainer.optim", '{"lr": 1e-5}'],
+        ["--trainer.optim", "{lr = 1e-5}"],
+    ],
+)
+def test_ways_to_write_a_flag(argv: list[str]) -> None:
+    resolved = load_settings(RlSettings, argv, aliases={"lr": "trainer.optim.lr"})
+    assert resolved.settings.trainer.optim == AdamW(lr=1e-5)
+
+
+def test_booleans_need_no_value() -> None:
+    assert load("--trainer.compile").trainer.compile
+    assert load("--trainer.compile", "--seed", "3").trainer.compile
+    assert load("--trainer.compile", "true").trainer.compile
+    assert not load("--no-inference.prefix_cache").inference.prefix_cache
+    assert not load("--inference.prefix-cache", "false").inference.prefix_cache
+
+
+def test_sections_that_are_off_by_default_can_be_switched_on_and_off(tmp_path: Path) -> None:
+    on = layer(tmp_path, "lora.toml", "[model.lora]\nrank = 4\n")
+    assert load("--model.lora").model.lora is not None
+    assert load(*on).model.lora.rank == 4  # type: ignore[union-attr] # it is on
+    assert load(*on, "--no-model.lora").model.lora is None
+    assert load(*on, "--model.lora", "none").model.lora is None
+
+
+def test_none_unsets_an_optional_setting(tmp_path: Path) -> None:
+    named = layer(tmp_path, "a.toml", '[run]\nname = "a"\n[orchestrator.sampling]\nmax_tokens = 5\n')
+    unset = layer(tmp_path, "b.toml", '[orchestrator.sampling]\nmax_tokens = "none"\n')
+    settings = load(*named, *unset, "--run.name", "None")
+    assert settings.run.name is None
+    assert settings.orchestrator.sampling.max_tokens is None
+    assert load("--orchestrator.algorithm.normalize", "none").orchestrator.algorithm.type == "grpo"
+
+
+def test_switching_a_union_drops_the_keys_of_the_branch_it_leaves(tmp_path: Path) -> None:
+    base = layer(tmp_path, "base.toml", "[trainer.optim]\nbetas = [0.8, 0.9]\nlr = 1e-3\n")
+    muon = layer(tmp_path, "muon.toml", '[trainer.optim]\ntype = "muon"\nmomentum = 0.5\n')
+    assert load(*base, *muon).trainer.optim == Muon(momentum=0.5)
+    assert load(*muon, *base, "--trainer.optim.type", "adamw").trainer.optim == AdamW()
+
+
+def test_naming_the_same_type_again_keeps_its_keys(tmp_path: Path) -> None:
+    base = layer(tmp_path, "base.toml", "[trainer.optim]\nlr = 1e-3\n")
+    again = layer(tmp_path, "again.toml", '[trainer.optim]\ntype = "adamw"\neps = 1e-6\n')
+    assert load(*base, *again).trainer.optim == AdamW(lr=1e-3, eps=1e-6)
+
+
+def test_flags_are_one_layer_so_their_order_does_not_matter() -> None:
+    flags = [["--trainer.optim.lr", "1e-3"], ["--trainer.optim.type", "muon"]]
+    expected = Muon(lr=1e-3)
+    assert load(*flags[0], *flags[1]).trainer.optim == expected
+    assert load(*flags[1], *flags[0]).trainer.optim == expected
+
+
+def test_lists_are_replaced_by_files_and_patched_by_flags(tmp_path: Path) -> None:
+    first = layer(tmp_path, "a.toml", '[[orchestrator.envs]]\nid = "a"\n[[orchestrator.envs]]\nid = "b"\nratio = 3\n')
+    second = layer(tmp_path, "b.toml", '[[orchestrator.envs]]\nid = "c"\n')
+    assert [env.id for env in load(*first, *second).orchestrator.envs] == ["c"]
+    flags = ["--orchestrator.envs.0.ratio", "2", "--orchestrator.envs.1.args.words", "[1, 2]"]
+    envs = load(*first, *flags, "--orchestrator.envs.2", '{id = "d"}').orchestrator.envs
+    assert [(env.id, env.ratio, env.args) for env in envs] == [
+        ("a", 2, {}),
+        ("b", 3, {"words": [1, 2]}),
+        ("d", 1, {}),
+    ]
+
+
+def test_free_tables_take_any_keys_and_merge(tmp_path: Path) -> None:
+    base = layer(tmp_path, "a.toml", "[inference.vllm]\na = 1\nb = {c = 2}\n")
+    settings = load(*base, "--inference.vllm.b.d", "x", "--inference.vllm.e", "true")
+    assert settings.inference.vllm == {"a": 1, "b": {"c": 2, "d": "x"}, "e": True}
+
+
+def test_negative_numbers_are_values() -> None:
+    assert load("--seed", "-3").seed == -3
+
+
+def test_unknown_keys_name_the_file_and_the_nearest_setting(tmp_path: Path) -> None:
+    argv = layer(tmp_path, "a.toml", "[trainer.optim]\nlearning_rates = 1\nlrr = 2\n")
+    message = refusal(*layer(tmp_path, "b.toml", "[trainer.optim]\nwieght_decay = 1\n"))
+    assert message == f"{tmp_path / 'b.toml'}: trainer.optim.wieght_decay is not a setting; did you mean weight_decay?"
+    assert refusal(*argv).startswith(f"{tmp_path / 'a.toml'}: trainer.optim.learning_rates is not a setting")
+
+
+def test_unknown_flags_name_the_nearest_setting() -> None:
+    assert (
+        refusal("--trainer.optim.lrr", "1") == "--trainer.optim.lrr: no such setting; did you mean --trainer.optim.lr?"
+    )
+    assert refusal("--lr", "1") == "--lr: no such setting; did you mean --trainer.optim.lr?"
+    assert refusal("--group-size", "4") == "--group-size: no such setting; did you mean --orchestrator.group_size?"
+    assert refusal("--no-seed").startswith("--no-seed: no such setting")
+    assert refusal("--zzzzzz") == "--zzzzzz: no such setting"
+
+
+def test_a_key_of_another_branch_says_which() -> None:
+    message = refusal("--orchestrator.algorithm.teacher.base_url", "http://x")
+    assert 'orchestrator.algorithm.type = "opd" or "sft"' in message
+    assert "the type is 'grpo'" in message
+
+
+def test_wrong_values_say_where_and_what(tmp_path: Path) -> None:
+    wrong = layer(tmp_path, "a.toml", 'seq_len = "long"\n')
+    assert refusal(*wrong).startswith(f"{tmp_path / 'a.toml'}: seq_len should be a valid integer")
+    assert refusal(*wrong).endswith("(got 'long')")
+    assert refusal("--placement.device", "tpu").startswith("--placement.device should be 'auto', 'cpu' or 'cuda'")
+    assert refusal("--trainer.optim.type", "adam").startswith("--trainer.optim.type must be one of adamw, muon")
+    assert refusal("--inference.port", "70000").startswith("--inference.port should be less than or equal to 65535")
+    assert "should be a valid list" in refusal(*layer(tmp_path, "b.toml", '[orchestrator.envs]\nid = "a"\n'))
+
+
+def test_missing_settings_say_how_to_give_them() -> None:
+    assert refusal("--orchestrator.envs.0.ratio", "2") == (
+        "--orchestrator.envs.0.ratio: orchestrator.envs.0.id is missing; "
+        "set it in a file or with --orchestrator.envs.0.id"
+    )
+    assert refusal("--orchestrator.envs.4.id", "a").startswith("--orchestrator.envs.4.id: there are only 0 items")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["@"], "@ wants a file after it, as in `@ base.toml`"),
+        (["--seed"], "--seed wants a value after it"),
+        (["--seed", "--trainer.compile"], "--seed wants a value after it"),
+        (
+            ["--no-trainer.compile=true"],
+            "--no-trainer.compile takes no value; to set one, write --trainer.compile=true",
+        ),
+        (["rl.toml"], "unexpected argument 'rl.toml': settings are files (`@ file.toml`) and flags (`--name value`)"),
+        (
+            ["--orchestrator.gates", "a,b"],
+            "--orchestrator.gates: cannot read 'a,b'; write a JSON or TOML literal, for example '[\"a\", \"b\"]'",
+        ),
+    ],
+)
+def test_command_lines_that_make_no_sense(argv: list[str], message: str) -> None:
+    assert refusal(*argv) == message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    assert refusal("@", str(missing)).startswith(f"{missing}: no such file")
+    assert refusal("@", str(tmp_path)).startswith(f"{tmp_path}: cannot read it: Is a directory")
+    assert "is not valid TOML" in refusal(*layer(tmp_path, "broken.toml", "seed = \n"))
+    assert "line 1" in refusal(*layer(tmp_path, "broken.toml", "seed = \n"))
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    assert refusal("@", str(binary)) == f"{binary}: is not text in UTF-8"
+
+
+def test_every_error_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load("--seq_len", "x", "--max_steps", "0")
+    assert str(caught.value).splitlines() == [
+        "--seq_len should be a valid integer, unable to parse string as an integer (got 'x')",
+        "--max_steps should be greater than or equal to 1 (got 0)",
+    ]

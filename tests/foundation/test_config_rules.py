@@ -1,0 +1,90 @@
+"""Settings that make no sense together are refused, and the refusal says what to change."""
+
+import pytest
+
+from headway.config.loader import load_settings
+from headway.config.rl import RlSettings
+from headway.core.errors import UsageError
+
+TEACHER = "--orchestrator.algorithm.teacher.base_url"
+ENVS = '[{id = "a"}, {id = "b", group_size = 1}]'
+
+REFUSED = [
+    (["--orchestrator.group_size=1"], '--orchestrator.group_size must be at least 2 for algorithm "grpo" (got 1)'),
+    (
+        ["--orchestrator.envs", ENVS],
+        '--orchestrator.envs: orchestrator.envs.1.group_size must be at least 2 for algorithm "grpo" (got 1)',
+    ),
+    (["--orchestrator.batch_size=24"], "--orchestrator.batch_size must be a multiple of group_size, which is 16"),
+    (
+        ["--orchestrator.algorithm.type=opd"],
+        'orchestrator.algorithm.teacher is missing: algorithm "opd" needs a frozen',
+    ),
+    (
+        ["--orchestrator.algorithm.type=sft"],
+        'orchestrator.algorithm.teacher is missing: algorithm "sft" needs a frozen',
+    ),
+    (
+        ["--orchestrator.algorithm.type=opd", f"{TEACHER}=http://localhost:8000"],
+        f"{TEACHER} is the live policy's own server",
+    ),
+    (
+        [
+            "--orchestrator.algorithm.type=opd",
+            f"{TEACHER}=http://gpu7:9/v1",
+            '--orchestrator.engines=["http://gpu7:9"]',
+        ],
+        f"{TEACHER} is the live policy's own server",
+    ),
+    ([f"{TEACHER}=http://gpu7:9"], 'belongs to orchestrator.algorithm.type = "opd" or "sft"'),
+    (["--orchestrator.envs", '[{id = "a"}, {id = "a"}]'], "orchestrator.envs.1.name must differ from the others'"),
+    (["--orchestrator.eval.envs", '[{id = "a"}, {id = "b", name = "a"}]'], "orchestrator.eval.envs.1.name must differ"),
+    (["--orchestrator.concurrency.max=4"], "orchestrator.concurrency.min must be at most max, which is 4 (got 8)"),
+    (["--orchestrator.concurrency.kv_low=0.95"], "--orchestrator.concurrency.kv_low must be at most kv_high"),
+    (["--orchestrator.sampling.max_tokens=4096"], "--orchestrator.sampling.max_tokens must be at most seq_len"),
+    (
+        ["--orchestrator.envs", '[{id = "a", workers = {min = 5}}]'],
+        "orchestrator.envs.0.workers.min must be at most max, which is 4 (got 5)",
+    ),
+    (
+        ["--orchestrator.envs", '[{id = "a", curriculum = {type = "difficulty", hard = 0.95}}]'],
+        "orchestrator.envs.0.curriculum.hard must be below easy, which is 0.9 (got 0.95)",
+    ),
+    (
+        ["--orchestrator.envs", '[{id = "a", curriculum = {type = "difficulty", hard_share = 0.95}}]'],
+        "orchestrator.envs.0.curriculum.hard_share and easy_share must not add up to more than 1",
+    ),
+    (["--trainer.replicas=2"], "--trainer.replicas must divide placement.trainer_ranks, which is 1 (got 2)"),
+    (["--trainer.activations.offload"], '--trainer.activations.offload needs checkpoint = "selective" or "full"'),
+    (["--trainer.loss.type=icepop", "--trainer.loss.low=9"], "--trainer.loss.low must be at most high, which is 5.0"),
+    (
+        ["--trainer.schedule.type=linear", "--trainer.schedule.decay_steps=101"],
+        "--trainer.schedule.decay_steps and warmup_steps add up to 101, more than max_steps, which is 100",
+    ),
+    (["--trainer.fake_data.mean_len=4096"], "--trainer.fake_data.mean_len must be at most seq_len, which is 2048"),
+    (["--inference.max_running=4000"], "inference.max_batched_tokens must be at least max_running, which is 4000"),
+    (["--model.lora.targets=[]"], "--model.lora.targets"),
+]
+
+
+@pytest.mark.parametrize(("argv", "reason"), REFUSED, ids=[" ".join(argv)[:60] for argv, _ in REFUSED])
+def test_nonsense_is_refused_with_the_setting_to_change(argv: list[str], reason: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_settings(RlSettings, argv)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--orchestrator.group_size=1", "--orchestrator.algorithm.type=rae"],
+        ["--orchestrator.algorithm.type=opd", f"{TEACHER}=http://gpu7:9/v1", "--orchestrator.group_size=1"],
+        ["--orchestrator.batch_size=32", "--orchestrator.group_size=8"],
+        ["--orchestrator.max_lag=0"],
+        ["--trainer.replicas=2", "--placement.trainer_ranks=4"],
+        ["--orchestrator.envs", '[{id = "a"}, {id = "a", name = "b"}]'],
+    ],
+)
+def test_sense_is_accepted(argv: list[str]) -> None:
+    load_settings(RlSettings, argv)
