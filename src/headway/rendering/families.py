@@ -74,6 +74,7 @@ class FamilyRenderer:
             reason = str(error) or type(error).__name__
             raise HeadwayError(f'renderer "{family}" does not fit this tokenizer: {reason}') from error
         self.tokenizer = tokenizer
+        self._opening: list[int] | None = None
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -99,16 +100,21 @@ class FamilyRenderer:
         if not reply or reply >= len(token_ids):
             return None
         prompt, completion = list(token_ids[:-reply]), list(token_ids[-reply:])
-        made = self._renderer.bridge_to_next_turn(
-            prompt, completion, [_plain(message) for message in new_messages], tools=_tools(tools)
-        )
+        try:
+            made = self._renderer.bridge_to_next_turn(
+                prompt, completion, [_plain(message) for message in new_messages], tools=_tools(tools)
+            )
+        except Exception:  # nothing is proven about tokens that a family does not expect
+            return None
         if made is None or made.token_ids[: len(token_ids)] != [*prompt, *completion]:
             return None
         return Rendered(_segments(made, len(token_ids)))
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         try:
-            made = self._renderer.parse_response(list(token_ids), tools=_tools(tools))
+            made = self._renderer.parse_response(
+                list(token_ids), tools=_tools(tools), prompt_ids=self._generation_prompt()
+            )
         except Exception:  # parsers of thirty families, on whatever a model may sample
             return Message("assistant", self.decode(token_ids))
         content, calls = made.content or "", []
@@ -125,6 +131,13 @@ class FamilyRenderer:
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _generation_prompt(self) -> list[int]:
+        """What the model is given to go on from, which in some families opens the reasoning already."""
+        if self._opening is None:
+            last = self.render([Message("user", "ask")], generation_prompt=True).segments[-1]
+            self._opening = last.token_ids if last.message is None else []
+        return self._opening
 
 
 def _plain(message: Message) -> dict[str, Any]:
