@@ -7,6 +7,9 @@ from torch import Tensor, nn
 from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 
+_ALIGNED = 8
+"""The grouped kernel wants rows of whole 16 bytes."""
+
 
 class Router(nn.Module):
     """Softmax over all experts, then the k most likely; their probabilities are the gates."""
@@ -49,6 +52,7 @@ class SparseMlp(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.count = config.experts
         self.gate = Router(config)
         self.experts = Experts(config)
 
@@ -56,7 +60,7 @@ class SparseMlp(nn.Module):
         """The mixed output and the experts used, (T, k)."""
         given_TLk = context.routed_experts_TLk
         gates_Tk, experts_Tk = self.gate(x_TD, None if given_TLk is None else given_TLk[:, self.layer])
-        rows_ND, counts_E, order_N = dispatch(x_TD, experts_Tk, len(self.gate.weight))
+        rows_ND, counts_E, order_N = dispatch(x_TD, experts_Tk, self.count)
         return combine(self.experts(rows_ND, counts_E), gates_Tk, order_N), experts_Tk
 
 
@@ -83,7 +87,8 @@ def expert_counts(experts_N: Tensor, experts: int) -> Tensor:
 
 def grouped_linear(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`F.linear` of each group of rows (group e ends at `ends[e]`) with its own weight."""
-    if rows_NI.is_cuda and rows_NI.dtype == torch.bfloat16:
+    aligned = weight_EOI.shape[1] % _ALIGNED == 0 and weight_EOI.shape[2] % _ALIGNED == 0
+    if rows_NI.is_cuda and rows_NI.dtype == torch.bfloat16 and aligned:
         return torch._grouped_mm(rows_NI, weight_EOI.transpose(-2, -1), offs=ends_E)
     return grouped_linear_loop(rows_NI, weight_EOI, ends_E)
 

@@ -1,0 +1,101 @@
+"""Routing, replay of given choices, load statistics, and grouped products against plain ones."""
+
+import pytest
+import torch
+from models_common import random_model, random_tokens, run_packed, small
+from torch.nn import functional as F
+
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.experts import SparseMlp, combine, dispatch, grouped_linear_loop
+
+LENGTHS = [9, 14]
+
+
+def test_replaying_the_free_choices_gives_the_same_output_to_the_bit() -> None:
+    model = random_model(small("qwen3_moe", layers=3))
+    ids = random_tokens(model.config, LENGTHS)
+    with torch.no_grad():
+        free = run_packed(model, ids, LENGTHS)
+        assert free.routed_experts_TLk is not None
+        replayed = run_packed(model, ids, LENGTHS, routed_experts_TLk=free.routed_experts_TLk.to(torch.int16))
+    assert torch.equal(free.hidden_TD, replayed.hidden_TD)
+    assert torch.equal(free.routed_experts_TLk, replayed.routed_experts_TLk)
+
+
+def test_given_choices_are_used_and_reported_and_minus_one_is_free() -> None:
+    model = random_model(small("qwen3_moe"))
+    ids = random_tokens(model.config, LENGTHS)
+    with torch.no_grad():
+        free = run_packed(model, ids, LENGTHS)
+        assert free.routed_experts_TLk is not None
+        given = torch.full_like(free.routed_experts_TLk, -1)
+        given[3:6] = (free.routed_experts_TLk[3:6] + 1) % model.config.experts
+        mixed = run_packed(model, ids, LENGTHS, routed_experts_TLk=given)
+    assert mixed.routed_experts_TLk is not None
+    assert torch.equal(mixed.routed_experts_TLk[3:6], given[3:6])
+    # Tokens before the first given one, and those of the other sample, cannot know of it.
+    assert torch.equal(mixed.hidden_TD[:3], free.hidden_TD[:3])
+    assert torch.equal(mixed.hidden_TD[9:], free.hidden_TD[9:])
+    assert not torch.equal(mixed.hidden_TD[3:6], free.hidden_TD[3:6])
+
+
+def test_load_counts_every_choice_and_dense_layers_have_none() -> None:
+    model = random_model(small("qwen3_moe", layers=3, dense_layers=(1,)))
+    output = run_packed(model, random_tokens(model.config, LENGTHS), LENGTHS)
+    experts, load = output.routed_experts_TLk, output.expert_load_LE
+    assert experts is not None and load is not None
+    assert experts.shape == (sum(LENGTHS), 3, 2) and load.shape == (3, 5)
+    assert (experts[:, 1] == -1).all() and load[1].sum() == 0
+    for layer in (0, 2):
+        assert torch.equal(load[layer], torch.bincount(experts[:, layer].flatten(), minlength=5))
+        assert (experts[:, layer, 0] != experts[:, layer, 1]).all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_layer_equals_every_expert_computed_densely(normalize: bool) -> None:
+    """Replay included: gates are the live router's scores of the given experts, and it learns through them."""
+    config = small("qwen3_moe", normalize_gates=normalize)
+    mlp = random_model(config).layers[0].mlp
+    assert isinstance(mlp, SparseMlp)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(11, config.width, generator=generator, requires_grad=True)
+    given = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(11)])
+    context = ForwardContext(None, x, x, None, given.unsqueeze(1))  # type: ignore[arg-type]  # attention is not run
+    out, used = mlp(x, context)
+    assert torch.equal(used, given)
+
+    scores = F.softmax(x @ mlp.gate.weight.T, -1)
+    gates = torch.zeros_like(scores).scatter(1, given, scores.gather(1, given))
+    gates = gates / gates.sum(-1, keepdim=True) if normalize else gates
+    gate, up = torch.einsum("td,eid->tei", x, mlp.experts.gate_up_proj).chunk(2, -1)
+    dense = torch.einsum("tei,edi->ted", F.silu(gate) * up, mlp.experts.down_proj)
+    expected = (dense * gates.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+    probe = torch.randn(out.shape, generator=generator)
+    leaves = [x, mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    ours = torch.autograd.grad((out * probe).sum(), leaves, retain_graph=True)
+    theirs = torch.autograd.grad((expected * probe).sum(), leaves)
+    assert all(gradient.abs().sum() > 0 for gradient in ours)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_dispatch_sorts_by_expert_and_combine_undoes_it() -> None:
+    x = torch.arange(6.0)[:, None].expand(6, 3).contiguous()
+    experts = torch.tensor([[3, 0], [0, 1], [3, 1], [1, 3], [0, 3], [1, 0]])
+    rows, counts, order = dispatch(x, experts, 5)
+    assert counts.tolist() == [4, 4, 0, 4, 0]
+    assert rows[:, 0].tolist() == [0, 1, 4, 5, 1, 2, 3, 5, 0, 2, 3, 4]
+    gates = torch.tensor([[0.25, 0.75]]).expand(6, 2)
+    assert torch.equal(combine(rows, gates, order), x)
+
+
+@pytest.mark.parametrize("counts", [[4, 0, 3], [0, 0, 7], [2, 2, 3]])
+def test_the_loop_equals_torchs_grouped_kernel(counts: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), 16, generator=generator)
+    weight = torch.randn(len(counts), 8, 16, generator=generator)
+    ends = torch.tensor(counts).cumsum(0).int()
+    expected = torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    torch.testing.assert_close(grouped_linear_loop(rows, weight, ends), expected, atol=1e-6, rtol=1e-6)

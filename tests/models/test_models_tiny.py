@@ -1,0 +1,61 @@
+"""The built-ins: made once, always the same, and what they claim to be."""
+
+import hashlib
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.core.errors import UsageError
+from headway.models.checkpoint import load_config, load_model
+from headway.models.tiny import BUILT_IN, resolve_model, save_built_in
+
+EXPECTED = [0.013506516, 0.0141905, 0.006063033, -0.032588568]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_is_a_small_checkpoint_with_a_tokenizer(name: str) -> None:
+    folder = resolve_model(name)
+    model = load_model(folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert 400_000 < parameters < 600_000
+    assert (folder / "tokenizer.json").is_file() and (folder / "tokenizer_config.json").is_file()
+    assert model.config.vocab_size == model.head_weight().shape[0]
+    assert len(model.config.eos_ids) == 2
+
+
+def test_weights_come_from_the_seed_alone(tmp_path: Path) -> None:
+    """The numbers themselves: another version of torch or numpy must not change them."""
+    save_built_in("tiny", tmp_path / "tiny")
+    digest = hashlib.sha256((tmp_path / "tiny" / "model.safetensors").read_bytes()).hexdigest()
+    torch.manual_seed(1)
+    save_built_in("tiny", tmp_path / "again")
+    assert digest == hashlib.sha256((tmp_path / "again" / "model.safetensors").read_bytes()).hexdigest()
+    weight = load_model(tmp_path / "tiny").head_weight()[0, :4].tolist()
+    assert weight == pytest.approx(EXPECTED, abs=1e-7)
+
+
+def test_a_folder_stays_and_a_built_in_is_made_once(tmp_path: Path) -> None:
+    folder = resolve_model("tiny")
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model("tiny") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert resolve_model(str(folder)) == folder
+
+
+def test_processes_that_ask_at_once_get_one_model() -> None:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        folders = pool.map(resolve_model, ["tiny-llama"] * 4)
+    assert len(set(folders)) == 1
+    assert load_config(folders[0]).family == "llama"
+
+
+def test_a_name_that_is_nothing_is_refused_with_the_choices() -> None:
+    with pytest.raises(UsageError, match="tiny, tiny-llama, tiny-moe"):
+        resolve_model("tinny")
