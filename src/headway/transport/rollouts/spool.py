@@ -56,8 +56,9 @@ class Spool:
         return sorted(int(match[1]) for match in matches if match)
 
     def prune(self, up_to_step: int) -> None:
+        """The newest batch stays, and those of checkpoints do: a run may start anew from there with their state."""
         for step in self.steps()[:-1]:
-            if step <= up_to_step:
+            if step <= up_to_step and not self._paths.checkpoint(step).is_dir():
                 shutil.rmtree(self._paths.batch(step), ignore_errors=True)
 
 

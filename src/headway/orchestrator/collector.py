@@ -1,0 +1,96 @@
+"""Settled groups become trainable ones: samples are cut, the algorithm writes its signal, filters and gates decide."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from headway.algorithms.base import Group, Rollout
+from headway.config.orchestrator import FilterSettings
+from headway.core.errors import HeadwayError
+from headway.envs.samples import episode_samples
+from headway.orchestrator.filters import Gate, judge
+from headway.orchestrator.groups import OpenGroup
+from headway.orchestrator.health import Health
+from headway.orchestrator.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.tally import Tally
+from headway.orchestrator.training import Source
+
+log = logging.getLogger("headway.orchestrator")
+
+
+class Collector:
+    """Takes settled groups; what is worth training goes to `ready`. Everything else is counted by cause."""
+
+    def __init__(
+        self,
+        ready: ReadyQueue,
+        *,
+        filters: FilterSettings,
+        gates: Sequence[Gate],
+        seq_len: int,
+        version: Callable[[], int],
+        health: Health,
+        changed: Callable[[], None],
+    ) -> None:
+        self.tally = Tally()
+        self.scoring: dict[str, OpenGroup] = {}
+        self._ready, self._filters, self._gates, self._seq_len = ready, filters, gates, seq_len
+        self._version, self._health, self._changed = version, health, changed
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def outstanding(self) -> int:
+        """Episodes that are being scored."""
+        return sum(len(group.finished) for group in self.scoring.values())
+
+    def add(self, group: OpenGroup, source: Source) -> None:
+        if not group.usable(source.at_least):
+            # Episodes of cancelled groups are counted where they are cancelled.
+            if not group.cancelled:
+                self.tally.dropped["failed"] += group.size
+            self._changed()
+            return
+        self.scoring[group.id] = group
+        task = asyncio.get_running_loop().create_task(self._score(group, source, self._version()))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _score(self, settled: OpenGroup, source: Source, version: int) -> None:
+        try:
+            await self._judge(settled, source, version)
+        finally:
+            del self.scoring[settled.id]
+            self._changed()
+
+    async def _judge(self, settled: OpenGroup, source: Source, version: int) -> None:
+        rollouts = [Rollout(episode, episode_samples(episode)) for episode in settled.finished]
+        group = Group(settled.id, settled.env, settled.task, rollouts)
+        self.tally.saw_group(group)
+        source.curriculum.report(settled.task_index, sum(e.reward for e in settled.finished) / len(settled.finished))
+        try:
+            await source.algorithm.consult(group)
+        except HeadwayError as error:
+            log.warning("a group of %s could not be judged: %s", settled.env, error)
+            self.tally.dropped["reference"] += len(rollouts)
+            self._health.reference_failed(str(error))
+            return
+        source.algorithm.score(group)
+        verdict = judge(group, self._filters, self._seq_len, self._gates)
+        self.tally.samples_dropped.update(verdict.dropped)
+        self._health.saw_group(len(rollouts), useful=verdict.cause != "zero_advantage")
+        if verdict.cause is not None:
+            self.tally.dropped[verdict.cause] += len(rollouts)
+            return
+        self._ready.add(ReadyGroup(group, verdict.samples, verdict.episodes, version, settled.task_index))
+
+    def _done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A bug in an algorithm or a gate: the run stops with it.
+            self._health.failure = self._health.failure or error
+            self._changed()

@@ -1,0 +1,138 @@
+"""Which task comes next: in order, shuffled, by difficulty, or as your own class decides."""
+
+import importlib
+import random
+from typing import Any, Protocol
+
+from headway.config import orchestrator as settings_of
+from headway.core.errors import UsageError
+
+
+class Curriculum(Protocol):
+    """Chooses tasks by index and learns how they went. `save` gives JSON values that `load` continues from.
+
+    Your own class is made with `(tasks: int, seed: int, **args)`.
+    """
+
+    def next(self) -> int: ...
+
+    def report(self, index: int, reward: float) -> None:
+        """The mean reward of a finished group of that task."""
+        ...
+
+    def save(self) -> dict[str, Any]: ...
+
+    def load(self, state: dict[str, Any]) -> None: ...
+
+
+class InOrder:
+    """First to last, over and over."""
+
+    def __init__(self, tasks: int) -> None:
+        self._tasks = tasks
+        self._drawn = 0
+
+    def next(self) -> int:
+        index = self._drawn % self._tasks
+        self._drawn += 1
+        return index
+
+    def report(self, index: int, reward: float) -> None:
+        pass
+
+    def save(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+
+
+class Shuffled(InOrder):
+    """Each epoch in a new order, which depends on the seed and the epoch only."""
+
+    def __init__(self, tasks: int, seed: int) -> None:
+        super().__init__(tasks)
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def next(self) -> int:
+        epoch, place = divmod(self._drawn, self._tasks)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(self._tasks))
+            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+        self._drawn += 1
+        return self._order[place]
+
+
+class Difficulty:
+    """Tasks fall into pools by their last mean reward; easy and hard ones are drawn less often.
+
+    A task that was never tried counts as medium. Within a pool, the one that wasn't drawn for longest comes first.
+    """
+
+    def __init__(self, tasks: int, seed: int, settings: settings_of.DifficultyPools) -> None:
+        self._seed, self._settings = seed, settings
+        self._rewards: dict[int, float] = {}
+        self._drawn = 0
+        order = list(range(tasks))
+        random.Random(seed).shuffle(order)
+        self._pools: dict[str, list[int]] = {"easy": [], "medium": order, "hard": []}
+
+    def next(self) -> int:
+        shares = {"easy": self._settings.easy_share, "hard": self._settings.hard_share}
+        shares["medium"] = max(0.0, 1.0 - sum(shares.values()))
+        there = [pool for pool in ("easy", "medium", "hard") if self._pools[pool]]
+        weights = [shares[pool] for pool in there]
+        # One generator per draw keeps the state a plain counter.
+        chance = random.Random(f"{self._seed}/{self._drawn}")
+        pool = chance.choices(there, weights if sum(weights) > 0 else None)[0]
+        self._drawn += 1
+        index = self._pools[pool].pop(0)
+        self._pools[pool].append(index)
+        return index
+
+    def report(self, index: int, reward: float) -> None:
+        old, self._rewards[index] = self._pool_of(index), reward
+        new = self._pool_of(index)
+        if new != old:
+            self._pools[old].remove(index)
+            self._pools[new].append(index)
+
+    def _pool_of(self, index: int) -> str:
+        reward = self._rewards.get(index)
+        if reward is None:
+            return "medium"
+        if reward >= self._settings.easy:
+            return "easy"
+        return "hard" if reward <= self._settings.hard else "medium"
+
+    def save(self) -> dict[str, Any]:
+        return {"drawn": self._drawn, "rewards": {str(k): v for k, v in self._rewards.items()}, "pools": self._pools}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+        self._rewards = {int(k): float(v) for k, v in state["rewards"].items()}
+        self._pools = {pool: [int(i) for i in indices] for pool, indices in state["pools"].items()}
+
+
+def make_curriculum(settings: settings_of.Curriculum, tasks: int, seed: int) -> Curriculum:
+    match settings:
+        case settings_of.InOrder():
+            return InOrder(tasks)
+        case settings_of.Shuffled():
+            return Shuffled(tasks, seed)
+        case settings_of.DifficultyPools():
+            return Difficulty(tasks, seed, settings)
+        case settings_of.CustomCurriculum():
+            made: Curriculum = import_object(settings.path)(tasks=tasks, seed=seed, **settings.args)
+            return made
+
+
+def import_object(path: str) -> Any:
+    """`package.module:name`. Raises UsageError when there is no such thing."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"{path}: cannot import it ({error}); write package.module:name") from None

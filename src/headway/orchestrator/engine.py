@@ -1,0 +1,147 @@
+"""One engine of the fleet, tended by a task of its own: found, given the current weights, watched, found again."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from headway.core.errors import HeadwayError
+from headway.core.protocol import EngineState, WeightReply, WeightUpdate
+
+log = logging.getLogger("headway.orchestrator")
+
+POLL_SECONDS = 1.0
+STATE_TIMEOUT = 10.0
+UPDATE_TIMEOUT = 900.0
+FIRST_RETRY_SECONDS = 0.5
+LONGEST_RETRY_SECONDS = 30.0
+STRIKES = 16
+"""Episodes in a row that may fail because of an engine that otherwise answers."""
+MISSED_POLLS = 3
+"""Polls in a row that may go unanswered, as a busy engine's sometimes do."""
+
+
+class EngineClient(Protocol):
+    """What the fleet needs of an inference client."""
+
+    async def state(self) -> EngineState: ...
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReply: ...
+
+    async def load_adapter(self, update: WeightUpdate) -> WeightReply: ...
+
+    async def close(self) -> None: ...
+
+
+class UnfitEngineError(HeadwayError):
+    """An engine answers, but not with what it should."""
+
+
+class Engine:
+    """`serving`: reachable, with weights that the run may sample from. `loaded` is the update it has now."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        client: EngineClient,
+        wanted: Callable[[], WeightUpdate | None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.name, self.url, self.client = name, url, client
+        self.state: EngineState | None = None
+        self.serving = False
+        self.loaded: WeightUpdate | None = None
+        self.last_reply: WeightReply | None = None
+        self.flights = 0
+        self.nudge = asyncio.Event()
+        self._wanted, self._changed = wanted, changed
+        self._doubted = False
+        self._strikes = 0
+
+    @property
+    def version(self) -> int:
+        return self.loaded.version if self.loaded else -1
+
+    @property
+    def current(self) -> bool:
+        return self.loaded is not None and self.loaded == self._wanted()
+
+    def episode_ended(self, *, engine_failed: bool) -> None:
+        """A failure that episodes blame on this engine is reason to look at it now."""
+        self._strikes = self._strikes + 1 if engine_failed else 0
+        if engine_failed:
+            self._doubted = True
+            self.nudge.set()
+
+    async def tend(self) -> None:
+        """Forever: bring it into the fleet, watch it there, and start over after a pause when it fails."""
+        pause = FIRST_RETRY_SECONDS
+        while True:
+            try:
+                await self._serve()
+            except HeadwayError as error:
+                reason = str(error)
+            except TimeoutError:
+                reason = "no answer in time"
+            if self.serving:
+                log.warning("engine %s is out: %s", self.name, reason)
+                pause = FIRST_RETRY_SECONDS
+            else:
+                log.debug("engine %s is not ready: %s", self.name, reason)
+            self._set_serving(False)
+            self.loaded = None
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+
+    async def _serve(self) -> None:
+        missed = 0
+        while True:
+            try:
+                self.state = await asyncio.wait_for(self.client.state(), STATE_TIMEOUT)
+                missed = 0
+            except (HeadwayError, TimeoutError):
+                missed += 1
+                if not self.serving or self._doubted or missed >= MISSED_POLLS:
+                    raise
+            self._doubted = False
+            if self._strikes >= STRIKES:
+                self._strikes = 0
+                raise UnfitEngineError(f"{STRIKES} episodes in a row failed because of it")
+            if (wanted := self._wanted()) is not None and not missed:
+                await self._keep_current(wanted, self.state)
+            await self._pause()
+
+    async def _keep_current(self, wanted: WeightUpdate, state: EngineState | None) -> None:
+        """Give it `wanted` unless it has it; what it reports counts more than what we remember."""
+        if state is None or not has_weights(state, wanted):
+            push = self.client.load_adapter if wanted.adapter else self.client.update_weights
+            reply = await asyncio.wait_for(push(wanted), UPDATE_TIMEOUT)
+            if (reply.version, reply.fingerprint) != (wanted.version, wanted.fingerprint):
+                raise UnfitEngineError(
+                    f"was given {wanted.policy}@{wanted.version} {wanted.fingerprint}, "
+                    f"serves {reply.version} {reply.fingerprint}"
+                )
+            self.last_reply = reply
+        if self.loaded != wanted or not self.serving:
+            self.loaded = wanted
+            self._set_serving(True)
+
+    async def _pause(self) -> None:
+        try:
+            await asyncio.wait_for(self.nudge.wait(), POLL_SECONDS)
+        except TimeoutError:
+            return
+        self.nudge.clear()
+
+    def _set_serving(self, serving: bool) -> None:
+        if serving and not self.serving:
+            log.info("engine %s serves version %d", self.name, self.version)
+        self.serving = serving
+        self._changed()
+
+
+def has_weights(state: EngineState, update: WeightUpdate) -> bool:
+    if update.adapter is not None:
+        return state.adapters.get(update.adapter) == update.version
+    return (state.version, state.fingerprint) == (update.version, update.fingerprint)

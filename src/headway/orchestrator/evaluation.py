@@ -1,0 +1,135 @@
+"""The evaluation work: rounds of held-out tasks, run beside training within the same budget of episodes."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from headway.core.episodes import Episode, EpisodeRequest, Task
+from headway.core.files import write_atomic
+from headway.core.protocol import SamplingParams
+from headway.orchestrator.dispatcher import EpisodeRunner, Launch, Router
+from headway.orchestrator.scores import summarize, task_record
+
+RETRIES = 2
+
+
+@dataclass(slots=True)
+class EvalEnv:
+    """An environment to evaluate on: `samples` episodes of every task."""
+
+    name: str
+    runner: EpisodeRunner
+    tasks: Sequence[Task]
+    samples: int
+    sampling: SamplingParams
+    timeout: float
+    capacity: int = 2**31
+
+
+@dataclass(slots=True)
+class Round:
+    """One evaluation of all environments, for the policy after `step`. `results[env][task]` are finished episodes."""
+
+    step: int
+    waiting: deque[tuple[EvalEnv, int, int, int]]
+    results: dict[str, list[list[Episode]]]
+    unfinished: int
+
+    def summary(self) -> dict[str, float]:
+        return {
+            f"eval/{env}/{name}": value
+            for env, tasks in self.results.items()
+            for name, value in summarize([samples for samples in tasks if samples]).items()
+        }
+
+
+@dataclass(slots=True)
+class EvaluationWork:
+    """Offers the dispatcher the episodes of the oldest unfinished round; `finished` gets each whole round."""
+
+    envs: Sequence[EvalEnv]
+    router: Router
+    version: Callable[[], int]
+    new_id: Callable[[], str]
+    finished: Callable[[Round], None]
+    advanced: Callable[[Episode], None] = lambda episode: None
+    policy: str = "policy"
+    rounds: deque[Round] = field(default_factory=deque)
+    _flying: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        return not self.rounds
+
+    def begin(self, step: int) -> None:
+        """Queue a round. Tasks are interleaved, so that environments progress together."""
+        if not self.envs:
+            return
+        jobs = [
+            (env, task, sample, 0)
+            for task in range(max(len(env.tasks) for env in self.envs))
+            for env in self.envs
+            if task < len(env.tasks)
+            for sample in range(env.samples)
+        ]
+        results: dict[str, list[list[Episode]]] = {env.name: [[] for _ in env.tasks] for env in self.envs}
+        self.rounds.append(Round(step, deque(jobs), results, len(jobs)))
+
+    def take(self) -> Launch | None:
+        engines = self.router.choose("")
+        if not engines or not self.rounds:
+            return None
+        for round_ in self.rounds:
+            for _ in range(len(round_.waiting)):
+                env, task, sample, attempt = round_.waiting.popleft()
+                if self._flying.get(env.name, 0) < env.capacity:
+                    return self._launch(round_, env, task, sample, attempt)
+                round_.waiting.append((env, task, sample, attempt))
+        return None
+
+    def _launch(self, round_: Round, env: EvalEnv, task: int, sample: int, attempt: int) -> Launch:
+        group = f"eval-{round_.step}-{env.name}-{task}"
+        request = EpisodeRequest(
+            episode_id=self.new_id(),
+            group_id=group,
+            task=env.tasks[task],
+            engines=self.router.choose(group),
+            policy=self.policy,
+            version=self.version(),
+            sampling=env.sampling,
+            timeout=env.timeout,
+            evaluation=True,
+        )
+        self._flying[env.name] = self._flying.get(env.name, 0) + 1
+
+        def done(episode: Episode) -> None:
+            self._flying[env.name] -= 1
+            if episode.error is not None and attempt < RETRIES:
+                round_.waiting.append((env, task, sample, attempt + 1))
+                return
+            round_.results[env.name][task].append(episode)
+            round_.unfinished -= 1
+            self.advanced(episode)
+            if not round_.unfinished:
+                self.rounds.remove(round_)
+                self.finished(round_)
+
+        return Launch(env.runner, request, env.name, done)
+
+
+def write_round(round_: Round, envs: Sequence[EvalEnv], folder: Path) -> list[Path]:
+    """One JSON line per task, in one file per environment. Returns the files."""
+    written = []
+    for env in envs:
+        lines = [
+            msgspec.json.encode(task_record(task, samples))
+            for task, samples in zip(env.tasks, round_.results[env.name], strict=True)
+        ]
+        path = folder / f"step_{round_.step:06d}_{re.sub(r'[^A-Za-z0-9_.-]+', '_', env.name)}.jsonl"
+        write_atomic(path, b"\n".join(lines) + b"\n")
+        written.append(path)
+    return written

@@ -1,0 +1,64 @@
+"""Accounting of one group: every episode that is started comes back once, failed ones are tried again a few times."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from headway.core.episodes import Episode, Task
+
+RETRIES = 2
+"""Times that a failed episode is started anew, each."""
+NOT_RETRIED = frozenset({"cancelled", "context"})
+"""Failures that would happen again, or that we caused."""
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """Rollouts of one task on their way. `version` is what the fleet served when the group was opened.
+
+    An episode's id is `<group>.<slot>.<attempt>`; a slot is settled by its first success or its last failure.
+    """
+
+    id: str
+    env: str
+    task: Task
+    task_index: int
+    version: int
+    size: int
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
+    flying: dict[str, tuple[int, int]] = field(default_factory=dict)
+    finished: list[Episode] = field(default_factory=list)
+    failed: list[Episode] = field(default_factory=list)
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.waiting.extend((slot, 0) for slot in range(self.size))
+
+    def start(self) -> str:
+        """The id of the next episode to run. Only when something is waiting."""
+        slot, attempt = self.waiting.popleft()
+        episode_id = f"{self.id}.{slot}.{attempt}"
+        self.flying[episode_id] = (slot, attempt)
+        return episode_id
+
+    def came_back(self, episode: Episode) -> None:
+        """Settle or retry its slot. Raises KeyError for an episode that isn't in flight."""
+        slot, attempt = self.flying.pop(episode.id)
+        if episode.error is None:
+            self.finished.append(episode)
+        elif self.cancelled or episode.error.kind in NOT_RETRIED or attempt >= RETRIES:
+            self.failed.append(episode)
+        else:
+            self.waiting.append((slot, attempt + 1))
+
+    def cancel(self) -> None:
+        """Nothing more is started; what flies is to be called back."""
+        self.cancelled = True
+        self.waiting.clear()
+
+    @property
+    def settled(self) -> bool:
+        return not self.waiting and not self.flying
+
+    def usable(self, at_least: int) -> bool:
+        """Whether a settled group has enough episodes to go on with."""
+        return not self.cancelled and len(self.finished) >= at_least

@@ -1,0 +1,302 @@
+"""The orchestrator's loop: keep episodes in flight, collect groups, form a batch when there are enough, send it, take
+new weights as they come, evaluate at intervals, and leave with every batch what a restart needs."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
+from headway.core.episodes import Episode
+from headway.core.protocol import WeightReply, WeightUpdate
+from headway.core.runs import RunPaths
+from headway.orchestrator import concurrency
+from headway.orchestrator.collector import Collector
+from headway.orchestrator.dispatcher import Dispatcher, Router
+from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round
+from headway.orchestrator.filters import load_gates
+from headway.orchestrator.groups import OpenGroup
+from headway.orchestrator.health import Health
+from headway.orchestrator.outbox import Outbox
+from headway.orchestrator.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.staleness import Limits, may_open_group, may_send
+from headway.orchestrator.state import State, load_sources, save_sources
+from headway.orchestrator.tally import Tally, batch_values
+from headway.orchestrator.training import Source, TrainingWork
+
+log = logging.getLogger("headway.orchestrator")
+
+ANNOUNCEMENT_SECONDS = 0.05
+STEER_SECONDS = 1.0
+
+
+class RunFleet(Router, Protocol):
+    """The fleet, as the loop sees it."""
+
+    changed: Callable[[], None]
+
+    @property
+    def version(self) -> int: ...
+
+    async def publish(self, update: WeightUpdate) -> list[WeightReply]: ...
+
+    def load(self, in_flight: int, finished: int) -> concurrency.Load | None: ...
+
+    async def watch(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Where numbers and evaluations go."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def evaluated(self, round_: Round, envs: Sequence[EvalEnv]) -> None: ...
+
+
+@dataclass(slots=True)
+class Parts:
+    """Everything the loop acts through. Time, chance and the outside world come in here and nowhere else."""
+
+    sources: Sequence[Source]
+    evals: Sequence[EvalEnv]
+    fleet: RunFleet
+    outbox: Outbox
+    recorder: Recorder
+    announced: Callable[[], WeightUpdate | None]
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+
+
+class Orchestrator:
+    """One run's orchestrator, from its last sent batch to the last step."""
+
+    def __init__(self, parts: Parts, settings: OrchestratorSettings, *, max_steps: int, seq_len: int) -> None:
+        self.parts, self.settings = parts, settings
+        self.limits = Limits(settings.batch_size, settings.max_lag, settings.run_ahead, max_steps)
+        self.step = 1
+        self.newest_version = -1
+        self.evaluated = -1
+        self.ready = ReadyQueue()
+        self.control = concurrency.start(settings.concurrency)
+        self._changed = asyncio.Event()
+        self._step_began = parts.clock()
+        self.health = Health(
+            max_error_share=settings.max_error_share,
+            max_empty_batches=settings.max_empty_batches,
+            batch_size=settings.batch_size,
+            clock=parts.clock,
+        )
+        self.collector = Collector(
+            self.ready,
+            filters=settings.filters,
+            gates=load_gates(settings.gates),
+            seq_len=seq_len,
+            version=lambda: max(self.newest_version, 0),
+            health=self.health,
+            changed=self._wake,
+        )
+        self.training = TrainingWork(
+            parts.sources,
+            parts.fleet,
+            version=lambda: parts.fleet.version,
+            may_open=self._may_open,
+            settled=self._settled,
+            saw_episode=self._saw_episode,
+            clock=parts.clock,
+            new_id=parts.new_id,
+            pump_later=lambda delay: self.dispatcher.pump_later(delay),
+        )
+        self.evaluation = EvaluationWork(
+            parts.evals, parts.fleet, lambda: parts.fleet.version, parts.new_id, self._round_finished
+        )
+        self.dispatcher = Dispatcher(parts.fleet, [self.training, self.evaluation], self.control.cap)
+        parts.fleet.changed = self._wake
+
+    async def run(self) -> None:
+        """Until the last step is trained and evaluated. Raises HeadwayError when going on is pointless."""
+        self._restore()
+        try:
+            await first_to_end(self._train(), self._watch_weights(), self._steer(), self.parts.fleet.watch())
+        finally:
+            await self.dispatcher.close()
+            await self.collector.close()
+
+    async def _train(self) -> None:
+        if self.settings.eval.at_start and self.evaluated < 0:
+            self._evaluate(0)
+        while self.step <= self.limits.max_steps:
+            groups = await self._next_batch()
+            await self._send(groups)
+            interval = self.settings.eval.interval
+            if interval and (self.step - 1) % interval == 0 and self.step <= self.limits.max_steps:
+                self._evaluate(self.step - 1)
+        self.dispatcher.cancel(self.training.cancel(list(self.training.open.values()), "end"))
+        await self._until(lambda: self.newest_version >= self.limits.max_steps)
+        if self.settings.eval.at_end and self.evaluated < self.limits.max_steps:
+            await self._until(lambda: self.parts.fleet.version >= self.limits.max_steps)
+            self._evaluate(self.limits.max_steps)
+        await self._until(lambda: self.evaluation.idle)
+
+    async def _next_batch(self) -> list[ReadyGroup]:
+        """Groups for batch `step`, none of them too old, once the trainer is ready for it."""
+        waiting_since: float | None = None
+        while True:
+            self.health.check()
+            self._drop_stale()
+            if may_send(self.step, self.newest_version, self.limits):
+                if (groups := self.ready.take(self.limits.batch_size)) is not None:
+                    if waiting_since is not None:
+                        self.tally.wait_seconds += self.parts.clock() - waiting_since
+                    return groups
+            elif self.ready.episodes >= self.limits.batch_size and waiting_since is None:
+                waiting_since = self.parts.clock()
+            await self._next_change()
+
+    async def _send(self, groups: list[ReadyGroup]) -> None:
+        step = self.step
+        for name, source in self.training.sources.items():
+            source.algorithm.finish_batch([ready.group for ready in groups if ready.group.env == name])
+        values = self._step_values(groups)
+        self.step += 1
+        state = self._state()
+        self.dispatcher.pump()
+        await self.parts.outbox.send(step, groups, values, state, self.parts.wall_clock())
+        self.parts.recorder.log(step, values)
+
+    def _step_values(self, groups: Sequence[ReadyGroup]) -> dict[str, float]:
+        now = self.parts.clock()
+        values = self.tally.values(now - self._step_began) | batch_values(groups, self.step)
+        values |= {
+            "in_flight": float(self.dispatcher.in_flight),
+            "concurrency_cap": float(self.control.cap),
+            "ready_episodes": float(self.ready.episodes),
+            "version": float(self.newest_version),
+        }
+        self.collector.tally, self._step_began = Tally(), now
+        return values
+
+    @property
+    def tally(self) -> Tally:
+        return self.collector.tally
+
+    def _drop_stale(self) -> None:
+        for stale in self.ready.sweep(self.step, self.limits.max_lag):
+            self.tally.dropped["stale"] += stale.episodes
+        self.dispatcher.cancel(self.training.cancel_hopeless(self.step, self.limits.max_lag))
+        self.tally.cancelled.update(self.training.cancelled)
+        self.training.cancelled.clear()
+
+    def _may_open(self, open_episodes: int) -> bool:
+        ready = self.ready.episodes
+        outstanding = open_episodes + self.collector.outstanding + ready
+        return may_open_group(self.step, self.parts.fleet.version, ready, outstanding, self.limits)
+
+    def _settled(self, group: OpenGroup) -> None:
+        self.collector.add(group, self.training.sources[group.env])
+
+    def _saw_episode(self, episode: Episode) -> None:
+        self.health.saw_episode(episode)
+        self.tally.saw_episode(episode)
+        if self.health.failure is not None:
+            self._wake()
+
+    async def _watch_weights(self) -> None:
+        """Forever: bring the fleet to whatever the trainer announced last, also when that is an older version again."""
+        seen: WeightUpdate | None = None
+        while True:
+            update = self.parts.announced()
+            if update is not None and update != seen:
+                seen, self.newest_version = update, update.version
+                self._wake()
+                self.tally.updates += await self.parts.fleet.publish(update)
+                self._wake()
+            else:
+                await asyncio.sleep(ANNOUNCEMENT_SECONDS)
+
+    async def _steer(self) -> None:
+        """Forever: let what the engines report decide how many episodes are in flight."""
+        while True:
+            await asyncio.sleep(STEER_SECONDS)
+            load = self.parts.fleet.load(self.dispatcher.in_flight, self.dispatcher.finished)
+            if load is None:
+                continue
+            self.control = concurrency.steer(self.control, load, self.settings.concurrency)
+            self.dispatcher.cap, self.dispatcher.admit = self.control.cap, self.control.admit
+            if self.control.cancel:
+                self.dispatcher.cancel(self.training.cancel_youngest(self.control.cancel))
+            self.dispatcher.pump()
+
+    def _evaluate(self, step: int) -> None:
+        self.evaluated = step
+        self.evaluation.begin(step)
+        self.dispatcher.pump()
+
+    def _round_finished(self, round_: Round) -> None:
+        summary = round_.summary()
+        self.parts.recorder.evaluated(round_, self.parts.evals)
+        self.parts.recorder.log(round_.step, summary)
+        shown = ", ".join(
+            f"{name.removeprefix('eval/')} {value:.3f}" for name, value in summary.items() if "avg" in name
+        )
+        log.info("evaluation after step %d: %s", round_.step, shown)
+        self._wake()
+
+    def _restore(self) -> None:
+        self.step = self.parts.outbox.last_step() + 1
+        saved = self.parts.outbox.load_state()
+        if saved is None:
+            return
+        state = State.decode(saved, "the last batch")
+        self.evaluated = state.evaluated
+        self.health.empty_episodes = state.empty_episodes
+        self.training.mix.load(state.mix)
+        load_sources(self.training.sources, state.sources)
+        log.info("going on after batch %d", self.step - 1)
+
+    def _state(self) -> bytes:
+        scoring = [(group.env, group.task_index) for group in self.collector.scoring.values()]
+        return State(
+            step=self.step - 1,
+            evaluated=self.evaluated,
+            empty_episodes=self.health.empty_episodes,
+            mix=self.training.mix.counts,
+            sources=save_sources(self.training, scoring, self.ready),
+        ).encode()
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        """Start what can be started, then wait until something happens that the loop may act on."""
+        self.dispatcher.pump()
+        await self._changed.wait()
+        self._changed.clear()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.health.check()
+            await self._next_change()
+
+
+async def first_to_end(*parts: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends or fails; the others are cancelled and waited for."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def orchestrate(settings: OrchestrateSettings, paths: RunPaths) -> None:
+    """Run the orchestrator of a run until its last step, or until SIGTERM or SIGINT. Raises HeadwayError."""
+    from headway.orchestrator.assemble import run_to_end
+
+    asyncio.run(run_to_end(settings, paths))

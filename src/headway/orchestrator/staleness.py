@@ -1,0 +1,44 @@
+"""How old training data may be. Batch s trains version s − 1; a sample's lag is (s − 1) − its oldest version."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_lag` bounds the age of samples, `run_ahead` the batches sent before the trainer has used the last ones."""
+
+    batch_size: int
+    max_lag: int
+    run_ahead: int
+    max_steps: int
+
+
+def lag(step: int, oldest_version: int) -> int:
+    """Versions between what batch `step` trains and what sampled its oldest token; 0 where nothing was sampled."""
+    return max(0, step - 1 - oldest_version)
+
+
+def too_old(step: int, oldest_version: int, max_lag: int) -> bool:
+    """Whether a sample can't be in batch `step`, nor in any later one."""
+    return lag(step, oldest_version) > max_lag
+
+
+def may_send(step: int, newest_version: int, limits: Limits) -> bool:
+    """Whether batch `step` isn't too far ahead of the newest version that the trainer has announced."""
+    return step - 1 - newest_version <= limits.run_ahead
+
+
+def usable_batches(step: int, version: int, limits: Limits) -> int:
+    """How many batches, from `step` on, rollouts that start now at `version` could still go into."""
+    return max(0, min(version + limits.max_lag + 1, limits.max_steps) - step + 1)
+
+
+def may_open_group(step: int, version: int, ready: int, outstanding: int, limits: Limits) -> bool:
+    """Whether one more group is wanted, with `ready` episodes waiting for batch `step` and `outstanding` in all.
+
+    A full batch that waits for the trainer stops new work (it would only grow stale), and there is never more
+    on the way than batches can use.
+    """
+    if ready >= limits.batch_size:
+        return False
+    return outstanding < limits.batch_size * usable_batches(step, version, limits)

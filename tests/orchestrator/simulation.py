@@ -1,0 +1,310 @@
+"""A world in which the real orchestrator runs on a simulated clock: engines, workers and a trainer that fail."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headway.algorithms.grpo import Grpo
+from headway.config.orchestrator import ConcurrencySettings, EvalSettings, FilterSettings, OrchestratorSettings
+from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, Task, Trace
+from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
+from headway.orchestrator import dispatcher, loop
+from headway.orchestrator.curriculum import Shuffled
+from headway.orchestrator.evaluation import EvalEnv, Round
+from headway.orchestrator.fleet import Fleet
+from headway.orchestrator.loop import Orchestrator, Parts
+from headway.orchestrator.rate import RateLimit
+from headway.orchestrator.ready import ReadyGroup
+from headway.orchestrator.training import Source
+from headway.transport.inference import EngineError
+
+TIME_LIMIT = 3000.0
+dispatcher.GRACE_SECONDS = 1.0
+loop.ANNOUNCEMENT_SECONDS = 0.2
+ERRORS = ("environment", "timeout", "worker", "engine", "context", "tool")
+
+
+@dataclass
+class Plan:
+    """One random schedule: sizes, speeds and chances of trouble, all from the seed."""
+
+    seed: int
+    rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        rng = self.rng = random.Random(self.seed)
+        self.group_size = rng.randint(2, 3)
+        self.batch_size = self.group_size * rng.randint(1, 2)
+        self.max_steps = rng.randint(2, 3)
+        self.max_lag = rng.choice((0, 0, 1, 2, 8))
+        self.run_ahead = rng.randint(0, 2)
+        self.cap = rng.randint(1, 8)
+        self.engines = rng.randint(1, 3)
+        self.envs = rng.randint(1, 2)
+        self.evaluates = rng.random() < 0.3
+        self.error_rate = rng.choice((0.0, 0.05, 0.3))
+        self.hang_rate = rng.choice((0.0, 0.0, 0.01))
+        self.engine_trouble = rng.choice((0.0, 0.0, 0.1))
+        self.episode_seconds = rng.choice((0.02, 0.1, 0.5))
+        self.train_seconds = rng.choice((0.02, 0.2, 1.0))
+        self.trainer_crashes = rng.randint(0, 1) * rng.randint(0, 2)
+        self.orchestrator_crashes = rng.randint(0, 1) * rng.randint(0, 2)
+        self.rate_limit = rng.choice((None, None, 20.0))
+
+    def settings(self) -> OrchestratorSettings:
+        return OrchestratorSettings(
+            batch_size=self.batch_size,
+            group_size=self.group_size,
+            max_lag=self.max_lag,
+            run_ahead=self.run_ahead,
+            concurrency=ConcurrencySettings(min=1, max=2 * self.cap, initial=self.cap),
+            filters=FilterSettings(),
+            eval=EvalSettings(interval=2 if self.evaluates else None),
+            max_empty_batches=10_000,
+        )
+
+
+class World:
+    """Everything outside the orchestrator, and the rules that it must keep, checked as things happen."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.rng = plan, random.Random(f"{plan.seed}/world")
+        self.announced: WeightUpdate | None = None
+        self.serials = itertools.count()
+        self.engines = {f"e{i}": SimEngine(self, f"e{i}") for i in range(plan.engines)}
+        self.sent: dict[int, tuple[list[ReadyGroup], bytes]] = {}
+        self.trained_episodes: set[str] = set()
+        self.started: set[str] = set()
+        self.arrived = asyncio.Event()
+        self.running = 0
+        self.rounds: list[Round] = []
+        self.orchestrator: Orchestrator | None = None
+
+    def announce(self, version: int) -> None:
+        self.announced = WeightUpdate(version, f"{version}-{next(self.serials)}", {"type": "sim"})
+
+    def find(self) -> dict[str, str]:
+        """Engines come and go, but one always stays."""
+        names = list(self.engines)
+        return {n: n for n in names if n == names[0] or self.rng.random() > self.plan.engine_trouble}
+
+    # The outbox.
+
+    async def send(
+        self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes, created_at: float
+    ) -> None:
+        plan, orchestrator = self.plan, self.orchestrator
+        assert orchestrator is not None
+        assert step == self.last_step() + 1, f"batch {step} after {self.last_step()}"
+        assert step - 1 - orchestrator.newest_version <= plan.run_ahead, "ran too far ahead of the trainer"
+        assert sum(group.episodes for group in groups) >= plan.batch_size
+        for ready in groups:
+            assert step - 1 - ready.oldest_version <= plan.max_lag, f"batch {step} holds version {ready.oldest_version}"
+            assert sum(ready.lags(step)) <= plan.max_lag
+            assert 2 <= len(ready.group.rollouts) <= plan.group_size
+            for rollout in ready.group.rollouts:
+                assert rollout.episode.id not in self.trained_episodes, "an episode was trained twice"
+                assert rollout.episode.error is None
+                self.trained_episodes.add(rollout.episode.id)
+        await asyncio.sleep(self.rng.random() * 0.02)
+        self.sent[step] = (list(groups), state)
+        self.arrived.set()
+
+    def last_step(self) -> int:
+        return max(self.sent, default=0)
+
+    def load_state(self) -> bytes | None:
+        return self.sent[self.last_step()][1] if self.sent else None
+
+    # The recorder.
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        assert all(isinstance(value, float) for value in values.values())
+
+    def evaluated(self, round_: Round, envs: Sequence[EvalEnv]) -> None:
+        assert round_.unfinished == 0
+        assert all(len(samples) == 2 for tasks in round_.results.values() for samples in tasks)
+        self.rounds.append(round_)
+
+    # The trainer.
+
+    async def train(self) -> None:
+        plan, version = self.plan, 0
+        crashes = plan.trainer_crashes
+        await asyncio.sleep(self.rng.random())
+        self.announce(0)
+        while version < plan.max_steps:
+            while version + 1 not in self.sent:
+                self.arrived.clear()
+                await self.arrived.wait()
+            await asyncio.sleep(plan.train_seconds * self.rng.uniform(0.5, 1.5))
+            if crashes and self.rng.random() < 0.3:
+                crashes -= 1
+                await asyncio.sleep(self.rng.random())
+                version = self.rng.randint(0, version)
+            else:
+                version += 1
+            self.announce(version)
+
+
+class SimEngine:
+    """An engine's admin side: slow, sometimes broken, sometimes lying about its weights."""
+
+    def __init__(self, world: World, url: str) -> None:
+        self.world, self.url = world, url
+        self.update: WeightUpdate | None = None
+        self.version = 0
+        self.fingerprint = "initial"
+        self.lies = 0
+
+    async def state(self) -> EngineState:
+        await self._answer()
+        return EngineState(self.version, self.fingerprint, 1, 0, self.world.rng.random() * 0.95, 1000, 0, 1.0, 100)
+
+    async def update_weights(self, update: WeightUpdate) -> WeightReply:
+        await self._answer()
+        await asyncio.sleep(self.world.rng.random() * 0.1)
+        if self.world.rng.random() < self.world.plan.engine_trouble:
+            return WeightReply(update.version, "something else", 0.1, 10)
+        self.version, self.fingerprint = update.version, update.fingerprint
+        return WeightReply(update.version, update.fingerprint, 0.1, 10)
+
+    async def load_adapter(self, update: WeightUpdate) -> WeightReply:
+        raise AssertionError("there are no adapters here")
+
+    async def close(self) -> None:
+        pass
+
+    async def _answer(self) -> None:
+        await asyncio.sleep(self.world.rng.random() * 0.01)
+        if self.world.rng.random() < self.world.plan.engine_trouble:
+            raise EngineError(0, "gone", retryable=True)
+
+
+class SimWorkers:
+    """An environment's workers. Tokens carry the version that the chosen engine has when they are sampled."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.tasks = [Task(f"{name}-{i}") for i in range(5)]
+
+    async def run(self, request: EpisodeRequest) -> Episode:
+        world = self.world
+        assert world.orchestrator is not None
+        assert request.episode_id not in world.started, "an episode was started twice"
+        world.started.add(request.episode_id)
+        world.running += 1
+        assert world.running <= world.orchestrator.dispatcher.cap, "more episodes than the budget allows"
+        try:
+            return await self._episode(request)
+        finally:
+            world.running -= 1
+
+    async def _episode(self, request: EpisodeRequest) -> Episode:
+        world, plan, rng = self.world, self.world.plan, self.world.rng
+        episode = Episode(request.episode_id, request.group_id, self.name, request.task, version=request.version)
+        chance = rng.random()
+        if chance < plan.hang_rate:
+            await asyncio.sleep(10**9)
+        engine = world.engines[request.engines[0]]
+        versions = []
+        for _ in range(2):
+            await asyncio.sleep(plan.episode_seconds * rng.expovariate(1.0))
+            versions.append((engine.version, 2))
+        if chance < plan.hang_rate + plan.error_rate:
+            episode.error = EpisodeError(rng.choice(ERRORS), "bad luck")  # type: ignore[arg-type]
+            return episode
+        prompt = Node(-1, [1, 2, 3])
+        reply = Node(0, [4, 5, 6, 7], logprobs=[-1.0] * 4, versions=versions)
+        episode.traces = [Trace(nodes=[prompt, reply], reward=float(rng.random() < 0.5))]
+        return episode
+
+
+def build(world: World) -> Orchestrator:
+    plan = world.plan
+    clock = asyncio.get_running_loop().time
+    fleet = Fleet(world.find, lambda url: world.engines[url])
+    sources = [
+        Source(
+            name=f"env{i}",
+            runner=(workers := SimWorkers(world, f"env{i}")),
+            tasks=workers.tasks,
+            curriculum=Shuffled(len(workers.tasks), plan.seed),
+            algorithm=Grpo(),
+            group_size=plan.group_size,
+            sampling=SamplingParams(),
+            timeout=3.0,
+            ratio=1.0 + i,
+            rate=RateLimit(plan.rate_limit),
+        )
+        for i in range(plan.envs)
+    ]
+    evals = []
+    if plan.evaluates:
+        held_out = SimWorkers(world, "held-out")
+        evals = [EvalEnv("held-out", held_out, held_out.tasks[:2], 2, SamplingParams(), 3.0)]
+    parts = Parts(
+        sources,
+        evals,
+        fleet,
+        world,
+        world,
+        lambda: world.announced,
+        clock=clock,
+        wall_clock=clock,
+        new_id=lambda: f"g{next(world.serials)}",
+    )
+    return Orchestrator(parts, plan.settings(), max_steps=plan.max_steps, seq_len=64)
+
+
+def watch_groups(orchestrator: Orchestrator) -> None:
+    """Check the accounting of every group at the moment it is settled."""
+    settled: set[str] = set()
+    inner = orchestrator.training._settled
+
+    def check(group: object) -> None:
+        from headway.orchestrator.groups import OpenGroup
+
+        assert isinstance(group, OpenGroup)
+        assert group.id not in settled, "a group was settled twice"
+        settled.add(group.id)
+        assert group.settled and not group.flying
+        if not group.cancelled:
+            assert len(group.finished) + len(group.failed) == group.size
+        inner(group)
+
+    orchestrator.training._settled = check
+
+
+async def live(plan: Plan) -> World:
+    """The whole run, orchestrator crashes included. Raises AssertionError when a rule is broken."""
+    world = World(plan)
+    trainer = asyncio.ensure_future(world.train())
+    crashes = plan.orchestrator_crashes
+    try:
+        async with asyncio.timeout(TIME_LIMIT):
+            while True:
+                world.running = 0
+                orchestrator = world.orchestrator = build(world)
+                watch_groups(orchestrator)
+                run = asyncio.ensure_future(orchestrator.run())
+                if crashes:
+                    crashes -= 1
+                    await asyncio.wait([run], timeout=world.rng.random() * 4 * plan.train_seconds)
+                    if not run.done():
+                        run.cancel()
+                        await asyncio.gather(run, return_exceptions=True)
+                        assert orchestrator.dispatcher.in_flight == 0
+                        continue
+                await run
+                break
+    except TimeoutError:
+        raise AssertionError(f"deadlock: at batch {world.last_step()} of {plan.max_steps}") from None
+    finally:
+        trainer.cancel()
+        await asyncio.gather(trainer, return_exceptions=True)
+    assert sorted(world.sent) == list(range(1, plan.max_steps + 1))
+    assert world.running == 0 and not orchestrator.training.open and not orchestrator.collector.scoring
+    return world

@@ -1,0 +1,41 @@
+"""Random schedules on a simulated clock: whatever crashes or is late, the orchestrator keeps its rules."""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from simulation import Plan, live
+from virtual_time import VirtualLoop
+
+
+def run_schedules(seeds: range) -> None:
+    """A failing schedule names its seed; `run_schedules(range(seed, seed + 1))` repeats it exactly."""
+    logging.getLogger("headway").setLevel(logging.CRITICAL)
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        for seed in seeds:
+            loop.virtual.now = 0.0
+            try:
+                loop.run_until_complete(live(Plan(seed)))
+                assert not loop.failures, loop.failures[0]
+            except Exception as error:
+                raise AssertionError(f"schedule with seed {seed} failed: {error}") from error
+    finally:
+        logging.getLogger("headway").setLevel(logging.NOTSET)
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def test_schedules_hold_all_rules() -> None:
+    run_schedules(range(500))
+
+
+@pytest.mark.slow
+def test_ten_thousand_schedules_hold_all_rules() -> None:
+    run_schedules(range(500, 10_000))
