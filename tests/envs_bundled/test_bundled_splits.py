@@ -3,11 +3,12 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from headway.core.errors import UsageError
 from headway.envs.bundled.arithmetic import evaluate, last_number, random_expression
 from headway.envs.bundled.splits import distinct, in_split, random_word
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def words(count: int, split: str, seed: int) -> list[str]:
