@@ -161,7 +161,8 @@ class SimEngine:
 
     async def state(self) -> EngineState:
         await self._answer()
-        return EngineState(self.version, self.fingerprint, 1, 0, self.world.rng.random() * 0.95, 1000, 0, 1.0, 100)
+        usage = self.world.rng.choice((0.1, 0.5, 0.92, 0.97))
+        return EngineState(self.version, self.fingerprint, 1, 0, usage, 1000, 0, 1.0, 100)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReply:
         await self._answer()

@@ -76,7 +76,6 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
         fleet = Fleet(
             engine_finder(options.engines, paths), lambda url: InferenceClient(url, token=token, session=session)
         )
-        stack.push_async_callback(fleet.close)
         context = Context(lambda: fleet.choose(""), lambda: _renderer(model, settings.model.renderer))
         pools = Pools(stack, model, settings.model.renderer)
         sources = [await _source(env, settings, pools, context) for env in options.envs]

@@ -111,29 +111,32 @@ class Fleet:
         )
 
     async def watch(self) -> None:
-        """Forever: let engines in that appear, let go of those that are gone."""
-        while True:
-            found = self._find()
-            for name in [n for n, engine in self.engines.items() if found.get(n) != engine.url]:
+        """Until cancelled: let engines in that appear, let go of those that are gone, and of all at the end."""
+        try:
+            while True:
+                await self._look()
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            for name in list(self.engines):
                 await self._drop(name)
-            for name, url in found.items():
-                if name not in self.engines:
-                    engine = Engine(name, url, self._connect(url), lambda: self.update, self._on_change)
-                    self.engines[name] = engine
-                    self._tending[name] = asyncio.create_task(engine.tend(), name=f"engine {name}")
-            for name, task in self._tending.items():
-                if task.done():
-                    task.result()
-                    raise RuntimeError(f"nobody tends engine {name} any more")
-            await asyncio.sleep(LOOK_SECONDS)
 
-    async def close(self) -> None:
-        for name in list(self.engines):
+    async def _look(self) -> None:
+        found = self._find()
+        for name in [n for n, engine in self.engines.items() if found.get(n) != engine.url]:
+            log.info("engine %s left", name)
             await self._drop(name)
+        for name, url in found.items():
+            if name not in self.engines:
+                engine = Engine(name, url, self._connect(url), lambda: self.update, self._on_change)
+                self.engines[name] = engine
+                self._tending[name] = asyncio.create_task(engine.tend(), name=f"engine {name}")
+        for name, task in self._tending.items():
+            if task.done():
+                task.result()
+                raise RuntimeError(f"nobody tends engine {name} any more")
 
     async def _drop(self, name: str) -> None:
         engine, task = self.engines.pop(name), self._tending.pop(name)
-        log.info("engine %s left", name)
         engine.serving = False
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
