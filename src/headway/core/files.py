@@ -28,17 +28,17 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a folder to fill; it becomes `path` on success and vanishes on failure.
 
-    An existing `path` is replaced, so that redoing interrupted work is always allowed.
+    An existing `path` is replaced, so that redoing interrupted work is always allowed: it is moved away first, and a
+    crash between the two renames leaves no `path`, never a mixture.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     aside.mkdir()
     try:
         yield aside
-        for file in aside.rglob("*"):
-            if file.is_file():
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
+        for entry in (aside, *aside.rglob("*")):
+            if not entry.is_symlink():
+                _sync(entry)
         if path.exists():
             doomed = path.with_name(f".{path.name}.{uuid.uuid4().hex}.old")
             path.rename(doomed)
@@ -54,6 +54,10 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 def sync_directory(path: Path) -> None:
     """Make renames inside `path` durable."""
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

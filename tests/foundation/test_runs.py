@@ -1,0 +1,82 @@
+"""Run folders: made once, claimed by one, found again."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.config.shared import RunSettings
+from headway.core.errors import UsageError
+from headway.monitor.runs import create_run, join_run, open_run
+
+
+def test_a_new_run_has_a_record_and_folders(tmp_path: Path) -> None:
+    paths = create_run(RunSettings(name="first", output_dir=tmp_path), "rl")
+    assert paths.root == tmp_path / "first"
+    assert json.loads(paths.record.read_text())["command"] == "rl"
+    assert paths.logs.is_dir() and paths.metrics.is_dir()
+    assert paths.control.stat().st_mode & 0o077 == 0
+    assert open_run(paths.root) == paths
+
+
+def test_generated_names_sort_and_never_collide(tmp_path: Path) -> None:
+    runs = [create_run(RunSettings(output_dir=tmp_path), "rl").root.name for _ in range(3)]
+    assert len(set(runs)) == 3
+    assert all(name.split("-")[2] == "rl" for name in runs)
+
+
+def test_a_taken_name_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    run = RunSettings(name="a", output_dir=tmp_path)
+    paths = create_run(run, "rl")
+    before = paths.record.read_text()
+    with pytest.raises(
+        UsageError, match=r"a already exists; continue that run with --resume, or choose another --run.name"
+    ):
+        create_run(run, "rl")
+    assert paths.record.read_text() == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="already exists"):
+        create_run(RunSettings(name="a", output_dir=tmp_path), "rl")
+    assert [entry.name for entry in (tmp_path / "a").iterdir()] == ["thesis.tex"]
+
+
+def test_a_dry_runs_settings_do_not_take_the_name(tmp_path: Path) -> None:
+    (tmp_path / "a" / "config").mkdir(parents=True)
+    assert create_run(RunSettings(name="a", output_dir=tmp_path), "rl").record.is_file()
+
+
+def test_of_processes_that_race_for_a_name_one_wins(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from headway.config.shared import RunSettings\n"
+        "from headway.monitor.runs import create_run\n"
+        "sys.stdin.readline()\n"
+        "create_run(RunSettings(name='a', output_dir=pathlib.Path(sys.argv[1])), 'rl')\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    errors = [racer.communicate()[1] for racer in racers]
+    assert sorted(racer.returncode for racer in racers) == [0, 1, 1, 1]
+    assert sum("UsageError" in error for error in errors) == 3
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def test_opening_what_is_no_run_names_the_runs_there(tmp_path: Path) -> None:
+    create_run(RunSettings(name="real", output_dir=tmp_path), "rl")
+    with pytest.raises(UsageError, match="unreal is not a run folder; the latest runs there are real"):
+        open_run(tmp_path / "unreal")
+
+
+def test_processes_started_one_by_one_join_their_run(tmp_path: Path) -> None:
+    run = RunSettings(name="a", output_dir=tmp_path)
+    assert join_run(run, "orchestrate") == join_run(run, "train")
