@@ -113,8 +113,8 @@ class Engine:
             await self._pause()
 
     async def _keep_current(self, wanted: WeightUpdate, state: EngineState | None) -> None:
-        """Give it `wanted` unless it has it; what it reports counts more than what we remember."""
-        if state is None or not has_weights(state, wanted):
+        """Give it `wanted` unless it reports to have it, which counts more than what we remember."""
+        if state is None or not has_weights(state, wanted) or (wanted.adapter and self.loaded != wanted):
             push = self.client.load_adapter if wanted.adapter else self.client.update_weights
             reply = await asyncio.wait_for(push(wanted), UPDATE_TIMEOUT)
             if (reply.version, reply.fingerprint) != (wanted.version, wanted.fingerprint):
