@@ -1,6 +1,7 @@
 """Environments that behave, and ones that don't, for tests of the worker pool."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -49,10 +50,8 @@ async def sleep_long() -> None:
 
 async def ignore_cancellation() -> None:
     while True:
-        try:
+        with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)
-        except asyncio.CancelledError:
-            pass
 
 
 async def leave_by_exit() -> None:

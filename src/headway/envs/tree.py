@@ -7,7 +7,7 @@ import msgspec
 
 from headway.core.episodes import Node, RoutedExperts, Trace
 from headway.core.messages import Message, Tool
-from headway.rendering.base import Rendered, Renderer
+from headway.rendering.base import Rendered, Renderer, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +53,30 @@ class TraceTree:
         self.trace = Trace(agent=agent)
         self._renderer = renderer
         self._conversations: list[Conversation] = []
+        self._children: dict[int, list[int]] = {}  # unsampled ones, which may be shared
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         """The tokens that ask for the next reply to `messages`.
 
         They extend the longest recorded conversation that `messages` continue, token by token as they were
-        sampled; where there is none, or the template would rewrite it, they are rendered anew.
+        sampled; where there is none, or the template would rewrite it, they are rendered anew. What is rendered
+        anew may still begin with those very tokens, and then it extends them after all.
         """
         messages, tools = tuple(messages), tuple(tools)
         known = self._longest(messages, tools)
-        if known is not None:
-            start = len(known.messages)
-            extension = self._renderer.extend(
-                known.token_ids, messages[start:], tools, reply=known.reply, history=known.messages
-            )
-            if extension is not None:
-                token_ids = known.token_ids + extension.token_ids
-                return Prompt(messages, tools, known.leaf, extension, start, token_ids, False)
+        if known is not None and (extension := self._extension(known, messages)) is not None:
+            start, token_ids = len(known.messages), known.token_ids + extension.token_ids
+            return Prompt(messages, tools, known.leaf, extension, start, token_ids, False)
         rendered = self._renderer.render(messages, tools, generation_prompt=True)
-        return Prompt(messages, tools, -1, rendered, 0, rendered.token_ids, self._said_before(messages))
+        token_ids = rendered.token_ids
+        if known is not None and token_ids[: len(known.token_ids)] == known.token_ids:
+            start, rest = len(known.messages), _after(rendered, len(known.token_ids), len(known.messages))
+            return Prompt(messages, tools, known.leaf, rest, start, token_ids, False)
+        return Prompt(messages, tools, -1, rendered, 0, token_ids, self._said_before(messages))
+
+    def _extension(self, known: Conversation, messages: tuple[Message, ...]) -> Rendered | None:
+        new = messages[len(known.messages) :]
+        return self._renderer.extend(known.token_ids, new, known.tools, reply=known.reply, history=known.messages)
 
     def record(self, prompt: Prompt, reply: Reply) -> Message:
         """Add `reply` to the tree; returns it as a message, whose calls have ids unique in this trace."""
@@ -101,10 +106,6 @@ class TraceTree:
         self._conversations.append(Conversation(said, prompt.tools, leaf, tokens, len(reply.token_ids)))
         return message
 
-    @property
-    def replies(self) -> int:
-        return len(self._conversations)
-
     def _grow(self, prompt: Prompt) -> int:
         """Add the nodes of `prompt`; returns the last. A message whose tokens fell to a neighbour keeps a node."""
         new = prompt.messages[prompt.first_message :]
@@ -124,12 +125,14 @@ class TraceTree:
 
     def _child(self, parent: int, token_ids: list[int], message: Message | None) -> int:
         """The node after `parent` with these unsampled tokens; an equal one that exists is shared."""
-        for index, node in enumerate(self.trace.nodes):
-            same = node.parent == parent and node.logprobs is None and node.token_ids == token_ids
-            if same and node.message == message:
+        siblings = self._children.setdefault(parent, [])
+        for index in siblings:
+            node = self.trace.nodes[index]
+            if node.token_ids == token_ids and node.message == message:
                 return index
+        siblings.append(len(self.trace.nodes))
         self.trace.nodes.append(Node(parent, token_ids, message))
-        return len(self.trace.nodes) - 1
+        return siblings[-1]
 
     def _longest(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Conversation | None:
         best = None
@@ -143,6 +146,19 @@ class TraceTree:
         """Whether `messages` hold a reply that was sampled here, so that rendering them anew rewrites history."""
         replies = [known.messages[-1] for known in self._conversations]
         return any(m.role == "assistant" and any(_same(m, reply) for reply in replies) for m in messages)
+
+
+def _after(rendered: Rendered, tokens: int, messages: int) -> Rendered:
+    """`rendered` without its first `tokens`; messages are counted from number `messages` on."""
+    segments = []
+    for segment in rendered.segments:
+        skipped = min(tokens, len(segment.token_ids))
+        tokens -= skipped
+        if skipped < len(segment.token_ids):
+            place = -1 if segment.message is None else segment.message - messages
+            owner = place if place >= 0 else None
+            segments.append(Segment(segment.token_ids[skipped:], owner, segment.content[skipped:]))
+    return Rendered(segments)
 
 
 def _continues(messages: tuple[Message, ...], known: tuple[Message, ...]) -> bool:
