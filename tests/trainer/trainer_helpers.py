@@ -36,6 +36,8 @@ def rich_micro_batch(lengths: list[int], vocab: int, seed: int) -> MicroBatch:
     rng = np.random.default_rng(seed)
     micro = fake_micro_batch(lengths, vocab, rng)
     size = sum(lengths)
+    micro.sampled = micro.positions >= np.repeat(np.maximum(np.asarray(lengths) // 2, 1), lengths)
+    micro.rl_weight = micro.sampled.astype(np.float32)
     micro.logprobs = np.where(micro.sampled, rng.uniform(-7, -3, size), 0).astype(np.float32)
     micro.ce_weight = np.where(~micro.sampled & (rng.random(size) < 0.5), 0.1, 0).astype(np.float32)
     micro.ref_kl_weight = np.where(micro.sampled & (rng.random(size) < 0.5), 1, 0).astype(np.float32)

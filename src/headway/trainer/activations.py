@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# Operations whose results `selective` keeps: most of a block's time, a part of its memory.
-COSTLY = ("mm", "addmm", "bmm", "_grouped_mm", "_scaled_mm")
-
 
 def checkpoint_block(block: nn.Module, mode: Literal["selective", "full"]) -> None:
-    """Make `block` recompute its activations in backward. Parameters and their names stay as they are."""
+    """Make `block` recompute its activations in backward. Parameters and their names stay as they are.
+
+    `full` keeps a block's input alone. `selective` also keeps what attention returned: on long sequences most of a
+    block's time for a small part of its memory.
+    """
     forward: Callable[..., Any] = block.forward
     extra: dict[str, Any] = {}
     if mode == "selective":
-        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_costly)
+        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
 
     def recomputing(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **extra)
@@ -26,10 +27,10 @@ def checkpoint_block(block: nn.Module, mode: Literal["selective", "full"]) -> No
     block.forward = recomputing
 
 
-def _keep_costly(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.__name__.split(".")[0] if hasattr(operation, "__name__") else str(operation)
-    costly = name in COSTLY or "attention" in name or "attn" in name
-    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+    keep = "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class offloaded(saved_tensors_hooks):  # noqa: N801 - used like a function, as torch's own save_on_cpu

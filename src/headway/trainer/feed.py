@@ -52,7 +52,7 @@ class RolloutFeed:
 
 
 class FakeFeed:
-    """Random tokens with a gradient on the second half of every sample; the same for a step in every run."""
+    """Random tokens, all trained; the same for a step in every run."""
 
     def __init__(
         self, fake: FakeData, seq_len: int, config: ModelConfig, ranks: Ranks, stop: StopRequest, seed: int
@@ -91,7 +91,7 @@ def fake_lengths(rng: np.random.Generator, seq_len: int, mean_len: int | None) -
 def fake_micro_batch(lengths: list[int], vocab_size: int, rng: np.random.Generator) -> MicroBatch:
     size = sum(lengths)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
-    sampled = positions >= np.repeat(np.maximum(np.asarray(lengths) // 2, 1), lengths)
+    sampled = positions > 0
     zeros = np.zeros(size, np.float32)
     logprobs = np.where(sampled, -np.log(vocab_size), 0.0).astype(np.float32)
     return MicroBatch(

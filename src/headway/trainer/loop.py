@@ -9,8 +9,9 @@ from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
 from headway.trainer.checkpoints import Checkpoints
+from headway.trainer.exports import export
 from headway.trainer.feed import make_feed
-from headway.trainer.publisher import Publisher, export
+from headway.trainer.publisher import Publisher
 from headway.trainer.ranks import Ranks, joined
 from headway.trainer.recorder import Recorder, Stopwatch
 from headway.trainer.state import build_state

@@ -1,16 +1,15 @@
-"""Weights on their way out: to the engines after every step, and to Hugging Face checkpoints for people."""
+"""Weights on their way to the engines, after every step."""
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch import Tensor
 
 from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
-from headway.models.checkpoint import save_checkpoint
+from headway.models.lora import adapter_tensors
 from headway.models.weights import hf_tensors
-from headway.trainer.ranks import Ranks
+from headway.trainer.exports import export as export
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender
 
@@ -37,12 +36,7 @@ class Publisher:
 
 def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """One tensor at a time, whole; ranks that share the weights must iterate alike."""
-    if state.model.adapters is None:
-        tensors = hf_tensors(state.model)
-    else:
-        from headway.models.lora import adapter_tensors
-
-        tensors = adapter_tensors(state.model)
+    tensors = hf_tensors(state.model) if state.model.adapters is None else adapter_tensors(state.model)
     for name, tensor in tensors:
         yield name, tensor.detach().to(state.compute_dtype)
 
@@ -58,11 +52,3 @@ class _Counted:
         for name, tensor in self._tensors:
             self.bytes += tensor.numel() * tensor.itemsize
             yield name, tensor
-
-
-def export(state: TrainState, paths: RunPaths, ranks: Ranks) -> Path:
-    """Write `exports/step_NNNNNN`, which transformers can load. Every rank calls it; the first one writes."""
-    folder = paths.exports / f"step_{state.step:06d}"
-    save_checkpoint(state.model, folder, dtype=state.compute_dtype, files_from=state.folder, write=ranks.is_main)
-    ranks.barrier()
-    return folder

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -19,6 +19,15 @@ def full(tensor: Tensor) -> Tensor:
     """The whole tensor. Every rank that holds a part must call it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, whole: Tensor) -> None:
+    """Set `tensor` to `whole`, which every rank has: each keeps its own part."""
+    if isinstance(tensor, DTensor):
+        here = whole.to(tensor.device)
+        whole = distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.copy_(whole)
 
 
 def sharded_dims(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:

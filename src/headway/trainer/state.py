@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
-from headway.models.checkpoint import load_config, load_model, read_tensors
+from headway.models.bank import adapted_linears, init_adapters
+from headway.models.checkpoint import load_config, read_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.lora import apply_lora
 from headway.models.registry import build_model
 from headway.models.tiny import resolve_model
 from headway.models.weights import load_hf_tensors
@@ -18,6 +21,7 @@ from headway.trainer.optimizers import PolicyOptimizer
 from headway.trainer.parallel import ParallelPolicy, make_mesh, parallelize
 from headway.trainer.policy import Policy
 from headway.trainer.ranks import Ranks
+from headway.trainer.sharding import fill
 
 
 @dataclass
@@ -29,6 +33,8 @@ class TrainState:
     compute_dtype: torch.dtype
     folder: Path
     """The checkpoint folder that the weights and the tokenizer came from."""
+    lora: LoraSettings | None = None
+    """What the adapter is, where one is trained instead of all weights."""
     step: int = 0
     bad_steps: int = 0
 
@@ -50,20 +56,26 @@ def trained_parameters(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def build_state(settings: TrainSettings, ranks: Ranks) -> TrainState:
-    """The initial policy, laid out over the ranks, with a fresh optimizer."""
-    trainer = settings.trainer
+    """The initial policy, laid out over the ranks, with a fresh optimizer.
+
+    Weights are set only once they are sharded, so that no rank ever holds more than its part.
+    """
+    trainer, lora = settings.trainer, settings.model.lora
     folder = resolve_model(settings.model.path)
     dtype = compute_dtype(settings, ranks.device)
-    mesh = make_mesh(ranks, trainer.replicas)
-    plan = ParallelPolicy(dtype, trainer.activations, trainer.compile)
-    policy = _load_policy(folder, settings, ranks, plan)
-    parallelize(policy, mesh, plan)
-    if policy.model.head_weight().is_meta:
-        policy.to_empty(device=ranks.device)
-        load_hf_tensors(policy.model, read_tensors(folder))
+    # float32 master weights; under an adapter the base is frozen, so it needs no more than the computation's precision.
+    model = build_model(load_config(folder), device="meta", dtype=torch.float32 if lora is None else dtype)
+    adapters = {} if lora is None else _add_adapters(model, lora, settings.seed)
+    policy = Policy(model, trainer.head_chunk, trainer.activations.offload)
+    parallelize(policy, make_mesh(ranks, trainer.replicas), ParallelPolicy(dtype, trainer.activations, trainer.compile))
+    policy.to_empty(device=ranks.device)
+    load_hf_tensors(model, read_tensors(folder))
+    for name, parameter in trained_parameters(model):
+        if name in adapters:
+            fill(parameter, adapters[name])
     policy.train()
-    optimizer = PolicyOptimizer(trained_parameters(policy.model), trainer.optim, state_on_cpu=trainer.optimizer_on_cpu)
-    return TrainState(policy, optimizer, dtype, folder)
+    optimizer = PolicyOptimizer(trained_parameters(model), trainer.optim, state_on_cpu=trainer.optimizer_on_cpu)
+    return TrainState(policy, optimizer, dtype, folder, lora)
 
 
 def compute_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:
@@ -72,25 +84,10 @@ def compute_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32
 
 
-def _load_policy(folder: Path, settings: TrainSettings, ranks: Ranks, plan: ParallelPolicy) -> Policy:
-    """Where several ranks will share the weights, they are left unset: each rank then loads only its own part."""
-    lora = settings.model.lora
-    if lora is not None:
-        model = _load_adapted(folder, settings, ranks.device, plan.compute_dtype)
-    elif ranks.size > 1:
-        model = build_model(load_config(folder), device="meta")
-    else:
-        model = load_model(folder, device=ranks.device)
-    return Policy(model, settings.trainer.head_chunk, plan.activations.offload)
-
-
-def _load_adapted(folder: Path, settings: TrainSettings, device: torch.device, dtype: torch.dtype) -> DecoderLM:
-    """A frozen base in the precision of computation (nothing updates it), and float32 adapters."""
-    from headway.models.lora import apply_lora
-
-    assert settings.model.lora is not None
-    model = load_model(folder, device=device, dtype=dtype)
-    apply_lora(model, settings.model.lora, seed=settings.seed)
-    for _, parameter in trained_parameters(model):
-        parameter.data = parameter.data.float()
-    return model
+def _add_adapters(model: DecoderLM, lora: LoraSettings, seed: int) -> dict[str, Tensor]:
+    """Give an unset model its float32 adapters. Returns their first values, which sharding would lose."""
+    apply_lora(model, lora)
+    for _, linear, a, b in adapted_linears(model):
+        linear.lora_A, linear.lora_B = (nn.Parameter(torch.empty(p.shape, dtype=torch.float32)) for p in (a, b))
+    init_adapters(model, seed)
+    return {name: parameter.detach() for name, parameter in trained_parameters(model)}

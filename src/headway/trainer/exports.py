@@ -1,0 +1,37 @@
+"""Weights for people: Hugging Face checkpoints, and adapters in PEFT's format."""
+
+from pathlib import Path
+
+from headway.config.shared import LoraSettings
+from headway.core.runs import RunPaths
+from headway.models.checkpoint import load_model, save_checkpoint
+from headway.models.lora import adapter_tensors, load_adapter, merge_adapter, save_adapter
+from headway.trainer.ranks import Ranks
+from headway.trainer.state import TrainState
+
+
+def export(state: TrainState, paths: RunPaths, ranks: Ranks) -> Path:
+    """Write `exports/step_NNNNNN`, which transformers can load, in the precision of computation.
+
+    An adapter is merged into that, and also written by itself, to `exports/step_NNNNNN_adapter`. Every rank calls
+    this; the first one writes.
+    """
+    folder = paths.exports / f"step_{state.step:06d}"
+    if state.lora is None:
+        save_checkpoint(state.model, folder, dtype=state.compute_dtype, files_from=state.folder, write=ranks.is_main)
+    else:
+        _export_adapter(state, state.lora, folder, ranks)
+    ranks.barrier()
+    return folder
+
+
+def _export_adapter(state: TrainState, lora: LoraSettings, folder: Path, ranks: Ranks) -> None:
+    # Every rank helps to gather the small adapter; the base is on disk, so nobody has to gather that.
+    tensors = [(name, tensor.detach().float().cpu()) for name, tensor in adapter_tensors(state.model)]
+    if not ranks.is_main:
+        return
+    merged = load_model(state.folder)
+    load_adapter(merged, 0, tensors, lora)
+    save_adapter(merged, folder.with_name(f"{folder.name}_adapter"), lora, str(state.folder))
+    merge_adapter(merged)
+    save_checkpoint(merged, folder, dtype=state.compute_dtype, files_from=state.folder)
