@@ -1,0 +1,52 @@
+"""`headway sft`: supervised fine-tuning on conversations."""
+
+HELP = """\
+usage: headway sft @ SFT.toml [@ MORE.toml ...] [--section.setting VALUE ...]
+
+Fine-tunes a model on rows with `messages` (and `tools`), or `prompt` and `completion`: JSONL or Parquet files, folders
+of them, or a Hugging Face dataset. Leaves checkpoints and a Hugging Face model in the run's folder. Started again with
+the same run.name, it continues from the newest complete checkpoint. Ctrl-C finishes the step, writes a checkpoint and
+exits. With placement.trainer_ranks above 1 it starts that many ranks on this machine.
+
+  @ FILE            a layer of settings; later layers and flags win
+  --a.b.c VALUE     one setting (`headway config docs` lists all)
+  --dry-run         check the settings and exit
+
+Examples:
+  headway sft --data.path chats.jsonl --model.path tiny --trainer.optim.lr 1e-3 --max_steps 100
+  headway sft @ examples/reverse_text/sft.toml --data.path chats/ --data.validation_path held_out.jsonl
+  headway sft @ sft.toml --model.lora.rank 16 --placement.trainer_ranks 2
+"""
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    from headway.config.loader import load_settings, write_settings
+    from headway.config.sft import SftSettings
+    from headway.core.errors import UsageError
+    from headway.monitor.logs import setup_logging
+    from headway.monitor.runs import join_run
+    from headway.trainer.group import in_group, rank_in_group, run_group
+
+    resolved = load_settings(SftSettings, argv)
+    settings = resolved.settings
+    if not settings.data.path:
+        raise UsageError("data.path is not set; give a JSONL or Parquet file, a folder of them, or a dataset's name")
+    if resolved.dry_run:
+        return 0
+    paths = join_run(settings.run, "sft")
+    if rank_in_group() == 0:
+        write_settings(settings, paths.config / "sft.toml")
+    ranks = settings.placement.trainer_ranks
+    if ranks > 1 and not in_group():
+        # The ranks must join this run, not make one each.
+        named = ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]
+        return run_group(ranks, ["sft", *argv, *named])
+    process = "trainer" if rank_in_group() == 0 else f"trainer-{rank_in_group()}"
+    setup_logging(process, paths, json=settings.log.json_lines, level=settings.log.level)
+    from headway.trainer.sft import sft
+
+    sft(settings, paths)
+    return 0

@@ -1,0 +1,94 @@
+"""Where rows come from: JSONL and Parquet files, folders of them, Hugging Face datasets. Every row knows its place."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.core.errors import UsageError
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`where` is file:line, or name:number. `error` says why there are no `data`, where a line can't be read."""
+
+    where: str
+    data: dict[str, Any]
+    error: str | None = None
+
+
+def read_rows(path: str, split: str = "train") -> Iterator[Row]:
+    """Rows in file order. `path` is a file, a folder, or a dataset's name; raises UsageError where it is none."""
+    if not path:
+        raise UsageError("data.path is not set; give a JSONL or Parquet file, a folder of them, or a dataset's name")
+    local = Path(path).expanduser()
+    if local.is_file():
+        return _read_file(local)
+    if local.is_dir():
+        return (row for file in files_in(local, split) for row in _read_file(file))
+    if local.suffix in SUFFIXES or path.startswith(("/", "./", "../", "~")):
+        raise UsageError(f"{path}: no such file; data.path is a JSONL or Parquet file, a folder, or a dataset's name")
+    return _read_dataset(path, split)
+
+
+def files_in(folder: Path, split: str) -> list[Path]:
+    """The folder's data files in order of name; only those of `split` where file names begin with it."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise UsageError(f"{folder}: holds no {' or '.join(SUFFIXES)} files")
+    return [file for file in files if file.name.startswith(split)] or files
+
+
+def _read_file(path: Path) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    return _read_jsonl(path)
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _parse(f"{path}:{number}", line)
+
+
+def _parse(where: str, line: bytes) -> Row:
+    try:
+        return Row(where, msgspec.json.decode(line, type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Row(where, {}, f"not a JSON object ({error})")
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UsageError(f"{path}: reading Parquet needs pyarrow; install headway[data] or convert to JSONL") from None
+    try:
+        number = 0
+        for batch in parquet.ParquetFile(path).iter_batches(1024):
+            for data in batch.to_pylist():
+                number += 1
+                yield Row(f"{path}:{number}", data)
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise UsageError(f"{path}: not a Parquet file ({error})") from None
+
+
+def _read_dataset(name: str, split: str) -> Iterator[Row]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UsageError(
+            f"{name}: no such file or folder, and loading a Hugging Face dataset of that name needs the `datasets` "
+            "package; install it, or give a JSONL or Parquet file"
+        ) from None
+    try:
+        dataset = load_dataset(name, split=split)
+    except Exception as error:  # the package raises errors of many kinds, all of which mean the same here
+        raise UsageError(f"{name}: cannot load the dataset's split {split!r} ({error})") from error
+    return (Row(f"{name}:{number}", data) for number, data in enumerate(dataset, 1))
