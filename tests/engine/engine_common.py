@@ -1,18 +1,28 @@
 """Small models, an engine driven step by step, and the training forward pass to compare with."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.config.shared import FilesystemWeights, LoraSettings
+from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
+from headway.core.runs import RunPaths
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.service import EmbeddedService
 from headway.inference.engine import Choice, Result
 from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import ModelOutput, PackedTokens, positions_of
 from headway.models.registry import build_model
+from headway.models.weights import hf_tensors
+from headway.transport.weights import make_sender
+from headway.transport.weights.fingerprint import fingerprint_of
 
 QWEN3 = ModelConfig(
     family="qwen3",
@@ -91,3 +101,22 @@ def mismatch(model: DecoderLM, prompt_ids: list[int], choice: Choice, temperatur
     """The largest difference between the engine's logprobs and the trainer's."""
     expected = training_logprobs(model, prompt_ids + choice.token_ids, temperature)[len(prompt_ids) - 1 :]
     return float((expected - torch.tensor(choice.logprobs)).abs().max())
+
+
+def make_service(
+    model: DecoderLM, *, max_waiting: int = 4096, lora: LoraSettings | None = None, **limits: Any
+) -> EmbeddedService:
+    fingerprint = fingerprint_of(hf_tensors(model)).hexdigest()
+    return EmbeddedService(make_engine(model, **limits), fingerprint=fingerprint, max_waiting=max_waiting, lora=lora)
+
+
+def publish(folder: Path, version: int, model: DecoderLM, mode: str = "keep") -> WeightUpdate:
+    """Publish a model's weights as the trainer would; what an engine is to be told."""
+    sender = make_sender(FilesystemWeights(keep_last=100), RunPaths(folder))
+    update = sender.publish(version, hf_tensors(model))
+    return msgspec.structs.replace(update, mode=mode)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 (what is waited for happens in another thread)
+        await asyncio.sleep(0.002)

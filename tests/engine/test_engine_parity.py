@@ -48,11 +48,11 @@ def test_prefix_cache_hits() -> None:
     model = make_model()
     engine = make_engine(model)
     shared = prompt(30)
-    run_one(engine, shared + [1, 2])
-    results = run_all(engine, [request(shared + [n], 15) for n in range(5)])
+    run_one(engine, [*shared, 1, 2])
+    results = run_all(engine, [request([*shared, n], 15) for n in range(5)])
     for n, result in enumerate(results):
         assert result.cached_tokens == 28
-        assert mismatch(model, shared + [n], result.choices[0]) < TOLERANCE
+        assert mismatch(model, [*shared, n], result.choices[0]) < TOLERANCE
 
 
 def test_a_group_that_computes_its_shared_prompt_in_one_step() -> None:

@@ -108,7 +108,7 @@ async def _catch_up(engine: Engine, run: RunPaths | None) -> None:
     from headway.transport.weights.announce import latest
 
     update = latest(run)
-    if update is None or update.adapter is not None:
+    if update is None:
         return
     try:
         await engine.update(update)

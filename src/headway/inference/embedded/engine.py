@@ -75,6 +75,8 @@ class EmbeddedEngine:
         self._arrivals = 0
         self._epoch = 0
         self._recent: deque[tuple[float, int]] = deque()
+        self._rate = 0.0
+        self._counted_at = 0.0
 
     @property
     def model(self) -> DecoderLM:
@@ -93,9 +95,9 @@ class EmbeddedEngine:
         """Put a checked request in line. Raises RequestError where its adapter is gone or its id is taken."""
         if request_id in self.jobs:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
-        adapter = None if request.model == POLICY else request.model
-        if adapter is not None and adapter not in self.adapters:
-            raise RequestError(f"model {adapter!r} does not exist", "model", 404)
+        adapter = request.model if request.model in self.adapters else None
+        if adapter is None and request.model != POLICY:
+            raise RequestError(f"model {request.model!r} does not exist", "model", 404)
         sequences = [self._sequence(request, request_id, index, adapter) for index in range(request.sampling_params.n)]
         self._arrivals += 1
         for sequence in sequences:
@@ -150,12 +152,16 @@ class EmbeddedEngine:
             if sequence.adapter == name:
                 self.runner.rows.adapter[sequence.row] = self.adapters.slot(name)
 
+    def drop_adapter(self, name: str) -> list[Event]:
+        """Requests that use it are aborted."""
+        users = {s.request_id for job in self.jobs.values() for s in job.sequences if s.adapter == name}
+        events = [event for request_id in users for event in self.abort(request_id)]
+        self.adapters.drop(name)
+        return events
+
     def tokens_per_second(self) -> float:
-        """Over the last seconds in which there was work."""
-        if len(self._recent) < 2:
-            return 0.0
-        seconds = max(time.monotonic(), self._recent[-1][0]) - self._recent[0][0]
-        return sum(count for _, count in self._recent) / seconds if seconds > 0 else 0.0
+        """Over the last seconds; 0 when nothing was sampled in them. May be asked from another thread."""
+        return self._rate if time.monotonic() - self._counted_at < _RATE_WINDOW else 0.0
 
     def _sequence(self, request: GenerateRequest, request_id: str, index: int, adapter: str | None) -> Sequence:
         params = request.sampling_params
@@ -223,10 +229,13 @@ class EmbeddedEngine:
 
     def _count(self, tokens: int) -> None:
         self.generated_tokens += tokens
-        now = time.monotonic()
-        self._recent.append((now, tokens))
+        now = self._counted_at = time.monotonic()
+        self._recent.append((now, self.generated_tokens))
         while now - self._recent[0][0] > _RATE_WINDOW:
             self._recent.popleft()
+        since, before = self._recent[0]
+        if now > since:
+            self._rate = (self.generated_tokens - before) / (now - since)
 
 
 def _chunk(sequence: Sequence) -> Chunk:

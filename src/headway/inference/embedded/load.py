@@ -33,7 +33,7 @@ def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
     limits = size_engine(inference, model.config, settings.seq_len, dtype, free_memory(device))
     engine = EmbeddedEngine(model, limits)
     fingerprint = fingerprint_of(hf_tensors(model)).hexdigest()
-    return EmbeddedService(engine, fingerprint=fingerprint, max_waiting=inference.max_waiting)
+    return EmbeddedService(engine, fingerprint=fingerprint, max_waiting=inference.max_waiting, lora=settings.model.lora)
 
 
 def pick_device(name: str) -> torch.device:

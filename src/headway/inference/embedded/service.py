@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine, Event
-from headway.inference.embedded.updates import Updater
+from headway.inference.embedded.updates import Staged, Updater
 from headway.inference.engine import (
     POLICY,
     BusyError,
@@ -39,13 +40,21 @@ class EmbeddedService:
     Results of a step reach the event loop in one call, so that a token wakes nobody who waits for the whole.
     """
 
-    def __init__(self, engine: EmbeddedEngine, *, fingerprint: str, max_waiting: int = 4096) -> None:
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        *,
+        fingerprint: str,
+        max_waiting: int = 4096,
+        lora: LoraSettings | None = None,
+    ) -> None:
         self.max_model_len = engine.limits.max_model_len
         self.vocab_size = engine.model.config.vocab_size
         self._engine = engine
-        self._updater = Updater(engine.model)
+        self._updater = Updater(engine, lora)
         self._max_waiting = max_waiting
         self._weights = WeightState(engine.version, fingerprint, time.time())
+        self._adapter_prints: dict[str, tuple[int, str]] = {}
         self._down: str | None = "starting"
         self._updating: str | None = None
         self._tickets: dict[str, Ticket] = {}
@@ -77,7 +86,7 @@ class EmbeddedService:
         return self._down or self._updating
 
     def models(self) -> dict[str, int]:
-        return {POLICY: self._weights.version, **self._engine.adapters.versions()}
+        return {POLICY: self._weights.version} | self._engine.adapters.versions()
 
     async def generate(self, request: GenerateRequest) -> Result:
         item: Item | None = None
@@ -136,21 +145,32 @@ class EmbeddedService:
     async def update(self, update: WeightUpdate) -> WeightReply:
         started = time.perf_counter()
         async with self._update_lock:
-            if (update.version, update.fingerprint) == (self._weights.version, self._weights.fingerprint):
+            if self._serves(update):
                 return WeightReply(update.version, update.fingerprint, 0.0, 0)
             staged = await asyncio.to_thread(self._updater.stage, update)
-            await self._between_steps(lambda: self._take_over(update), update.mode)
+            await self._between_steps(lambda: self._take_over(staged), update.mode)
             seconds = time.perf_counter() - started
             return WeightReply(update.version, update.fingerprint, seconds, staged.bytes)
 
     async def drop_adapter(self, name: str) -> bool:
-        return False
+        async with self._update_lock:
+            known = name in self._engine.adapters
+            if known:
+                await self._ask(lambda: self._deliver(self._engine.drop_adapter(name)))
+                self._adapter_prints.pop(name, None)
+            return known
 
     async def pause(self, mode: Mode) -> None:
         await self._between_steps(lambda: self._set_paused(True), mode)
 
     async def resume(self) -> None:
         await self._ask(lambda: self._set_paused(False))
+
+    def _serves(self, update: WeightUpdate) -> bool:
+        wanted = (update.version, update.fingerprint)
+        if update.adapter is not None:
+            return self._adapter_prints.get(update.adapter) == wanted
+        return (self._weights.version, self._weights.fingerprint) == wanted
 
     def _submit(self, request: GenerateRequest) -> tuple[str, Ticket]:
         if self._down is not None:
@@ -246,10 +266,13 @@ class EmbeddedService:
         except HeadwayError as error:
             self._send([(request_id, error)])
 
-    def _take_over(self, update: WeightUpdate) -> None:
-        self._updater.swap()
-        self._engine.weights_changed(update.version)
-        self._weights = WeightState(update.version, update.fingerprint, time.time())
+    def _take_over(self, staged: Staged) -> None:
+        self._updater.take_over(staged)
+        update = staged.update
+        if update.adapter is not None:
+            self._adapter_prints[update.adapter] = (update.version, update.fingerprint)
+        if update.adapter in (None, POLICY):
+            self._weights = WeightState(update.version, update.fingerprint, time.time())
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

@@ -1,64 +1,117 @@
 """New weights, received beside the ones that serve and taken over between two steps, or not at all."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
+from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
+from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.engine import UpdateError
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
 from headway.models.weights import base_parameters, load_hf_tensors
 from headway.transport.weights import make_receiver
+from headway.transport.weights.filesystem import FilesystemReceiver, read_manifest
+from headway.transport.weights.fingerprint import fingerprint_of
+
+_NAMED_AT_MOST = 8
 
 
 @dataclass(slots=True)
 class Staged:
-    """A whole, proven version that waits for its turn."""
+    """A whole, proven version that waits for its turn. `adapter` holds its tensors where it is an adapter's."""
 
     update: WeightUpdate
     bytes: int
+    adapter: dict[str, Tensor] | None = None
 
 
 class Updater:
     """Receives into a second set of buffers, which then trades places with the live one.
 
     The buffers stay for the next update, so that a run neither allocates nor frees weights while it serves.
+    `lora` says how adapters are scaled where an update does not say it itself.
     """
 
-    def __init__(self, model: DecoderLM) -> None:
-        self._live = model
+    def __init__(self, engine: EmbeddedEngine, lora: LoraSettings | None = None) -> None:
+        self._engine = engine
+        self._lora = lora
         self._spare: DecoderLM | None = None
         self._receiver = make_receiver()
 
     def stage(self, update: WeightUpdate) -> Staged:
-        """Fetch and check; the live weights are not touched. Raises UpdateError that says what was wrong."""
-        if self._spare is None:
-            weight = self._live.head_weight()
-            self._spare = build_model(self._live.config, device=weight.device, dtype=weight.dtype, seed=None)
-        counter = _Counter()
+        """Fetch and check; what serves is not touched. Raises UpdateError that says what was wrong."""
+        staged = Staged(update, 0)
         try:
-            load_hf_tensors(self._spare, (counter.count(name, t) for name, t in self._receiver.receive(update)))
+            if update.adapter is None:
+                load_hf_tensors(self._buffers(), self._receive(staged))
+            else:
+                staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
         except HeadwayError as error:
-            raise UpdateError(f"version {update.version} was refused: {error}") from None
-        return Staged(update, counter.bytes)
+            raise UpdateError(f"version {update.version} was refused: {error}{_diagnosis(update)}") from None
+        return staged
 
-    def swap(self) -> None:
-        """Trade the staged weights for the live ones. Only pointers move."""
-        assert self._spare is not None
-        pairs = zip(base_parameters(self._live), base_parameters(self._spare), strict=True)
-        for (_, live), (_, spare) in pairs:
-            live.data, spare.data = spare.data, live.data
+    def take_over(self, staged: Staged) -> None:
+        """Between two steps: make the staged version the one that serves. Raises UpdateError, nothing changed."""
+        update = staged.update
+        if update.adapter is None:
+            self._swap()
+            self._engine.weights_changed(update.version)
+            return
+        assert staged.adapter is not None
+        try:
+            settings = self._adapter_settings(staged.adapter, update)
+            self._engine.adapters.load(update.adapter, update.version, staged.adapter, settings)
+        except HeadwayError as error:
+            raise UpdateError(f"adapter {update.adapter}, version {update.version}, was refused: {error}") from None
+        self._engine.adapter_changed(update.adapter)
 
     def close(self) -> None:
         self._receiver.close()
 
+    def _receive(self, staged: Staged) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._receiver.receive(staged.update):
+            staged.bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
 
-class _Counter:
-    def __init__(self) -> None:
-        self.bytes = 0
+    def _buffers(self) -> DecoderLM:
+        if self._spare is None:
+            live = self._engine.model
+            weight = live.head_weight()
+            self._spare = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
+        return self._spare
 
-    def count(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        self.bytes += tensor.numel() * tensor.element_size()
-        return name, tensor
+    def _swap(self) -> None:
+        """Only pointers move."""
+        pairs = zip(base_parameters(self._engine.model), base_parameters(self._buffers()), strict=True)
+        for (_, live), (_, spare) in pairs:
+            live.data, spare.data = spare.data, live.data
+
+    def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
+        ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}
+        if len(ranks) != 1:
+            raise HeadwayError("its lora_A tensors do not have one rank in common")
+        alpha = update.transport.get("alpha", self._lora.alpha if self._lora else None)
+        if not isinstance(alpha, int | float):
+            raise HeadwayError("its alpha is unknown; start the server with --model.lora.alpha or send transport.alpha")
+        return LoraSettings(rank=ranks.pop(), alpha=alpha)
+
+
+def _diagnosis(update: WeightUpdate) -> str:
+    """Which tensors are not what their manifest says, where there is one to ask."""
+    if update.transport.get("type") != "filesystem" or not isinstance(update.transport.get("path"), str):
+        return ""
+    try:
+        layout = read_manifest(Path(update.transport["path"])).layout
+        as_written = msgspec.structs.replace(update, fingerprint=layout.fingerprint)
+        found = fingerprint_of(FilesystemReceiver().receive(as_written)).sums()
+    except HeadwayError:
+        return ""
+    names = sorted(name for name, whole in layout.sums.items() if found.get(name) != whole)
+    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
+    return f"; tensors that differ: {', '.join(names[:_NAMED_AT_MOST])}{more}" if names else ""
