@@ -87,10 +87,13 @@ def save_checkpoint(
     dtype = dtype or model.head_weight().dtype
     layout = [(name, shape.numel() * dtype.itemsize) for name, shape in hf_layout(model)]
     with atomic_directory(folder) as aside:
-        tensors = ((name, tensor.to("cpu", dtype)) for name, tensor in hf_tensors(model))
-        _write_shards(aside, tensors, _shards(layout, shard_bytes))
         config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
         (aside / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+        tensors = ((name, tensor.to("cpu", dtype)) for name, tensor in hf_tensors(model))
+        _write_shards(aside, tensors, _shards(layout, shard_bytes))
+        # safetensors makes files that only their owner can read; these are no more secret than the config.
+        for file in aside.glob("*.safetensors"):
+            file.chmod((aside / "config.json").stat().st_mode)
         if files_from is not None:
             copy_companions(files_from, aside)
 

@@ -1,0 +1,1 @@
+"""GGUF files (llama.cpp's format) as checkpoint folders."""

@@ -1,0 +1,128 @@
+"""A GGUF file read as a model: its config, and its tensors dequantized under Hugging Face's names."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.core.errors import HeadwayError, UsageError
+from headway.models.config import ModelConfig
+
+FAMILIES = ("llama", "qwen3")
+
+_OUTER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GgufSource:
+    """Opens and checks the file. Raises UsageError where it is not a GGUF file of a family that is known."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf
+        except ImportError:
+            raise UsageError("reading GGUF files needs the gguf package: pip install 'headway[gguf]'") from None
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except FileNotFoundError:
+            raise UsageError(f"{path} does not exist") from None
+        except (ValueError, IndexError, OSError) as error:
+            raise UsageError(f"{path} is no readable GGUF file ({error})") from None
+        self._dequantize = gguf.dequantize
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.family = str(self.get("general.architecture"))
+        if self.family not in FAMILIES:
+            raise UsageError(f"{path}: architecture {self.family!r} is not supported (known: {', '.join(FAMILIES)})")
+        if "rope_freqs.weight" in self._tensors:
+            raise UsageError(f"{path}: it has its own rotary frequencies, which are not supported")
+        self.config = self._config()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a metadata key; `{arch}` in it stands for the architecture."""
+        if "{arch}" in key:
+            key = key.replace("{arch}", self.family)
+        field = self._reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in float32, one by one."""
+        for name, stored in self._tensors.items():
+            hf_name = hugging_face_name(name)
+            values = torch.from_numpy(np.array(self._dequantize(stored.data, stored.tensor_type), dtype=np.float32))
+            if self.family == "llama" and (heads := self._rotated_heads(name)):
+                values = undo_rotary_order(values, heads)
+            yield hf_name, values
+
+    def _rotated_heads(self, name: str) -> int:
+        """How many heads a query or key projection has; 0 for other tensors."""
+        if ".attn_q." in name:
+            return self.config.heads
+        return self.config.kv_heads if ".attn_k." in name else 0
+
+    def _config(self) -> ModelConfig:
+        width, heads = self._need("embedding_length"), self._need("attention.head_count")
+        eos = [self.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
+        return ModelConfig(
+            family=self.family,
+            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            width=width,
+            layers=self._need("block_count"),
+            heads=heads,
+            kv_heads=self.get("{arch}.attention.head_count_kv", heads),
+            head_dim=self.get("{arch}.attention.key_length", width // heads),
+            mlp_width=self._need("feed_forward_length"),
+            rope_theta=_shortest(self.get("{arch}.rope.freq_base", 10_000.0)),
+            norm_eps=_shortest(self._need("attention.layer_norm_rms_epsilon")),
+            tied="output.weight" not in self._tensors,
+            max_len=self._need("context_length"),
+            attention_bias="blk.0.attn_q.bias" in self._tensors,
+            bos_id=self.get("tokenizer.ggml.bos_token_id"),
+            eos_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
+            pad_id=self.get("tokenizer.ggml.padding_token_id"),
+        )
+
+    def _need(self, key: str) -> Any:
+        value = self.get(f"{{arch}}.{key}")
+        if value is None:
+            raise HeadwayError(f"the GGUF file lacks {self.family}.{key}")
+        return value
+
+
+def hugging_face_name(name: str) -> str:
+    """Raises HeadwayError for a tensor that has no counterpart."""
+    if name in _OUTER:
+        return _OUTER[name]
+    if (match := _BLOCK.fullmatch(name)) and match[2] in _INNER:
+        return f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"
+    raise HeadwayError(f"the GGUF file has a tensor that is not known: {name}")
+
+
+def undo_rotary_order(rows: Tensor, heads: int) -> Tensor:
+    """llama.cpp stores the two halves of each rotary head interleaved; put them one after the other again."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _shortest(value: float) -> float:
+    """GGUF stores float32; 1e-5 is to stay 1e-5 and not become 9.99999974e-06."""
+    return float(str(np.float32(value)))
