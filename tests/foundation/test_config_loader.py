@@ -166,6 +166,21 @@ def test_wrong_values_say_where_and_what(tmp_path: Path) -> None:
     assert "should be a valid list" in refusal(*layer(tmp_path, "b.toml", '[orchestrator.envs]\nid = "a"\n'))
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "seed = true",
+        'seed = "5"',
+        "max_steps = 2.0",
+        '[trainer]\ncompile = "yes"',
+        '[trainer.optim]\nlr = "1e-5"',
+        "[run]\nname = 3",
+    ],
+)
+def test_values_are_not_bent_into_another_type(line: str, tmp_path: Path) -> None:
+    assert "should be a valid" in refusal(*layer(tmp_path, "a.toml", line))
+
+
 def test_missing_settings_say_how_to_give_them() -> None:
     assert refusal("--orchestrator.envs.0.ratio", "2") == (
         "--orchestrator.envs.0.ratio: orchestrator.envs.0.id is missing; "
@@ -178,6 +193,7 @@ def test_missing_settings_say_how_to_give_them() -> None:
     ("argv", "message"),
     [
         (["@"], "@ wants a file after it, as in `@ base.toml`"),
+        (["--seed", "1", "--help"], "--help comes right after the command, as in `headway rl --help`"),
         (["--seed"], "--seed wants a value after it"),
         (["--seed", "--trainer.compile"], "--seed wants a value after it"),
         (
@@ -210,6 +226,6 @@ def test_every_error_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load("--seq_len", "x", "--max_steps", "0")
     assert str(caught.value).splitlines() == [
-        "--seq_len should be a valid integer, unable to parse string as an integer (got 'x')",
+        "--seq_len should be a valid integer (got 'x')",
         "--max_steps should be greater than or equal to 1 (got 0)",
     ]

@@ -47,8 +47,13 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_dry_runs_settings_do_not_take_the_name(tmp_path: Path) -> None:
-    (tmp_path / "a" / "config").mkdir(parents=True)
-    assert create_run(RunSettings(name="a", output_dir=tmp_path), "rl").record.is_file()
+    run = RunSettings(name="a", output_dir=tmp_path)
+    for _ in range(2):
+        paths = create_run(run, "rl", dry_run=True)
+        assert [entry.name for entry in paths.root.iterdir()] == ["config"]
+    assert create_run(run, "rl").record.is_file()
+    with pytest.raises(UsageError, match="already exists"):
+        create_run(run, "rl", dry_run=True)
 
 
 def test_of_processes_that_race_for_a_name_one_wins(tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ def _find(kind: Kind, name: str, aliases: Mapping[str, str]) -> tuple[list[str],
         found = locate(kind, aliases.get(positive, positive))
         negated = found is not None and (found[1].is_bool or found[1].optional)
         found = found if negated else None
+    if found is None and name == "help":
+        raise UsageError("--help comes right after the command, as in `headway rl --help`")
     if found is None:
         raise UsageError(f"--{name}: no such setting{suggestion(kind, name, '--', tuple(aliases))}")
     return *found, negated

@@ -43,7 +43,7 @@ def load_settings(kind: type[S], argv: Sequence[str], *, aliases: Mapping[str, s
     _refuse_unknown(tree, schema)
     found = {".".join(path): leaf.origin for path, leaf in leaves(tree)}
     try:
-        settings = kind.model_validate(plain(tree))
+        settings = kind.model_validate(plain(tree, schema), strict=True)
     except ValidationError as error:
         raise UsageError("\n".join(_explain(details, tree, schema) for details in error.errors())) from None
     return Resolved(settings, {k: v for k, v in found.items() if v != DEFAULT}, arguments.dry_run)

@@ -98,6 +98,16 @@ class Kind:
                 return Kind(get_args(member)[-1])
         return Kind(Any)
 
+    def from_toml(self, value: Any) -> Any:
+        """A value that TOML can hold as one of this kind: text as a path, a list as a tuple. Others stay."""
+        if isinstance(value, str) and Path in self.members:
+            return Path(value)
+        if isinstance(value, list) and any(get_origin(member) is tuple for member in self.members):
+            return tuple(value)
+        if isinstance(value, list) and self.is_list:
+            return [self.item().from_toml(item) for item in value]
+        return value
+
     def child(self, key: str) -> "Kind":
         """The kind at a key below this one; Any where there is none, which a later check refuses."""
         if self.is_settings:

@@ -74,13 +74,14 @@ def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
         yield from leaves(item, (*path, key))
 
 
-def plain(tree: Tree) -> Any:
-    """The values without their origins."""
+def plain(tree: Tree, kind: Kind) -> Any:
+    """The values without their origins, in the types that a strict validation wants."""
     if isinstance(tree, Leaf):
-        return tree.value
+        return kind.from_toml(tree.value)
     if isinstance(tree, list):
-        return [plain(item) for item in tree]
-    return {key: plain(item) for key, item in tree.items()}
+        return [plain(item, kind.item()) for item in tree]
+    branch = kind.tagged(_tag(tree))
+    return {key: plain(item, branch.child(key)) for key, item in tree.items()}
 
 
 def _fresh(kind: Kind) -> dict[str, Tree]:

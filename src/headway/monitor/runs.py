@@ -17,11 +17,12 @@ from headway.core.files import sync_directory
 from headway.core.runs import RunPaths
 
 
-def create_run(run: RunSettings, command: str) -> RunPaths:
+def create_run(run: RunSettings, command: str, *, dry_run: bool = False) -> RunPaths:
     """Make the folder of a new run and claim it with a record of who started it.
 
     Without a name the run is called by date, time and command, so that names sort. Raises UsageError when
-    a run of that name exists, or when the folder holds anything but a dry run's settings.
+    a run of that name exists, or when the folder holds anything but a dry run's settings. A dry run leaves the
+    name free: the run itself may take it later.
     """
     attempt = 1
     while True:
@@ -29,8 +30,8 @@ def create_run(run: RunSettings, command: str) -> RunPaths:
         paths = RunPaths(run.output_dir / name)
         try:
             paths.root.mkdir(parents=True, exist_ok=True)
-            if _is_free(paths.root) and _claim(paths, command):
-                _make_folders(paths)
+            if _is_free(paths.root) and (dry_run or _claim(paths, command)):
+                _make_folders(paths, dry_run)
                 return paths
         except OSError as error:
             raise HeadwayError(_cannot_write(paths.root, error)) from None
@@ -94,8 +95,11 @@ def _claim(paths: RunPaths, command: str) -> bool:
     return True
 
 
-def _make_folders(paths: RunPaths) -> None:
-    for folder in (paths.config, paths.logs, paths.metrics, paths.rollouts, paths.checkpoints, paths.weights):
+def _make_folders(paths: RunPaths, dry_run: bool) -> None:
+    paths.config.mkdir(exist_ok=True)
+    if dry_run:
+        return
+    for folder in (paths.logs, paths.metrics, paths.rollouts, paths.checkpoints, paths.weights):
         folder.mkdir(exist_ok=True)
     paths.control.mkdir(mode=0o700, exist_ok=True)
 
