@@ -128,7 +128,7 @@ class WeightState(msgspec.Struct):
     loaded_at: float
 
 
-class EngineState(msgspec.Struct, omit_defaults=True):
+class EngineState(msgspec.Struct):
     """What the orchestrator steers by. `kv_usage` is a share; `roles` are what the engine plays."""
 
     version: int

@@ -1,0 +1,125 @@
+"""OpenAI's own client against the server: chat, streaming, tools, stop strings, logprobs."""
+
+import math
+
+import openai
+import pytest
+from engine_serving import GREETING, WEATHER, LiveServer
+
+ASK = [{"role": "user", "content": "Greet me"}]
+ASK_WEATHER = [{"role": "user", "content": "Is it raining?"}]
+
+
+@pytest.fixture
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="policy", messages=ASK, temperature=0)
+    assert reply.choices[0].message.content == GREETING
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None and reply.usage.completion_tokens > len(GREETING.split())
+
+
+def test_the_model_answers_to_its_folder_name_too(client: openai.OpenAI, server: LiveServer) -> None:
+    reply = client.chat.completions.create(model=server.folder.name, messages=ASK, temperature=0, max_tokens=3)
+    assert reply.choices[0].finish_reason == "length"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-nothing", messages=ASK)
+
+
+def test_streaming_adds_up_to_the_same_text(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="policy", messages=ASK, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == GREETING
+    assert len(chunks) > 5 and chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage is not None and chunks[-1].usage.prompt_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls(client: openai.OpenAI, stream: bool) -> None:
+    fields = {"model": "policy", "messages": ASK_WEATHER, "tools": [WEATHER.to_openai()], "temperature": 0}
+    if stream:
+        choices = [chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True)]
+        calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+        finish = choices[-1].finish_reason
+    else:
+        choice = client.chat.completions.create(**fields).choices[0]
+        calls, finish = choice.message.tool_calls, choice.finish_reason
+    assert finish == "tool_calls"
+    assert [(call.function.name, call.function.arguments) for call in calls] == [("weather", '{"city": "Paris"}')]
+    assert calls[0].id
+
+
+def test_a_tool_conversation_goes_on(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(
+        model="policy", messages=ASK_WEATHER, tools=[WEATHER.to_openai()], temperature=0
+    )
+    message = first.choices[0].message
+    assert message.tool_calls
+    answer = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Rain."}
+    messages = [*ASK_WEATHER, message.model_dump(exclude_none=True), answer]
+    second = client.chat.completions.create(
+        model="policy", messages=messages, tools=[WEATHER.to_openai()], temperature=0, max_tokens=4
+    )
+    assert second.usage is not None and first.usage is not None
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["dear", ["friend.", " there"], ". H"])
+def test_stop_strings_cut_the_text(client: openai.OpenAI, stop: str | list[str], stream: bool) -> None:
+    stops = [stop] if isinstance(stop, str) else stop
+    expected = GREETING[: min(GREETING.find(s) for s in stops)]
+    fields = {"model": "policy", "messages": ASK, "temperature": 0, "stop": stop}
+    if stream:
+        choices = [chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True)]
+        text, finish = "".join(choice.delta.content or "" for choice in choices), choices[-1].finish_reason
+    else:
+        choice = client.chat.completions.create(**fields).choices[0]
+        text, finish = choice.message.content, choice.finish_reason
+    assert (text, finish) == (expected, "stop")
+
+
+def test_logprobs_and_token_ids(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="policy",
+        messages=ASK,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+        extra_body={"return_token_ids": True},
+    )
+    choice = reply.choices[0]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert "".join(entry.token for entry in choice.logprobs.content).startswith(GREETING)
+    assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
+    assert math.exp(choice.logprobs.content[0].logprob) > 0.5
+    extra = choice.model_extra or {}
+    assert len(extra["token_ids"]) == len(choice.logprobs.content)
+    assert (reply.model_extra or {})["prompt_token_ids"]
+
+
+def test_n_and_seed(client: openai.OpenAI) -> None:
+    fields = {"model": "policy", "messages": ASK, "temperature": 3.0, "max_tokens": 8, "n": 3, "seed": 7}
+    first, second = (client.chat.completions.create(**fields) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) > 1
+
+
+def test_completions_stream(client: openai.OpenAI) -> None:
+    fields = {"model": "policy", "prompt": "Hello there, dear", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**fields).choices[0].text
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**fields, stream=True))
+    assert streamed == whole and whole
+
+
+def test_errors_reach_the_client_as_its_own(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="policy", messages=ASK, temperature=-1)
+    assert caught.value.param == "temperature"
