@@ -1,6 +1,6 @@
 """What training changes: a policy's weights, its optimizer, and how many steps they have come."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,20 +56,24 @@ def trained_parameters(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def build_state(settings: TrainSettings, ranks: Ranks) -> TrainState:
-    """The initial policy, laid out over the ranks, with a fresh optimizer.
-
-    Weights are set only once they are sharded, so that no rank ever holds more than its part.
-    """
-    trainer, lora = settings.trainer, settings.model.lora
+    """The policy of the settings' checkpoint folder, laid out over the ranks, with a fresh optimizer."""
     folder = resolve_model(settings.model.path)
+    return make_state(settings, ranks, folder, load_config(folder), lambda m: load_hf_tensors(m, read_tensors(folder)))
+
+
+def make_state(
+    settings: TrainSettings, ranks: Ranks, folder: Path, config: ModelConfig, set_weights: Callable[[DecoderLM], None]
+) -> TrainState:
+    """`set_weights` gets the model once it is sharded, so that no rank ever holds more than its part."""
+    trainer, lora = settings.trainer, settings.model.lora
     dtype = compute_dtype(settings, ranks.device)
     # float32 master weights; under an adapter the base is frozen, so it needs no more than the computation's precision.
-    model = build_model(load_config(folder), device="meta", dtype=torch.float32 if lora is None else dtype)
+    model = build_model(config, device="meta", dtype=torch.float32 if lora is None else dtype)
     adapters = {} if lora is None else _add_adapters(model, lora, settings.seed)
     policy = Policy(model, trainer.head_chunk, trainer.activations.offload)
     parallelize(policy, make_mesh(ranks, trainer.replicas), ParallelPolicy(dtype, trainer.activations, trainer.compile))
     policy.to_empty(device=ranks.device)
-    load_hf_tensors(model, read_tensors(folder))
+    set_weights(model)
     for name, parameter in trained_parameters(model):
         if name in adapters:
             fill(parameter, adapters[name])
