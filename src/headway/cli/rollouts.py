@@ -1,0 +1,168 @@
+"""`headway rollouts`: read the episodes that a run was trained on."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from headway.core.episodes import Trace
+    from headway.orchestrator.records import RolloutRecord
+
+HELP = """\
+usage: headway rollouts show RUN [--step N] [--env NAME] [--min-reward R] [--max-reward R] [options]
+
+Shows recorded episodes of a run: what was said, by whom, with rewards, advantages, versions and timings.
+
+  --step N          the batch to look into (the newest)
+  --env NAME        only of this environment
+  --min-reward R    only episodes with at least this reward
+  --max-reward R    only episodes with at most this reward
+  --group ID        only of this group (the first letters of its id are enough)
+  -n N              episodes to show (4)
+  --tokens          also show token ids, with the version that sampled them
+  --json            print the records as JSON lines
+
+Examples:
+  headway rollouts show outputs/my-run
+  headway rollouts show outputs/my-run --step 20 --min-reward 1 -n 1
+"""
+
+
+@dataclass
+class Options:
+    run: Path
+    step: int | None = None
+    env: str | None = None
+    min_reward: float = float("-inf")
+    max_reward: float = float("inf")
+    group: str = ""
+    n: int = 4
+    tokens: bool = False
+    json: bool = False
+
+
+VALUES: dict[str, tuple[str, type]] = {
+    "--step": ("step", int),
+    "--env": ("env", str),
+    "--min-reward": ("min_reward", float),
+    "--max-reward": ("max_reward", float),
+    "--group": ("group", str),
+    "-n": ("n", int),
+}
+
+
+def run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    from headway.monitor.runs import open_run
+    from headway.orchestrator.records import read_records, recorded_steps, rollout_file
+
+    options = parse(argv)
+    paths = open_run(options.run)
+    steps = recorded_steps(paths)
+    if not steps:
+        raise UsageError(f"{options.run} has no recorded rollouts yet (orchestrator.record_rollouts writes them)")
+    step = steps[-1] if options.step is None else options.step
+    if step not in steps:
+        raise UsageError(f"{options.run} has no record of step {step}; it has {steps[0]} to {steps[-1]}")
+    found = islice(matching(read_records(rollout_file(paths, step)), options), options.n)
+    return _print_json(found) if options.json else _print(found, step, options)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    words = list(argv)
+    if words.pop(0) != "show" or not words or words[0].startswith("-"):
+        raise UsageError("usage: headway rollouts show RUN [options]; see `headway rollouts --help`")
+    options = Options(Path(words.pop(0)))
+    while words:
+        word, _, given = words.pop(0).partition("=")
+        if word in ("--tokens", "--json"):
+            setattr(options, word.removeprefix("--"), True)
+        elif word not in VALUES:
+            raise UsageError(f"unknown option {word}; see `headway rollouts --help`")
+        elif not given and not words:
+            raise UsageError(f"{word} needs a value")
+        else:
+            name, kind = VALUES[word]
+            setattr(options, name, _convert(kind, given or words.pop(0), word))
+    return options
+
+
+def _convert(kind: type, value: str, word: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UsageError(f"{word} needs a {kind.__name__}, got {value!r}") from None
+
+
+def matching(records: "Iterable[RolloutRecord]", options: Options) -> "Iterator[RolloutRecord]":
+    for record in records:
+        if (
+            (options.env is None or record.env == options.env)
+            and options.min_reward <= record.reward <= options.max_reward
+            and record.group.startswith(options.group)
+        ):
+            yield record
+
+
+def _print_json(records: "Iterable[RolloutRecord]") -> int:
+    import msgspec
+
+    for record in records:
+        print(msgspec.json.encode(record).decode())
+    return 0
+
+
+def _print(records: "Iterable[RolloutRecord]", step: int, options: Options) -> int:
+    from rich.console import Console
+    from rich.panel import Panel
+
+    console, shown = Console(highlight=False), 0
+    for record in records:
+        shown += 1
+        advantages = ", ".join(f"{sample.advantage:+.3f}" for sample in record.samples) or "not trained"
+        title = f"step {step}  {record.env}  reward {record.reward:.3f}  advantage {advantages}  lag {record.lag}"
+        seconds = "  ".join(f"{name} {value:.2f} s" for name, value in record.episode.timings.items())
+        subtitle = f"task {record.episode.task.id}  group {record.group[:8]}  {seconds}"
+        console.print(Panel(_body(record, options), title=title, subtitle=subtitle, title_align="left"))
+    if not shown:
+        console.print(f"no episode of step {step} matches")
+    return 0
+
+
+def _body(record: "RolloutRecord", options: Options) -> "RenderableType":
+    from rich.console import Group
+
+    return Group(*(line for trace in record.episode.traces for line in _trace_lines(trace, options)))
+
+
+def _trace_lines(trace: "Trace", options: Options) -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    parts = "  ".join(f"{name} {value:.3f}" for name, value in trace.rewards.items())
+    yield Text(f"{trace.agent}: {trace.reward:.3f}  {parts}" + ("  truncated" if trace.truncated else ""), style="dim")
+    for number, branch in enumerate(trace.branches()):
+        if number:
+            yield Text(f"branch {number + 1}", style="dim")
+        for node in (trace.nodes[index] for index in branch):
+            if node.message is not None:
+                calls = "".join(f"\n{call.name}({call.arguments})" for call in node.message.tool_calls)
+                line = Text(f"{node.message.role:>9}  ", style="bold")
+                yield line.append(
+                    _printable(node.message.content + calls), style="green" if node.sampled else "not bold"
+                )
+            if options.tokens:
+                versions = ", ".join(f"v{version} x {count}" for version, count in node.versions)
+                yield Text(f"           {node.token_ids} {versions}", style="dim")
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which a model may well sample and a terminal would obey."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
