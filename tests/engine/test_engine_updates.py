@@ -122,7 +122,7 @@ def test_damaged_tensors_are_named_and_the_old_weights_keep_serving(tmp_path: Pa
     save_file(tensors, file)
 
     async def body(service: EmbeddedService) -> None:
-        with pytest.raises(UpdateError, match=r"differ: model\.layers\.1\.mlp\.up_proj\.weight$"):
+        with pytest.raises(UpdateError, match=r"differ in model\.layers\.1\.mlp\.up_proj\.weight$"):
             await service.update(update)
         await serves_as_before(service, model)
 

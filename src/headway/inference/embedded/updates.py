@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 from torch import Tensor
 
 from headway.config.shared import LoraSettings
@@ -16,10 +14,6 @@ from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
 from headway.models.weights import base_parameters, load_hf_tensors
 from headway.transport.weights import make_receiver
-from headway.transport.weights.filesystem import FilesystemReceiver, read_manifest
-from headway.transport.weights.fingerprint import fingerprint_of
-
-_NAMED_AT_MOST = 8
 
 
 @dataclass(slots=True)
@@ -53,7 +47,7 @@ class Updater:
             else:
                 staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
         except HeadwayError as error:
-            raise UpdateError(f"version {update.version} was refused: {error}{_diagnosis(update)}") from None
+            raise UpdateError(f"version {update.version} was refused: {error}") from None
         return staged
 
     def take_over(self, staged: Staged) -> None:
@@ -100,18 +94,3 @@ class Updater:
         if not isinstance(alpha, int | float):
             raise HeadwayError("its alpha is unknown; start the server with --model.lora.alpha or send transport.alpha")
         return LoraSettings(rank=ranks.pop(), alpha=alpha)
-
-
-def _diagnosis(update: WeightUpdate) -> str:
-    """Which tensors are not what their manifest says, where there is one to ask."""
-    if update.transport.get("type") != "filesystem" or not isinstance(update.transport.get("path"), str):
-        return ""
-    try:
-        layout = read_manifest(Path(update.transport["path"])).layout
-        as_written = msgspec.structs.replace(update, fingerprint=layout.fingerprint)
-        found = fingerprint_of(FilesystemReceiver().receive(as_written)).sums()
-    except HeadwayError:
-        return ""
-    names = sorted(name for name, whole in layout.sums.items() if found.get(name) != whole)
-    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
-    return f"; tensors that differ: {', '.join(names[:_NAMED_AT_MOST])}{more}" if names else ""
