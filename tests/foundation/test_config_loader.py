@@ -123,6 +123,23 @@ def test_lists_are_replaced_by_files_and_patched_by_flags(tmp_path: Path) -> Non
     ]
 
 
+def test_items_of_plain_lists_are_patched_too(tmp_path: Path) -> None:
+    gates = layer(tmp_path, "a.toml", '[orchestrator]\ngates = ["a:b", "c:d"]\n')
+    resolved = load_settings(RlSettings, [*gates, "--orchestrator.gates.1", "x:y", "--orchestrator.gates.2=z:z"])
+    assert resolved.settings.orchestrator.gates == ["a:b", "x:y", "z:z"]
+    assert resolved.origin("orchestrator.gates") == str(tmp_path / "a.toml")
+    assert resolved.origin("orchestrator.engines") == "default"
+
+
+def test_flags_patch_what_earlier_flags_gave() -> None:
+    given = ["--orchestrator.envs", '[{id = "a"}]', "--orchestrator.gates", '["a:b"]']
+    settings = load(*given, "--orchestrator.envs.1.id", "b", "--orchestrator.gates.0", "c:d")
+    assert [env.id for env in settings.orchestrator.envs] == ["a", "b"]
+    assert settings.orchestrator.gates == ["c:d"]
+    message = refusal(*given, "--orchestrator.envs.3.id", "b")
+    assert message == "--orchestrator.envs.3.id: there are only 1 items; the next index is 1"
+
+
 def test_free_tables_take_any_keys_and_merge(tmp_path: Path) -> None:
     base = layer(tmp_path, "a.toml", "[inference.vllm]\na = 1\nb = {c = 2}\n")
     settings = load(*base, "--inference.vllm.b.d", "x", "--inference.vllm.e", "true")

@@ -39,4 +39,4 @@ def _show(command: str, argv: list[str]) -> None:
     if command not in COMMAND_SETTINGS:
         raise UsageError(f"no settings for {command!r}; choose one of {', '.join(COMMAND_SETTINGS)}")
     resolved = load_settings(COMMAND_SETTINGS[command], argv)
-    print(to_toml(resolved.settings, note=lambda name: resolved.origins.get(name, "default")), end="")
+    print(to_toml(resolved.settings, note=resolved.origin), end="")

@@ -3,13 +3,14 @@
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from headway.config.schema import Kind, is_none_text
-from headway.config.tree import Leaf, Tree, plant
+from headway.config.tree import Tree, opened, plant, put_item
 from headway.core.errors import UsageError
 
 
@@ -124,22 +125,13 @@ def parse_value(kind: Kind, text: str, flag: str) -> Any:
         return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for read in (_json, _toml):
-        try:
-            return read(text)
-        except ValueError:
-            continue
+    with suppress(ValueError):
+        return json.loads(text)
+    with suppress(ValueError):
+        return tomllib.loads(f"value = {text}")["value"]
     if kind.is_list or kind.is_table or kind.is_settings:
         raise UsageError(f"{flag}: cannot read {text!r}; write a JSON or TOML literal, for example {_example(kind)}")
     return text
-
-
-def _json(text: str) -> Any:
-    return json.loads(text)
-
-
-def _toml(text: str) -> Any:
-    return tomllib.loads(f"value = {text}")["value"]
 
 
 def _example(kind: Kind) -> str:
@@ -147,20 +139,23 @@ def _example(kind: Kind) -> str:
 
 
 def _assign(tree: dict[str, Tree], path: list[str], value: Tree) -> None:
+    """Put a flag's value into the tree of all flags, over what an earlier flag put there."""
     place: dict[str, Tree] | list[Tree] = tree
     for key in path[:-1]:
-        below = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
-        if isinstance(below, Leaf):
-            below = {}
-            _put(place, key, below)
+        below = opened(_get(place, key))
+        _put(place, key, below, value)
         place = below
-    _put(place, path[-1], value)
+    _put(place, path[-1], value, value)
 
 
-def _put(place: dict[str, Tree] | list[Tree], key: str, value: Tree) -> None:
-    if not isinstance(place, list):
+def _get(place: dict[str, Tree] | list[Tree], key: str) -> Tree | None:
+    if isinstance(place, dict):
+        return place.get(key)
+    return place[int(key)] if int(key) < len(place) else None
+
+
+def _put(place: dict[str, Tree] | list[Tree], key: str, value: Tree, source: Tree) -> None:
+    if isinstance(place, dict):
         place[key] = value
-    elif int(key) < len(place):
-        place[int(key)] = value
     else:
-        place.append(value)
+        put_item(place, int(key), value, source)

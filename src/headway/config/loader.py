@@ -28,6 +28,11 @@ class Resolved(Generic[S]):
     origins: dict[str, str]
     dry_run: bool = False
 
+    def origin(self, name: str) -> str:
+        """Where a setting came from; for a list that was changed item by item, where its first item did."""
+        below = (origin for path, origin in self.origins.items() if path.startswith(f"{name}."))
+        return self.origins.get(name) or next(below, DEFAULT)
+
 
 def load_settings(kind: type[S], argv: Sequence[str], *, aliases: Mapping[str, str] = {}) -> Resolved[S]:
     """Resolve `["@", "a.toml", "--trainer.optim.lr", "1e-5", ...]` against a settings class.

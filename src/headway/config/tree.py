@@ -55,13 +55,28 @@ def merge(below: Tree | None, above: Tree, kind: Kind) -> Tree:
     if isinstance(above, list):
         return [merge(_fresh(kind.item()), item, kind.item()) for item in above]
     if kind.is_list and above and all(key.isdigit() for key in above):
-        return _patch(below if isinstance(below, list) else [], above, kind)
+        return _patch(below, above, kind)
     base = dict(below) if isinstance(below, dict) else _fresh(kind)
     if kind.tags and "type" in above and _tag(above) != _tag(base):
         base = {}
     branch = kind.tagged(_tag(above) or _tag(base))
     base = base or _fresh(branch)
     return base | {key: merge(base.get(key), item, branch.child(key)) for key, item in above.items()}
+
+
+def opened(tree: Tree | None) -> dict[str, Tree] | list[Tree]:
+    """What can be set below a place: its table or list as it is, a list's items apart, else an empty table."""
+    if isinstance(tree, Leaf) and isinstance(tree.value, list):
+        return [plant(item, tree.origin) for item in tree.value]
+    return {} if tree is None or isinstance(tree, Leaf) else tree
+
+
+def put_item(items: list[Tree], index: int, item: Tree, source: Tree) -> None:
+    """Set an item, or add one right after the last. Raises UsageError, naming what `source` came from, past that."""
+    if index > len(items):
+        origin = next((f"{leaf.origin}: " for _, leaf in leaves(source)), "")
+        raise UsageError(f"{origin}there are only {len(items)} items; the next index is {len(items)}")
+    items[index : index + 1] = [item]
 
 
 def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Leaf]]:
@@ -93,13 +108,12 @@ def _tag(tree: dict[str, Tree]) -> Any:
     return leaf.value if isinstance(leaf, Leaf) else None
 
 
-def _patch(items: list[Tree], patch: dict[str, Tree], kind: Kind) -> Tree:
-    patched: list[Tree | None] = list(items)
-    for index in sorted(patch, key=int):
-        if int(index) > len(patched):
-            _, leaf = next(leaves(patch[index]))
-            raise UsageError(f"{leaf.origin}: there are only {len(patched)} items; the next one is {len(patched)}")
-        if int(index) == len(patched):
-            patched.append(None)
-        patched[int(index)] = merge(patched[int(index)], patch[index], kind.item())
-    return [item for item in patched if item is not None]
+def _patch(below: Tree | None, patch: dict[str, Tree], kind: Kind) -> Tree:
+    """A list with some items changed, by index; the index after the last one adds an item."""
+    items = opened(below)
+    patched = list(items) if isinstance(items, list) else []
+    for index in sorted(map(int, patch)):
+        above = patch[str(index)]
+        old = patched[index] if index < len(patched) else None
+        put_item(patched, index, merge(old, above, kind.item()), above)
+    return patched
