@@ -178,6 +178,7 @@ async def _evaluate(options: Options) -> "tuple[Round, list[EvalEnv]]":
 
 
 def _print_table(round_: "Round") -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
@@ -185,7 +186,8 @@ def _print_table(round_: "Round") -> None:
 
     summaries = {env: summarize([s for s in tasks if s]) for env, tasks in round_.results.items()}
     columns = sorted({name for summary in summaries.values() for name in summary if name.startswith("pass@")}, key=_k)
-    table = Table("environment", "episodes", "avg", *columns, "errors", "truncated", "tokens")
+    table = Table("environment", "episodes", "avg", *columns, "errors", "truncated", "tokens", box=SIMPLE)
+    table.columns[0].no_wrap = True
     for env, summary in summaries.items():
         shares = [f"{summary[name]:.3f}" if name in summary else "-" for name in columns]
         table.add_row(

@@ -15,6 +15,9 @@ from headway.orchestrator.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.tally import Tally
 from headway.orchestrator.training import Source
 
+SHARE_WEIGHT = 0.05
+LEAST_SHARE = 0.05
+
 log = logging.getLogger("headway.orchestrator")
 
 
@@ -34,6 +37,8 @@ class Collector:
     ) -> None:
         self.tally = Tally()
         self.scoring: dict[str, OpenGroup] = {}
+        self.useful_share = 1.0
+        """Share of recent episodes that could be trained: how much to expect of those on their way."""
         self._ready, self._filters, self._gates, self._seq_len = ready, filters, gates, seq_len
         self._version, self._health, self._changed = version, health, changed
         self._tasks: set[asyncio.Task[None]] = set()
@@ -48,6 +53,7 @@ class Collector:
             # Episodes of cancelled groups are counted where they are cancelled.
             if not group.cancelled:
                 self.tally.dropped["failed"] += group.size
+                self._learn_share(0, group.size)
             self._changed()
             return
         self.scoring[group.id] = group
@@ -83,10 +89,15 @@ class Collector:
         verdict = judge(group, self._filters, self._seq_len, self._gates)
         self.tally.samples_dropped.update(verdict.dropped)
         self._health.saw_group(len(rollouts), useful=verdict.cause != "zero_advantage")
+        self._learn_share(0 if verdict.cause else verdict.episodes, settled.size)
         if verdict.cause is not None:
             self.tally.dropped[verdict.cause] += len(rollouts)
             return
         self._ready.add(ReadyGroup(group, verdict.samples, verdict.episodes, version, settled.task_index))
+
+    def _learn_share(self, useful: int, episodes: int) -> None:
+        moved = self.useful_share + SHARE_WEIGHT * (useful / episodes - self.useful_share)
+        self.useful_share = max(LEAST_SHARE, moved)
 
     def _done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)

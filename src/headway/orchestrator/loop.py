@@ -171,7 +171,8 @@ class Orchestrator:
         now = self.parts.clock()
         values = self.tally.values(now - self._step_began) | batch_values(groups, self.step)
         values |= {
-            "in_flight": float(self.dispatcher.in_flight),
+            "in_flight": self.tally.mean_in_flight(self.dispatcher.in_flight),
+            "useful_share": self.collector.useful_share,
             "concurrency_cap": float(self.control.cap),
             "ready_episodes": float(self.ready.episodes),
             "version": float(self.newest_version),
@@ -191,9 +192,8 @@ class Orchestrator:
         self.training.cancelled.clear()
 
     def _may_open(self, open_episodes: int) -> bool:
-        ready = self.ready.episodes
-        outstanding = open_episodes + self.collector.outstanding + ready
-        return may_open_group(self.step, self.parts.fleet.version, ready, outstanding, self.limits)
+        coming = (open_episodes + self.collector.outstanding) * self.collector.useful_share
+        return may_open_group(self.step, self.parts.fleet.version, self.ready.episodes, coming, self.limits)
 
     def _settled(self, group: OpenGroup) -> None:
         self.collector.add(group, self.training.sources[group.env])
@@ -221,6 +221,7 @@ class Orchestrator:
         """Forever: let what the engines report decide how many episodes are in flight."""
         while True:
             await asyncio.sleep(STEER_SECONDS)
+            self.tally.in_flight.append(self.dispatcher.in_flight)
             load = self.parts.fleet.load(self.dispatcher.in_flight, self.dispatcher.finished)
             if load is None:
                 continue

@@ -33,12 +33,12 @@ def usable_batches(step: int, version: int, limits: Limits) -> int:
     return max(0, min(version + limits.max_lag + 1, limits.max_steps) - step + 1)
 
 
-def may_open_group(step: int, version: int, ready: int, outstanding: int, limits: Limits) -> bool:
-    """Whether one more group is wanted, with `ready` episodes waiting for batch `step` and `outstanding` in all.
+def may_open_group(step: int, version: int, ready: int, coming: float, limits: Limits) -> bool:
+    """Whether one more group is wanted, with `ready` episodes waiting for batch `step` and `coming` expected.
 
     A full batch that waits for the trainer stops new work (it would only grow stale), and there is never more
-    on the way than batches can use.
+    expected than batches can use.
     """
     if ready >= limits.batch_size:
         return False
-    return outstanding < limits.batch_size * usable_batches(step, version, limits)
+    return ready + coming < limits.batch_size * usable_batches(step, version, limits)

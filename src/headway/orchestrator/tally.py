@@ -34,6 +34,7 @@ class Tally:
         self.turns: list[int] = []
         self.truncated = 0
         self.wait_seconds = 0.0
+        self.in_flight: list[int] = []
         self.updates: list[WeightReply] = []
         self.parts: defaultdict[str, list[float]] = defaultdict(list)
 
@@ -55,6 +56,9 @@ class Tally:
                 self.truncated += trace.truncated
                 for name, value in {**trace.rewards, **trace.metrics}.items():
                     self.parts[f"{group.env}/{name}"].append(value)
+
+    def mean_in_flight(self, now: int) -> float:
+        return float(np.mean([*self.in_flight, now]))
 
     def values(self, seconds: float) -> dict[str, float]:
         """The metrics of the step that took `seconds`."""
