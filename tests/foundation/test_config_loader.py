@@ -232,6 +232,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
     assert refusal("@", str(missing)).startswith(f"{missing}: no such file")
     assert refusal("@", str(tmp_path)).startswith(f"{tmp_path}: cannot read it: Is a directory")
+    assert refusal("@", "a\0b") == "'a\\x00b' cannot be a file: embedded null byte"
     assert "is not valid TOML" in refusal(*layer(tmp_path, "broken.toml", "seed = \n"))
     assert "line 1" in refusal(*layer(tmp_path, "broken.toml", "seed = \n"))
     binary = tmp_path / "binary.toml"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from headway.config.base import Settings
+from headway.config.flags import dotted_names
 from headway.config.loader import load_settings, write_settings
 from headway.config.rl import RlSettings
 from headway.config.schema import Kind
@@ -140,3 +141,37 @@ def test_a_later_file_and_flags_win_over_an_earlier_file_alike(below: dict[str, 
         layered = outcome(Zoo, ["@", str(first), "@", str(second)])
         assert layered is not None
         assert layered == outcome(Zoo, ["@", str(first), *flags(above, Kind(Zoo), whole_lists=True)])
+
+
+words = st.one_of(
+    st.sampled_from(
+        ["@", "--", "-", "--no-", "--dry-run", "none", "{}", "[]", "[1", "true", "-1", "x=y", "--=", "--.=1"]
+    ),
+    st.builds(
+        "--{}{}".format, st.sampled_from(dotted_names(Kind(RlSettings))), st.sampled_from(["", ".", ".0", ".x", "="])
+    ),
+    st.builds("--{}={}".format, st.sampled_from(dotted_names(Kind(RlSettings))), anything.map(json.dumps)),
+    st.builds("--no-{}".format, st.sampled_from(dotted_names(Kind(RlSettings)))),
+    st.text(max_size=5),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(argv=st.lists(words, max_size=6))
+def test_any_command_line_resolves_or_is_refused_in_words(argv: list[str]) -> None:
+    try:
+        load_settings(RlSettings, argv)
+    except UsageError as error:
+        assert str(error)
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=st.dictionaries(st.one_of(names, st.sampled_from(list(RlSettings.model_fields))), anything, max_size=4))
+def test_any_file_resolves_or_is_refused_in_words(table: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.toml"
+        path.write_text(dump(table))
+        try:
+            load_settings(RlSettings, ["@", str(path)])
+        except UsageError as error:
+            assert str(error)
