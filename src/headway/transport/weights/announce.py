@@ -1,6 +1,7 @@
 """Announcements: one small JSON file per published version, written last, so that what is announced is there."""
 
 import re
+import shutil
 
 import msgspec
 
@@ -47,4 +48,6 @@ def announced(paths: RunPaths) -> list[int]:
 
 
 def withdraw(paths: RunPaths, version: int) -> None:
+    """Take back an announcement, and the files that it spoke of where there are any."""
     paths.announcement(version).unlink(missing_ok=True)
+    shutil.rmtree(paths.version(version), ignore_errors=True)

@@ -8,6 +8,7 @@ out, and nobody else notices.
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from headway.config.shared import CollectiveWeights
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights.announce import announce, withdraw
+from headway.transport.weights.announce import announce, announced, withdraw
+from headway.transport.weights.arena import SLAB_BYTES
 from headway.transport.weights.base import NamedTensors
 from headway.transport.weights.layout import Assembler, Layout, gather_layout
 from headway.transport.weights.pairing import connect_store, open_store, pair
@@ -35,14 +37,16 @@ _REQUESTS = "requests"
 class CollectiveSender:
     """Rank 0 holds the store; every rank holds and sends its own shards."""
 
-    def __init__(self, settings: CollectiveWeights, paths: RunPaths, policy: str = "policy") -> None:
+    def __init__(
+        self, settings: CollectiveWeights, paths: RunPaths, policy: str = "policy", slab_bytes: int = SLAB_BYTES
+    ) -> None:
         self._paths = paths
         self._policy = policy
         self._host = settings.host
         self._rank, self._ranks = rank_and_ranks()
         self._master = open_store(self._host) if self._rank == 0 else None
         self._port = on_rank_zero(lambda: self._master.port if self._master else 0)
-        self._shelf = Shelf(lambda slab, size: torch.empty(size, dtype=torch.uint8))
+        self._shelf = Shelf(lambda slab, size: torch.empty(size, dtype=torch.uint8), slab_bytes)
         self._last: WeightUpdate | None = None
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights", daemon=True)
@@ -50,13 +54,15 @@ class CollectiveSender:
 
     def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
         arena = self._shelf.spare()
+        if self._last is not None:
+            self._retire()
         mine = arena.fill(shards(tensors, self._rank, self._ranks), self._rank)
         layout = gather_layout(mine, self._ranks)
-        gone = self._shelf.put(version, layout, arena)
+        self._shelf.put(version, layout, arena)
         barrier()  # an engine that reads the announcement finds every rank ready
         transport = {"type": "collective", "backend": "gloo", "host": self._host, "port": self._port}
         update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter)
-        on_rank_zero(lambda: self._post(update, layout, gone))
+        on_rank_zero(lambda: self._post(update, layout))
         self._last = update
         return update
 
@@ -71,13 +77,18 @@ class CollectiveSender:
         self._shelf.clear()
         self._master = None
 
-    def _post(self, update: WeightUpdate, layout: Layout, gone: list[int]) -> None:
+    def _post(self, update: WeightUpdate, layout: Layout) -> None:
         assert self._master is not None
         self._master.set(_layout_key(update.version), msgspec.json.encode(layout).decode())
         announce(self._paths, update)
-        for version in gone:
-            withdraw(self._paths, version)
-            self._master.delete_key(_layout_key(version))
+        self._retire()
+
+    def _retire(self) -> None:
+        """Take back what can be fetched no longer, before its memory is used again."""
+        if self._master is not None:
+            for version in set(announced(self._paths)) - set(self._shelf.offered):
+                withdraw(self._paths, version)
+                self._master.delete_key(_layout_key(version))
 
     def _watch(self) -> None:
         """Start a thread per request, until told to stop or until rank 0 and its store are gone."""
@@ -110,36 +121,38 @@ class CollectiveSender:
             _log.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
 
 
-class CollectiveReceiver:
-    """Asks the trainer for a version and takes each rank's pieces as they come."""
-
-    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-        where = update.transport
-        if where["backend"] != "gloo":
-            raise HeadwayError(f"this engine cannot receive weights by {where['backend']!r}, only by 'gloo'")
-        try:
-            yield from _fetch(update.version, where["host"], where["port"])
-        except RuntimeError as error:
-            raise HeadwayError(
-                f"version {update.version} could not be fetched from the trainer at {where['host']}:{where['port']}: "
-                f"{_first_line(error)}"
-            ) from error
-
-    def close(self) -> None: ...
+def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
+    """Ask the trainer for a version and take each rank's pieces as they come."""
+    host, port, backend = (update.transport[key] for key in ("host", "port", "backend"))
+    if backend != "gloo":
+        raise HeadwayError(f"this engine cannot receive weights by {backend!r}, only by 'gloo'")
+    with _explained(update.version, host, port):
+        store = connect_store(host, port)
+        if not store.check([_layout_key(update.version)]):
+            raise HeadwayError(f"the trainer no longer holds version {update.version}; ask for the latest one")
+        layout = msgspec.json.decode(store.get(_layout_key(update.version)), type=Layout)
+        return layout, _receive(store, layout, update.version, host, port)
 
 
-def _fetch(version: int, host: str, port: int) -> Iterator[tuple[str, Tensor]]:
-    store = connect_store(host, port)
-    if not store.check([_layout_key(version)]):
-        raise HeadwayError(f"the trainer no longer holds version {version}; ask for the latest one")
-    layout = msgspec.json.decode(store.get(_layout_key(version)), type=Layout)
-    request = store.add(_REQUESTS, 1) - 1
-    store.set(_request_key(request), str(version))
-    assembler = Assembler(layout)
-    for rank, pieces in enumerate(layout.pieces):
-        group = pair(store, _group_name(request, rank), 1, host) if any(pieces) else None
-        for piece, data in enumerate(_receive_pieces(group, pieces)):
-            yield from assembler.piece(rank, piece, data)
+def _receive(store: Any, layout: Layout, version: int, host: str, port: int) -> Iterator[tuple[str, Tensor]]:
+    with _explained(version, host, port):
+        request = store.add(_REQUESTS, 1) - 1
+        store.set(_request_key(request), str(version))
+        assembler = Assembler(layout)
+        for rank, pieces in enumerate(layout.pieces):
+            group = pair(store, _group_name(request, rank), 1, host) if any(pieces) else None
+            for piece, data in enumerate(_receive_pieces(group, pieces)):
+                yield from assembler.piece(rank, piece, data)
+
+
+@contextmanager
+def _explained(version: int, host: str, port: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise HeadwayError(
+            f"version {version} could not be fetched from the trainer at {host}:{port}: {_first_line(error)}"
+        ) from error
 
 
 def _receive_pieces(group: Any, pieces: list[int]) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.fingerprint import Fingerprint
+from headway.transport.weights.fingerprint import Fingerprint, TensorSum
 from headway.transport.weights.layout import Layout, Part, RankParts, gather_layout, torch_dtype
 from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
 from headway.transport.weights.shards import Shard, shards
@@ -60,20 +60,11 @@ class FilesystemSender:
         """Published versions stay: engines that start later read them."""
 
 
-class FilesystemReceiver:
-    """Reads a version's folder, whole tensors stitched from the ranks' rows. Files are mapped, not copied."""
-
-    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-        folder = Path(update.transport["path"])
-        layout = read_manifest(folder).layout
-        if layout.fingerprint != update.fingerprint:
-            raise HeadwayError(f"{folder} holds {layout.fingerprint}, not the announced {update.fingerprint}")
-        try:
-            yield from _read(folder, layout)
-        except (OSError, SafetensorError) as error:
-            raise HeadwayError(f"{folder}: version {update.version} is not whole ({error})") from error
-
-    def close(self) -> None: ...
+def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
+    """What a version's folder holds, whole tensors stitched from the ranks' rows. Files are mapped, not copied."""
+    folder = Path(update.transport["path"])
+    layout = read_manifest(folder).layout
+    return layout, _read(folder, layout)
 
 
 def transport_of(folder: Path) -> dict[str, Any]:
@@ -110,15 +101,12 @@ def release(paths: RunPaths, layout: Layout, update: WeightUpdate, keep_last: in
     """
     folder = paths.version(update.version)
     write_atomic(aside(folder) / MANIFEST, msgspec.json.encode(Manifest(update.version, layout)))
-    if folder.exists():
-        withdraw(paths, update.version)
-        shutil.rmtree(folder)
+    withdraw(paths, update.version)
     aside(folder).rename(folder)
     sync_directory(folder.parent)
     announce(paths, update)
     for version in announced(paths)[: -max(keep_last, 2)]:
         withdraw(paths, version)
-        shutil.rmtree(paths.version(version), ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -130,19 +118,22 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _read(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-    ranks = {part.rank for parts in layout.parts.values() for part in parts}
-    files: dict[int, Any] = {rank: safe_open(folder / _file(rank), framework="pt") for rank in ranks}
-    for name, parts in layout.parts.items():
-        whole = layout.sums[name]
-        if len(parts) == 1 and parts[0].count == prod(whole.shape):
-            yield name, files[parts[0].rank].get_tensor(name).view(whole.shape)
-            continue
-        if sum(part.count for part in parts) != prod(whole.shape):
-            raise HeadwayError(f"{folder}: the parts of {name} do not add up to {whole.shape}")
-        out = torch.empty(prod(whole.shape), dtype=torch_dtype(whole.dtype))
-        for part in parts:
-            out[part.offset : part.offset + part.count] = files[part.rank].get_tensor(name).view(-1)
-        yield name, out.view(whole.shape)
+    try:
+        ranks = {part.rank for parts in layout.parts.values() for part in parts}
+        files: dict[int, Any] = {rank: safe_open(folder / _file(rank), framework="pt") for rank in ranks}
+        for name, parts in layout.parts.items():
+            whole = layout.sums[name]
+            pieces = [files[part.rank].get_tensor(name).view(-1) for part in parts]
+            yield name, (pieces[0] if len(pieces) == 1 else _stitched(pieces, parts, whole)).view(whole.shape)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise HeadwayError(f"{folder}: the version there is not whole ({error})") from error
+
+
+def _stitched(pieces: list[Tensor], parts: list[Part], whole: TensorSum) -> Tensor:
+    out = torch.empty(prod(whole.shape), dtype=torch_dtype(whole.dtype))
+    for piece, part in zip(pieces, parts, strict=True):
+        out[part.offset : part.offset + part.count] = piece
+    return out
 
 
 def _file(rank: int) -> str:

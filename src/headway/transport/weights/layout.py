@@ -1,6 +1,6 @@
 """Where tensors lie: which parts of which tensors each rank holds, and the fingerprint over all of them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 import msgspec
@@ -94,7 +94,3 @@ class Assembler:
                 yield name, tensor.view(whole.shape)
             else:
                 self._open[name] = (tensor, missing - part.count)
-
-    @property
-    def incomplete(self) -> Iterable[str]:
-        return self._open.keys()

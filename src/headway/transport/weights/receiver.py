@@ -1,13 +1,21 @@
 """An engine's side of all transports: fetch by the way that an update names, and prove what came."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
-from headway.transport.weights.base import WeightReceiver
-from headway.transport.weights.fingerprint import Fingerprint
+from headway.transport.weights.fingerprint import Fingerprint, TensorSum
+from headway.transport.weights.layout import Layout
+
+Fetched = tuple[Layout, Iterator[tuple[str, Tensor]]]
+Fetch = Callable[[WeightUpdate], Fetched]
+"""What every transport's module offers: what is to come, and the tensors as they come."""
+
+WAYS = ("filesystem", "shared_memory", "collective")
+_NAMED = 5
 
 
 class Receiver:
@@ -17,46 +25,46 @@ class Receiver:
     HeadwayError is raised. So an engine keeps what it gets aside until the iterator ends, and then swaps.
     """
 
-    def __init__(self) -> None:
-        self._ways: dict[str, WeightReceiver] = {}
-
     def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-        fingerprint = Fingerprint()
+        fetch = _way(update)
         try:
-            for name, tensor in self._way(update).receive(update):
-                fingerprint.add(name, tensor)
-                yield name, tensor
+            layout, tensors = fetch(update)
         except KeyError as error:
             raise HeadwayError(f"the update to version {update.version} lacks transport.{error.args[0]}") from error
-        if fingerprint.hexdigest() != update.fingerprint:
+        if layout.fingerprint != update.fingerprint:
             raise HeadwayError(
-                f"weights of version {update.version} have fingerprint {fingerprint.hexdigest()}, "
-                f"not the announced {update.fingerprint}; they are refused"
+                f"version {update.version} has fingerprint {layout.fingerprint} where it lies, "
+                f"not the announced {update.fingerprint}; it is refused"
             )
+        fingerprint = Fingerprint()
+        for name, tensor in tensors:
+            fingerprint.add(name, tensor)
+            yield name, tensor
+        _prove(fingerprint, layout, update)
 
     def close(self) -> None:
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
-
-    def _way(self, update: WeightUpdate) -> WeightReceiver:
-        kind = str(update.transport.get("type"))
-        if kind not in self._ways:
-            self._ways[kind] = _make(kind)
-        return self._ways[kind]
+        """Nothing stays open between two updates."""
 
 
-def _make(kind: str) -> WeightReceiver:
-    if kind == "filesystem":
-        from headway.transport.weights.filesystem import FilesystemReceiver
+def _way(update: WeightUpdate) -> Fetch:
+    kind = update.transport.get("type")
+    if kind not in WAYS:
+        raise HeadwayError(f"unknown weight transport {kind!r}; this engine knows {', '.join(WAYS)}")
+    fetch: Fetch = import_module(f"headway.transport.weights.{kind}").fetch
+    return fetch
 
-        return FilesystemReceiver()
-    if kind == "shared_memory":
-        from headway.transport.weights.shared_memory import SharedMemoryReceiver
 
-        return SharedMemoryReceiver()
-    if kind == "collective":
-        from headway.transport.weights.collective import CollectiveReceiver
+def _prove(fingerprint: Fingerprint, layout: Layout, update: WeightUpdate) -> None:
+    if fingerprint.hexdigest() == update.fingerprint:
+        return
+    names = differing(fingerprint.sums(), layout.sums)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    raise HeadwayError(
+        f"weights of version {update.version} arrived with fingerprint {fingerprint.hexdigest()} instead of "
+        f"{update.fingerprint} and are refused; they differ in {', '.join(names[:_NAMED])}{more}"
+    )
 
-        return CollectiveReceiver()
-    raise HeadwayError(f"unknown weight transport {kind!r}; this engine knows filesystem, shared_memory, collective")
+
+def differing(some: dict[str, TensorSum], others: dict[str, TensorSum]) -> list[str]:
+    """Names of tensors that are not the same on both sides, or only on one."""
+    return sorted(name for name in some | others if some.get(name) != others.get(name))

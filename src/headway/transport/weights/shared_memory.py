@@ -92,25 +92,25 @@ class SharedMemorySender:
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-class SharedMemoryReceiver:
-    """Copies tensors out of the trainer's segments, and makes sure that they weren't written over meanwhile."""
+def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
+    """Copies of the tensors in the trainer's segments, which must not have been written over meanwhile."""
+    prefix, buffer, host = (update.transport[key] for key in ("prefix", "buffer", "host"))
+    if host != socket.gethostname():
+        raise HeadwayError(
+            f"weights are in the memory of {host}, this engine runs on {socket.gethostname()}; "
+            'set weights.type = "collective" or "filesystem"'
+        )
+    table = _table(prefix, buffer)
+    layout = _posted(table, update).layout
+    return layout, _read(prefix, buffer, layout, update)
 
-    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
-        prefix, buffer = update.transport["prefix"], update.transport["buffer"]
-        if update.transport["host"] != socket.gethostname():
-            raise HeadwayError(
-                f"weights are in the memory of {update.transport['host']}, this engine runs on "
-                f'{socket.gethostname()}; set weights.type = "collective" or "filesystem"'
-            )
-        table = _table(prefix, buffer)
-        layout = _posted(table, update).layout
-        assembler = Assembler(layout)
-        for rank, pieces in enumerate(layout.pieces):
-            for piece, size in enumerate(pieces):
-                yield from assembler.piece(rank, piece, _map(_segment(prefix, buffer, rank, piece), size))
-        _posted(table, update)
 
-    def close(self) -> None: ...
+def _read(prefix: str, buffer: int, layout: Layout, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
+    assembler = Assembler(layout)
+    for rank, pieces in enumerate(layout.pieces):
+        for piece, size in enumerate(pieces):
+            yield from assembler.piece(rank, piece, _map(_segment(prefix, buffer, rank, piece), size))
+    _posted(_table(prefix, buffer), update)
 
 
 def sweep() -> None:
@@ -125,7 +125,7 @@ def _posted(table: Path, update: WeightUpdate) -> _Posted:
     """The table of the update's buffer. Raises HeadwayError when the buffer holds, by now, something else."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
         posted = msgspec.json.decode(table.read_bytes(), type=_Posted)
-        if posted.version == update.version and posted.layout.fingerprint == update.fingerprint:
+        if posted.version == update.version:
             return posted
     raise HeadwayError(f"version {update.version} is no longer in shared memory; ask for the latest one")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headway.transport.weights.arena import Allocate, Arena
+from headway.transport.weights.arena import SLAB_BYTES, Allocate, Arena
 from headway.transport.weights.layout import Layout
 
 _KEPT = 2
@@ -22,8 +22,8 @@ class Held:
 class Shelf:
     """Thread-safe. A new version never waits for readers of an old one: it then gets an arena of its own."""
 
-    def __init__(self, allocate: Allocate) -> None:
-        self._allocate = allocate
+    def __init__(self, allocate: Allocate, slab_bytes: int = SLAB_BYTES) -> None:
+        self._allocate, self._slab_bytes = allocate, slab_bytes
         self._lock = threading.Lock()
         self._held: list[Held] = []
 
@@ -34,16 +34,19 @@ class Shelf:
                 if not held.readers:
                     self._held.remove(held)
                     return held.arena
-        return Arena(self._allocate)
+        return Arena(self._allocate, self._slab_bytes)
 
-    def put(self, version: int, layout: Layout, arena: Arena) -> list[int]:
-        """Hold a filled arena as the newest version. Returns the versions that are offered no longer."""
+    def put(self, version: int, layout: Layout, arena: Arena) -> None:
+        """Hold a filled arena as the newest version."""
         with self._lock:
-            replaced = [held.version for held in self._held if held.version >= version]
             self._held = [held for held in self._held if held.version < version]
             self._held.append(Held(version, layout, arena))
-            dropped = [held.version for held in self._held[:-_KEPT]]
-            return dropped + [old for old in replaced if old != version]
+
+    @property
+    def offered(self) -> list[int]:
+        """Versions that may be asked for."""
+        with self._lock:
+            return [held.version for held in self._held[-_KEPT:]]
 
     @contextmanager
     def borrow(self, version: int) -> Iterator[Held | None]:

@@ -1,0 +1,114 @@
+"""Several ranks publish together: each sends its own rows, and the engine can't tell."""
+
+import multiprocessing
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights
+from headway.core.protocol import WeightUpdate
+from headway.core.runs import RunPaths
+from headway.transport.weights import make_receiver, make_sender
+from headway.transport.weights.announce import latest
+from headway.transport.weights.fingerprint import fingerprint_of
+
+RANKS = 4
+SETTINGS = {
+    "filesystem": FilesystemWeights(),
+    "shared_memory": SharedMemoryWeights(),
+    "collective": CollectiveWeights(),
+}
+
+
+def _whole(version: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "uneven": torch.randn(7, 3, generator=generator),
+        "fewer.rows.than.ranks": torch.randn(2, 5, generator=generator).bfloat16(),
+        "bias": torch.randn(9, generator=generator).bfloat16(),
+        "replicated": torch.randn(4, 4, generator=generator),
+        "plain.0": torch.randn(30, generator=generator),
+        "plain.1": torch.randn(31, generator=generator).half(),
+        "hybrid": torch.randn(8, 2, generator=generator),
+    }
+
+
+def _laid_out(version: int) -> dict[str, Tensor]:
+    line = init_device_mesh("cpu", (RANKS,))
+    grid = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
+    whole = _whole(version)
+    for name in ("uneven", "fewer.rows.than.ranks", "bias"):
+        whole[name] = distribute_tensor(whole[name], line, [Shard(0)])
+    whole["replicated"] = distribute_tensor(whole["replicated"], line, [Replicate()])
+    whole["hybrid"] = distribute_tensor(whole["hybrid"], grid, [Replicate(), Shard(0)])
+    return whole
+
+
+def _rank(rank: int, root: str, kinds: list[str], fetched: Event) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=RANKS)
+    senders = {kind: make_sender(SETTINGS[kind], RunPaths(Path(root) / kind)) for kind in kinds}
+    for version in (1, 2):
+        for sender in senders.values():
+            sender.publish(version, _laid_out(version).items())
+    (Path(root) / f"ready_{rank}").touch()
+    fetched.wait(60)
+    for sender in senders.values():
+        sender.close()
+    dist.destroy_process_group()
+
+
+def _check(update: WeightUpdate | None) -> None:
+    assert update is not None
+    assert update.version == 2
+    received = dict(make_receiver().receive(update))
+    assert update.fingerprint == fingerprint_of(_whole(2).items()).hexdigest()
+    assert all(torch.equal(received[name], tensor) for name, tensor in _whole(2).items())
+    assert received.keys() == _whole(2).keys()
+
+
+def test_ranks_publish_their_rows_over_every_transport(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    fetched = context.Event()
+    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), list(SETTINGS), fetched)) for r in range(RANKS)]
+    for process in ranks:
+        process.start()
+    try:
+        while not all((tmp_path / f"ready_{rank}").exists() for rank in range(RANKS)):
+            for process in ranks:
+                process.join(0.1)
+                assert process.exitcode is None, "a rank failed before it published"
+        for kind in SETTINGS:
+            _check(latest(RunPaths(tmp_path / kind)))
+        files = sorted(path.name for path in RunPaths(tmp_path / "filesystem").version(2).glob("rank_*"))
+        assert len(files) == RANKS, "every rank writes its own part"
+    finally:
+        fetched.set()
+        for process in ranks:
+            process.join(60)
+    assert [process.exitcode for process in ranks] == [0] * RANKS
+    for kind in SETTINGS:
+        update = latest(RunPaths(tmp_path / kind))
+        assert update is not None
+        assert update.transport["type"] == "filesystem", "the last version is kept on disk when the trainer leaves"
+        _check(update)
+
+
+def test_columns_cannot_be_sent() -> None:
+    from headway.core.errors import HeadwayError
+    from headway.transport.weights.shards import shards
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        split = distribute_tensor(torch.ones(2, 2), mesh, [Shard(1)])
+        with pytest.raises(HeadwayError, match="sharded over their rows"):
+            list(shards([("w", split)], 0, 1))
+    finally:
+        dist.destroy_process_group()

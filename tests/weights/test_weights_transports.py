@@ -1,0 +1,291 @@
+"""Every transport brings the same tensors, whole or not at all, and says so when it can't."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights, WeightTransport
+from headway.core.errors import HeadwayError
+from headway.core.protocol import WeightUpdate
+from headway.core.runs import RunPaths
+from headway.transport.weights import make_receiver, make_sender, pairing, shared_memory
+from headway.transport.weights.announce import announced, latest, withdraw
+from headway.transport.weights.collective import CollectiveSender
+from headway.transport.weights.fingerprint import fingerprint_of
+
+TRANSPORTS = [FilesystemWeights(), SharedMemoryWeights(), CollectiveWeights()]
+every_transport = pytest.mark.parametrize("settings", TRANSPORTS, ids=lambda settings: settings.type)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairing, "TIMEOUT", pairing.timedelta(seconds=5))
+
+
+def _weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(33, 65, generator=generator)
+    return {
+        "embed": matrix,
+        "layers.0.w": torch.randn(1000, 7, generator=generator).bfloat16(),
+        "layers.0.strided": matrix.t(),
+        "layers.1.half": torch.randn(11, generator=generator).half(),
+        "layers.1.eight": torch.randn(13, generator=generator).to(torch.float8_e4m3fn),
+        "ints": torch.arange(5),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "tied": matrix,
+    }
+
+
+def _same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
+    assert received.keys() == sent.keys()
+    assert all(received[n].dtype == t.dtype and received[n].shape == t.shape for n, t in sent.items())
+    return fingerprint_of(received.items()).hexdigest() == fingerprint_of(sent.items()).hexdigest()
+
+
+def _receive(update: WeightUpdate) -> dict[str, Tensor]:
+    return dict(make_receiver().receive(update))
+
+
+@every_transport
+def test_an_engine_gets_what_the_trainer_published(settings: WeightTransport, paths: RunPaths) -> None:
+    sender = make_sender(settings, paths)
+    for version in range(4):
+        update = sender.publish(version, _weights(version).items())
+        assert update == latest(paths)
+        assert update.version == version
+        assert update.fingerprint == fingerprint_of(_weights(version).items()).hexdigest()
+        assert _same(_receive(update), _weights(version))
+    sender.close()
+
+
+@every_transport
+def test_the_version_before_the_newest_can_still_be_fetched_and_older_ones_are_gone(
+    settings: WeightTransport, paths: RunPaths
+) -> None:
+    sender = make_sender(settings, paths)
+    updates = [sender.publish(version, _weights(version).items()) for version in range(5)]
+    assert _same(_receive(updates[3]), _weights(3))
+    with pytest.raises(HeadwayError):
+        _receive(updates[0])
+    assert announced(paths) == [3, 4]
+    sender.close()
+
+
+@every_transport
+def test_received_tensors_outlive_later_versions(settings: WeightTransport, paths: RunPaths) -> None:
+    sender = make_sender(settings, paths)
+    received = _receive(sender.publish(0, _weights(0).items()))
+    for version in range(1, 4):
+        sender.publish(version, _weights(version).items())
+    sender.close()
+    assert _same(received, _weights(0))
+
+
+@every_transport
+def test_the_last_version_outlives_the_trainer(settings: WeightTransport, paths: RunPaths) -> None:
+    sender = make_sender(settings, paths)
+    sender.publish(6, _weights(5).items())
+    sender.publish(7, _weights(7).items(), adapter="tenant")
+    sender.close()
+    update = latest(paths)
+    assert update is not None
+    assert (update.version, update.adapter) == (7, "tenant")
+    assert _same(_receive(update), _weights(7))
+
+
+@every_transport
+def test_an_adapter_travels_under_its_name(settings: WeightTransport, paths: RunPaths) -> None:
+    sender = make_sender(settings, paths, "tutor")
+    update = sender.publish(1, {"lora_A": torch.ones(2, 3)}.items(), adapter="tenant")
+    assert (update.policy, update.adapter) == ("tutor", "tenant")
+    assert _receive(update)["lora_A"].tolist() == [[1.0] * 3] * 2
+    sender.close()
+
+
+@every_transport
+def test_a_run_that_goes_back_to_a_checkpoint_publishes_over_its_future(
+    settings: WeightTransport, paths: RunPaths
+) -> None:
+    first = make_sender(settings, paths)
+    for version in range(6):
+        first.publish(version, _weights(version).items())
+    first.close()
+    second = make_sender(settings, paths)
+    update = second.publish(4, _weights(40).items())
+    assert latest(paths) == update
+    assert _same(_receive(update), _weights(40))
+    update = second.publish(5, _weights(50).items())
+    assert _same(_receive(update), _weights(50))
+    second.close()
+
+
+@every_transport
+def test_weights_with_another_fingerprint_are_refused(settings: WeightTransport, paths: RunPaths) -> None:
+    sender = make_sender(settings, paths)
+    update = sender.publish(1, _weights(1).items())
+    wrong = WeightUpdate(1, "0" * 32, update.transport)
+    with pytest.raises(HeadwayError):
+        _receive(wrong)
+    sender.close()
+
+
+def test_a_flipped_bit_on_disk_is_found_and_its_tensor_named(paths: RunPaths) -> None:
+    update = make_sender(FilesystemWeights(), paths).publish(1, _weights(1).items())
+    file = paths.version(1) / "rank_00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 4
+    file.write_bytes(bytes(data))
+    with pytest.raises(HeadwayError, match=r"fingerprint .*; they differ in \w"):
+        _receive(update)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 3000])
+def test_a_truncated_file_is_refused(paths: RunPaths, keep: int) -> None:
+    update = make_sender(FilesystemWeights(), paths).publish(1, _weights(1).items())
+    file = paths.version(1) / "rank_00000.safetensors"
+    os.truncate(file, keep)
+    with pytest.raises(HeadwayError, match="not whole"):
+        _receive(update)
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "manifest.json"])
+def test_a_missing_file_is_refused(paths: RunPaths, name: str) -> None:
+    update = make_sender(FilesystemWeights(), paths).publish(1, _weights(1).items())
+    (paths.version(1) / name).unlink()
+    with pytest.raises(HeadwayError):
+        _receive(update)
+
+
+def test_more_versions_are_kept_on_request(paths: RunPaths) -> None:
+    sender = make_sender(FilesystemWeights(keep_last=4), paths)
+    for version in range(7):
+        sender.publish(version, _weights(version).items())
+    assert announced(paths) == [3, 4, 5, 6]
+    assert sorted(entry.name for entry in paths.weights.iterdir() if entry.is_dir()) == [
+        f"v{version:06d}" for version in (3, 4, 5, 6)
+    ]
+
+
+def test_a_broken_announcement_is_named(paths: RunPaths) -> None:
+    make_sender(FilesystemWeights(), paths).publish(2, _weights(1).items())
+    paths.announcement(2).write_text("{")
+    with pytest.raises(HeadwayError, match="not a weight announcement"):
+        latest(paths)
+    withdraw(paths, 2)
+    assert latest(paths) is None
+
+
+@pytest.mark.parametrize("transport", [{"type": "pigeon"}, {}, {"type": "filesystem"}, {"type": "shared_memory"}])
+def test_a_transport_that_cannot_be_is_refused(transport: dict[str, str]) -> None:
+    with pytest.raises(HeadwayError):
+        _receive(WeightUpdate(1, "0" * 32, transport))
+
+
+def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / f"leaves-nothing-{os.getpid()}")
+    sender = make_sender(SharedMemoryWeights(), paths)
+    for version in range(3):
+        sender.publish(version, _weights(version).items())
+    prefix = latest(paths).transport["prefix"]  # type: ignore[union-attr]
+    folder = shared_memory._folder()
+    assert len(list(folder.glob(f"{prefix}-*"))) == 4
+    sender.close()
+    assert not list(folder.glob(f"{prefix}-*"))
+
+
+def test_a_buffer_that_is_written_over_while_it_is_read_is_refused(paths: RunPaths) -> None:
+    sender = make_sender(SharedMemoryWeights(), paths)
+    reading = make_receiver().receive(sender.publish(0, _weights(0).items()))
+    next(reading)
+    for version in (1, 2):
+        sender.publish(version, _weights(version).items())
+    with pytest.raises(HeadwayError, match=r"no longer in shared memory|fingerprint"):
+        list(reading)
+    sender.close()
+
+
+def _publish_and_die(root: str) -> None:
+    make_sender(SharedMemoryWeights(), RunPaths(Path(root))).publish(0, [("w", torch.ones(9))])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_segments_of_a_killed_trainer_are_readable_until_the_next_start_sweeps_them(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / f"killed-{os.getpid()}")
+    process = multiprocessing.get_context("spawn").Process(target=_publish_and_die, args=(str(paths.root),))
+    process.start()
+    process.join()
+    update = latest(paths)
+    assert update is not None
+    assert _receive(update)["w"].tolist() == [1.0] * 9
+    leftovers = list(shared_memory._folder().glob(f"{update.transport['prefix']}-*"))
+    assert leftovers
+    sender = make_sender(SharedMemoryWeights(), paths)
+    assert not any(path.exists() for path in leftovers)
+    sender.close()
+
+
+@pytest.fixture
+def collective(paths: RunPaths) -> Iterator[CollectiveSender]:
+    sender = CollectiveSender(CollectiveWeights(), paths, slab_bytes=4096)
+    yield sender
+    sender.close()
+
+
+def test_several_engines_fetch_at_once(collective: CollectiveSender) -> None:
+    update = collective.publish(1, _weights(1).items())
+    got: list[bool] = []
+    engines = [threading.Thread(target=lambda: got.append(_same(_receive(update), _weights(1)))) for _ in range(4)]
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.join()
+    assert got == [True] * 4
+
+
+def _take_one_and_die(update: bytes) -> None:
+    decoded = json.loads(update)
+    next(make_receiver().receive(WeightUpdate(**decoded)))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_engine_that_dies_halfway_disturbs_nobody(collective: CollectiveSender) -> None:
+    update = collective.publish(1, [("big", torch.ones(40_000)), *_weights(1).items()])
+    body = json.dumps({"version": 1, "fingerprint": update.fingerprint, "transport": update.transport}).encode()
+    engine = multiprocessing.get_context("spawn").Process(target=_take_one_and_die, args=(body,))
+    engine.start()
+    engine.join()
+    assert engine.exitcode == -signal.SIGKILL
+    for version in range(2, 6):
+        assert _same(_receive(collective.publish(version, _weights(version).items())), _weights(version))
+
+
+def test_a_reader_of_an_old_version_is_not_disturbed_by_new_ones(collective: CollectiveSender) -> None:
+    reading = make_receiver().receive(collective.publish(1, _weights(1).items()))
+    received = [next(reading)]
+    for version in range(2, 5):
+        collective.publish(version, _weights(version).items())
+    received += list(reading)
+    assert _same(dict(received), _weights(1))
+
+
+def test_fetching_from_a_trainer_that_is_gone_fails_in_bounded_time(paths: RunPaths) -> None:
+    sender = CollectiveSender(CollectiveWeights(), paths)
+    update = sender.publish(1, _weights(1).items())
+    sender.close()
+    with pytest.raises(HeadwayError, match="could not be fetched"):
+        _receive(update)
