@@ -127,7 +127,7 @@ class WorkerProcess:
             stderr=subprocess.STDOUT,
             pass_fds=[handle],
             start_new_session=True,
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
+            env=_environment(),
         )
 
     async def _reap(self) -> None:
@@ -163,3 +163,9 @@ class WorkerProcess:
             self._serving = False
             self._reaping = asyncio.get_running_loop().create_task(self._reap())
             self._owner.lost(self, self._reason or "the worker died")
+
+
+def _environment() -> dict[str, str]:
+    """Variables of a worker: ours, but for the token that commands engines, which environments have no need of."""
+    kept = {name: value for name, value in os.environ.items() if name != "HEADWAY_TOKEN"}
+    return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
