@@ -63,6 +63,7 @@ REFUSED = [
     ),
     (["--trainer.fake_data.mean_len=4096"], "--trainer.fake_data.mean_len must be at most seq_len, which is 2048"),
     (["--inference.max_running=4000"], "inference.max_batched_tokens must be at least max_running, which is 4000"),
+    *(([f"--run.name={name}"], "--run.name is a folder's name") for name in ("", "../x", "a/b", ".a", "-a", "a" * 101)),
     (["--model.lora.targets=[]"], "--model.lora.targets"),
 ]
 

@@ -2,10 +2,16 @@
 
 import json
 import math
+import os
+import pty
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -100,6 +106,39 @@ def test_a_tracker_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monk
             make_sinks(tracking, RunPaths(tmp_path), "trainer")
 
 
+def test_wandb_gets_one_run_per_process_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Run:
+        def log(self, values: dict[str, float], step: int) -> None:
+            calls.append(("log", (values, step)))
+
+        def finish(self) -> None:
+            calls.append(("finish", None))
+
+    def init(**arguments: Any) -> Run:
+        if arguments["project"] == "forbidden":
+            raise WandbError("no API key")
+        calls.append(("init", arguments))
+        return Run()
+
+    class WandbError(Exception):
+        """Stands for wandb.errors.Error."""
+
+    wandb = SimpleNamespace(init=init, errors=SimpleNamespace(Error=WandbError))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type] # stands for the module
+    monkeypatch.setattr("headway.monitor.sinks.find_spec", lambda package: package)
+    (sink,) = make_sinks(TrackingSettings(wandb=WandbSettings(project="p")), RunPaths(tmp_path / "run"), "trainer")
+    sink.log(3, {"loss": 0.5})
+    sink.close()
+    assert [name for name, _ in calls] == ["init", "log", "finish"]
+    arguments = calls[0][1]
+    assert (arguments["id"], arguments["group"], arguments["resume"]) == ("run-trainer", "run", "allow")
+    assert calls[1][1] == ({"loss": 0.5}, 3)
+    with pytest.raises(UsageError, match='no API key; log in with `wandb login`, or set mode = "offline"'):
+        make_sinks(TrackingSettings(wandb=WandbSettings(project="forbidden")), RunPaths(tmp_path), "trainer")
+
+
 def test_prometheus_text() -> None:
     values = {"loss/rl": 0.5, "tokens_total": 3, "bad": math.nan, "more": math.inf}
     assert render(values, {"process": 'a"b\\c\nd'}).splitlines() == [
@@ -145,6 +184,17 @@ def test_the_prometheus_endpoint_serves_the_latest_values(tmp_path: Path) -> Non
             PrometheusSink("orchestrator", sink.port)
     finally:
         sink.close()
+
+
+def test_progress_is_shown_on_a_terminal() -> None:
+    terminal, child = pty.openpty()
+    code = "from headway.monitor.progress import progress; print(sum(progress(range(3), 'counting')))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=child, text=True, check=True)
+    os.close(child)
+    shown = os.read(terminal, 65536).decode()
+    os.close(terminal)
+    assert done.stdout == "3\n"
+    assert "counting" in shown and "3/3" in shown
 
 
 def test_progress_passes_items_through_and_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from headway import __version__
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, UsageError
 from headway.launch.leash import tie_to_parent
 
 COMMANDS = {
@@ -59,17 +59,10 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(help_text())
-        return 0
-    if argv[0] in ("-V", "--version"):
-        print(f"headway {__version__}")
-        return 0
-    name, *rest = argv
-    if name not in available():
-        return _fail(_unknown_command(name), 2)
     try:
-        return int(importlib.import_module(f"headway.cli.{name}").run(rest))
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
     except HeadwayError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -80,6 +73,19 @@ def run(argv: Sequence[str]) -> int:
         return 0
     except Exception as error:
         return _crash(error)
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"headway {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in available():
+        raise UsageError(_unknown_command(name))
+    return int(importlib.import_module(f"headway.cli.{name}").run(rest))
 
 
 def available() -> dict[str, str]:

@@ -1,11 +1,12 @@
 """Settings that more than one process reads. Each is defined here, once."""
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headway.config.base import Settings
+from headway.config.base import Settings, broken_rule
 
 
 class RunSettings(Settings):
@@ -13,6 +14,16 @@ class RunSettings(Settings):
     """Name of the run and of its folder. Default: date, time and the command."""
     output_dir: Path = Path("outputs")
     """Where run folders are made."""
+
+    @model_validator(mode="after")
+    def _name_is_a_folder_name(self) -> Self:
+        if self.name is not None and not re.fullmatch(r"\w[\w.-]{0,99}", self.name):
+            raise broken_rule(
+                "name",
+                f"is a folder's name: letters, digits, '_', '.' and '-', at most 100, no '.' or '-' first "
+                f"(got {self.name!r}); --run.output_dir says where it goes",
+            )
+        return self
 
 
 class LogSettings(Settings):
