@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from headway.core.errors import HeadwayError
@@ -98,7 +99,8 @@ class Engine:
         missed = 0
         while True:
             try:
-                self.state = await asyncio.wait_for(self.client.state(), STATE_TIMEOUT)
+                async with asyncio.timeout(STATE_TIMEOUT):
+                    self.state = await self.client.state()
                 missed = 0
             except (HeadwayError, TimeoutError):
                 missed += 1
@@ -116,7 +118,8 @@ class Engine:
         """Give it `wanted` unless it reports to have it, which counts more than what we remember."""
         if state is None or not has_weights(state, wanted) or (wanted.adapter and self.loaded != wanted):
             push = self.client.load_adapter if wanted.adapter else self.client.update_weights
-            reply = await asyncio.wait_for(push(wanted), UPDATE_TIMEOUT)
+            async with asyncio.timeout(UPDATE_TIMEOUT):
+                reply = await push(wanted)
             if (reply.version, reply.fingerprint) != (wanted.version, wanted.fingerprint):
                 raise UnfitEngineError(
                     f"was given {wanted.policy}@{wanted.version} {wanted.fingerprint}, "
@@ -128,10 +131,9 @@ class Engine:
             self._set_serving(True)
 
     async def _pause(self) -> None:
-        try:
-            await asyncio.wait_for(self.nudge.wait(), POLL_SECONDS)
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_SECONDS):
+                await self.nudge.wait()
         self.nudge.clear()
 
     def _set_serving(self, serving: bool) -> None:
