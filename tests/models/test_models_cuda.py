@@ -4,11 +4,14 @@ import pytest
 import torch
 from models_common import packed_logits, random_model, random_tokens, run_packed, small
 from torch import Tensor
+from torch.nn import functional as F
 
 from headway.config.shared import LoraSettings
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import grouped_linear, grouped_linear_loop
+from headway.models.layers.mlp import gated_silu
+from headway.models.layers.rope import RotaryTable, rotate, rotate_plain
 from headway.models.lora import adapter_tensors, apply_lora, load_adapter
 from headway.models.packed import PackedTokens, positions_of
 from headway.models.registry import build_model
@@ -37,7 +40,7 @@ def test_float32_logits_equal_the_cpus(family: str) -> None:
     torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("lengths", [[40, 3, 700], [4500, 4096], [5000], [4200, 17]])
+@pytest.mark.parametrize("lengths", [[40, 3, 700], [4500, 4096], [5000], [300, 4200, 17, 5, 4100]])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_half_precision_attention_equals_float32s(lengths: list[int], heads: tuple[int, int]) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -87,6 +90,26 @@ def test_the_grouped_kernel_equals_the_loop_forward_and_backward() -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b, atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 3, 10), (33, 8, 128), (5, 1, 64)])
+def test_fused_kernels_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, up, probe = (torch.randn(shape, generator=draw).to("cuda", dtype).requires_grad_() for _ in range(3))
+    table = RotaryTable(small("qwen3", head_dim=shape[2]))
+    cos, sin = table.gather(torch.arange(shape[0], device="cuda") * 3)
+    pairs = [(rotate(x, cos, sin), rotate_plain(x, cos, sin), (x,)), (gated_silu(x, up), F.silu(x) * up, (x, up))]
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    for ours, expected, inputs in pairs:
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+        for a, b in zip(
+            torch.autograd.grad((ours * probe).sum(), inputs),
+            torch.autograd.grad((expected * probe).sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
 
 
 def test_adapters_on_cuda_equal_the_cpus() -> None:

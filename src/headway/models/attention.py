@@ -1,7 +1,8 @@
 """Attention: one call with a plan; and the plan of packed samples, for training and whole prefills."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -46,22 +47,32 @@ class PackedPlan:
             rows, back = self._buckets
             parts = [_causal(q_THD[at], k_TKD[at], v_TKD[at]).flatten(0, 1) for at in rows]
             return torch.cat(parts)[back]
-        return self._each(_alone, q_THD, k_TKD, v_TKD)
+        samples = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
+        return torch.cat([_alone(q, k, v) for q, k, v in samples])
 
     def _attend_cuda(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        if min(self.lengths) < _CUDNN_FROM:
-            return varlen_attention(q_THD, k_TKD, v_TKD, self._ends, self.longest)
-        return self._each(long_attention, q_THD, k_TKD, v_TKD)
-
-    def _each(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], *qkv: Tensor) -> Tensor:
-        samples = zip(*(torch.split(x, self.lengths) for x in qkv), strict=True)
-        return torch.cat([attend(*sample) for sample in samples])
+        runs = self._runs
+        sizes = [sum(lengths) for lengths, _ in runs]
+        parts = []
+        for (lengths, ends), q, k, v in zip(runs, *(torch.split(x, sizes) for x in (q_THD, k_TKD, v_TKD)), strict=True):
+            if ends is None:
+                parts.append(long_attention(q, k, v))
+            else:
+                parts.append(varlen_attention(q, k, v, ends, max(lengths)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @cached_property
-    def _ends(self) -> Tensor:
-        """Where samples end, with a leading 0."""
-        ends = torch.tensor([0, *self.lengths]).cumsum(0)
-        return ends.to(device=self.device, dtype=torch.int32)
+    def _runs(self) -> list[tuple[list[int], Tensor | None]]:
+        """Neighbouring short samples together, with where they end (and a leading 0); long ones by themselves."""
+        runs: list[tuple[list[int], Tensor | None]] = []
+        for long, group in groupby(self.lengths, key=lambda n: n >= _CUDNN_FROM):
+            lengths = list(group)
+            if long:
+                runs += [([length], None) for length in lengths]
+            else:
+                ends = torch.tensor([0, *lengths]).cumsum(0).to(device=self.device, dtype=torch.int32)
+                runs.append((lengths, ends))
+        return runs
 
     @cached_property
     def _buckets(self) -> tuple[list[Tensor], Tensor]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
+from headway.models.layers.mlp import gated_silu
 
 _ALIGNED = 8
 """The grouped kernel wants rows of whole 16 bytes."""
@@ -45,7 +46,7 @@ class Experts(nn.Module):
         """`rows` lie in the order of their experts; expert e has the next `counts[e]` of them."""
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
         gate, up = grouped_linear(rows_ND, self.gate_up_proj, ends_E).chunk(2, dim=-1)
-        return grouped_linear(F.silu(gate) * up, self.down_proj, ends_E)
+        return grouped_linear(gated_silu(gate, up), self.down_proj, ends_E)
 
 
 class SparseMlp(nn.Module):

@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.models.kernels import fused
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 
@@ -16,6 +17,15 @@ class GatedMlp(nn.Module):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         gate = context.adapter_gate
-        hidden: Tensor = F.silu(self.gate_proj(x_TD, gate)) * self.up_proj(x_TD, gate)
+        hidden = gated_silu(self.gate_proj(x_TD, gate), self.up_proj(x_TD, gate))
         out: Tensor = self.down_proj(hidden, gate)
         return out
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if fused(gate):
+        from headway.models.kernels.gated import gated_silu as gated_silu_fused
+
+        return gated_silu_fused(gate, up)
+    return F.silu(gate) * up

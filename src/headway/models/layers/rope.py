@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headway.models.config import ModelConfig, RopeScaling
+from headway.models.kernels import fused
 
 
 class RotaryTable:
@@ -36,6 +37,14 @@ class RotaryTable:
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + half) of a head by its position's angle. Computed in float32, returned as `x` came."""
+    if fused(x_THD):
+        from headway.models.kernels.rotate import rotate as rotate_fused
+
+        return rotate_fused(x_THD, cos, sin)
+    return rotate_plain(x_THD, cos, sin)
+
+
+def rotate_plain(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     swapped = x_THD.roll(x_THD.shape[-1] // 2, -1)
     return torch.addcmul(x_THD * cos, swapped, sin).to(x_THD.dtype)
 
