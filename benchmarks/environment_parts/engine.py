@@ -25,7 +25,7 @@ class InstantEngine:
             results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", prompt)
             if results:
                 return f"The answer is {results[-1]}"
-            name = re.findall(r'"name": "(\w*add)"', prompt)[0]
+            name = "calc_add" if "calc_add" in prompt else "add"
             a, b = sum_.groups()
             return f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
         return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)[-1][::-1])

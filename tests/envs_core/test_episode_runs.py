@@ -78,8 +78,7 @@ def test_tools_are_told_called_and_answered_by_appending():
     whole = [*first.token_ids, *engine.sent[0].token_ids]
     assert second.token_ids[: len(whole)] == whole
     prompt = TOKENIZER.decode(first.token_ids, skip_special_tokens=False)
-    assert '"name": "add", "description": "Add two numbers."' in prompt
-    assert '"a": {"type": "integer", "description": "the first number"}' in prompt
+    assert "add(a: integer, b: integer) Add two numbers." in prompt
     assert "state" not in prompt
 
 

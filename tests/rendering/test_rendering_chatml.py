@@ -14,7 +14,8 @@ from headway.rendering.tiny import CHAT_TEMPLATE, save_tiny_tokenizer, tiny_toke
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {})
-ADD = Tool("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+PARAMETERS = {"a": {"type": "integer"}, "how": {"type": "string", "enum": ["x", "y"]}, "what": {}}
+ADD = Tool("add", "Adds.", {"type": "object", "properties": PARAMETERS, "required": ["a"]})
 CALL = ToolCall("call_0", "add", '{"a": 1}')
 
 # A reply that starts with a newline is tokenized as the model would have said it, apart from its header.
@@ -39,7 +40,7 @@ def conversations(draw) -> list[Message]:
 @settings(max_examples=150, deadline=None)
 @given(conversations(), st.booleans(), st.booleans())
 def test_native_chatml_writes_what_the_template_writes(messages, with_tools, prompt):
-    tools = (ADD,) if with_tools else ()
+    tools = (ADD, Tool("bare")) if with_tools else ()
     ours = ChatMLRenderer(TOKENIZER).render(messages, tools, generation_prompt=prompt)
     text = TEMPLATE.text(messages, tools, generation_prompt=prompt)
     assert ours.token_ids == TOKENIZER.encode(text, add_special_tokens=False).ids
@@ -81,6 +82,11 @@ def test_the_qwen3_dialect_agrees_with_an_independent_renderer(reasoning):
             assert ours.decode(a.token_ids) == ours.decode(b.token_ids)
     longer = [*messages, Message("assistant", "2", reasoning=reasoning), Message("user", "sure?")]
     assert ours.decode(ours.render(longer).token_ids) == ours.decode(theirs.render(longer).token_ids)
+
+
+def test_tiny_tokenizers_tell_of_tools_by_their_signatures():
+    text = STYLES["chatml"].system_text("Rules.", (ADD, Tool("bare")))
+    assert text.startswith("Rules.\n<tools>\nadd(a: integer, how?: x|y, what?: any) Adds.\nbare()\n</tools>\n")
 
 
 def test_extending_appends_what_rendering_everything_would_have_written():

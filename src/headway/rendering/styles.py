@@ -23,8 +23,8 @@ _BRIEF_TAIL = '\n</tools>\nCall one: <tool_call>\n{"name": ..., "arguments": {..
 class Style:
     """One dialect of ChatML.
 
-    `tools`: how a system turn tells of tools; `brief` is the tiny tokenizers' (their tokens are characters),
-    `hermes` the one that Qwen models were trained on. `reasoning`: `keep` shows all of it in history, `drop` only
+    `tools`: how a system turn tells of tools; `brief` writes signatures, for tokenizers whose tokens are characters,
+    `hermes` the JSON that Qwen models were trained on. `reasoning`: `keep` shows all of it in history, `drop` only
     what came after the last question of the user. `default_system` is said where the conversation has no system
     message. `opening` is what the generation prompt adds after the assistant's header.
     """
@@ -41,16 +41,12 @@ class Style:
             system = self.default_system
         if not tools:
             return system
-        told = [json.dumps(self._described(tool), ensure_ascii=False) for tool in tools]
         if self.tools == "brief":
-            text = "\n".join(["<tools>", *told]) + _BRIEF_TAIL
+            text = "\n".join(["<tools>", *map(_signature, tools)]) + _BRIEF_TAIL
             return f"{system}\n{text}" if system else text
+        told = [json.dumps(tool.to_openai(), ensure_ascii=False) for tool in tools]
         text = "\n".join([_HERMES_HEAD, *told]) + _HERMES_TAIL
         return text if system is None else f"{system}\n\n{text}"
-
-    def _described(self, tool: Tool) -> object:
-        wrapped = tool.to_openai()
-        return wrapped["function"] if self.tools == "brief" else wrapped
 
     def assistant_text(self, message: Message, *, current: bool, last: bool) -> str:
         """What the model would have written for `message`. `current`: no question of the user came after it."""
@@ -67,6 +63,18 @@ class Style:
         ]
         joined = "\n".join(calls)
         return f"{text}\n{joined}" if calls and message.content else text + joined
+
+
+def _signature(tool: Tool) -> str:
+    """`name(a: integer, b?: string) What it does.`, where a question mark tells what may be left out."""
+    schema = tool.parameters
+    required = schema.get("required") or []
+    parameters = [
+        f"{name}{'' if name in required else '?'}: "
+        + ("|".join(map(str, kind["enum"])) if kind.get("enum") else str(kind.get("type") or "any"))
+        for name, kind in (schema.get("properties") or {}).items()
+    ]
+    return f"{tool.name}({', '.join(parameters)})" + (f" {tool.description}" if tool.description else "")
 
 
 STYLES = {

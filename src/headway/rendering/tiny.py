@@ -27,7 +27,15 @@ CHAT_TEMPLATE = (
     {%- if tools %}
         {{- '\n' if first and first.content else '' }}
         {{- '<tools>' }}
-        {%- for tool in tools %}{{ '\n' + (tool.function | tojson) }}{% endfor %}
+        {%- for tool in tools %}
+            {%- set schema = tool.function.parameters or {} %}
+            {{- '\n' + tool.function.name + '(' }}
+            {%- for name, kind in (schema.properties or {}).items() %}
+                {{- name + ('' if name in (schema.required or []) else '?') + ': ' }}
+                {{- kind.enum | join('|') if kind.enum else kind.type or 'any' }}{{ '' if loop.last else ', ' }}
+            {%- endfor %}
+            {{- ')' + (' ' + tool.function.description if tool.function.description else '') }}
+        {%- endfor %}
         {{- '\n</tools>\nCall one: <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>' }}
     {%- endif %}
     {{- '<|im_end|>\n' }}
