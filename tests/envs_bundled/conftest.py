@@ -18,7 +18,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        line = next(line for line in server.stdout if line.startswith("serving"))
+        line = next((line for line in server.stdout if line.startswith("serving")), None)
+        assert line is not None, "headway serve ended before it served"
         yield line.split(" at ")[1].split()[0]
     finally:
         server.terminate()

@@ -1,14 +1,12 @@
 """Any agent program as an environment: it is pointed at the episode's own OpenAI endpoint and run unchanged."""
 
-import asyncio
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +20,9 @@ import msgspec
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.envs.base import Environment, EpisodeFailure, Policy
+from headway.envs.program import run_program
 from headway.envs.proxy import Proxy
 
-MAX_OUTPUT = 1 << 20
-"""Bytes of stdout and of stderr that are kept; the rest is read and dropped."""
 _SECRETS = ("HEADWAY_TOKEN",)
 """What the program must not inherit."""
 
@@ -90,9 +87,7 @@ class AgentProgram(Environment):
                 code, out, err = await run_program(self._words(task), environment, self._cwd, self._timeout)
                 endpoint.check()
             if not endpoint.calls:
-                raise EpisodeFailure(
-                    "environment", f"the agent never called its model (exit code {code}): {err[-400:]}"
-                )
+                raise EpisodeFailure("environment", f"the agent never asked its model (exit code {code}): {err[-400:]}")
             await self._score(task, AgentRun(code, out, err, endpoint.calls, Path(scratch)), policy)
 
     def _words(self, task: Task) -> list[str]:
@@ -106,51 +101,14 @@ class AgentProgram(Environment):
             value = self._reward(dict(task.data), outcome)
             if inspect.isawaitable(value):
                 value = await value
-            named = (
-                {str(k): float(v) for k, v in value.items()} if isinstance(value, Mapping) else {"reward": float(value)}
-            )
+            named = value if isinstance(value, Mapping) else {"reward": value}
+            numbers = {str(name): float(number) for name, number in named.items()}
         except Exception as error:
             raise EpisodeFailure("reward", f"the agent's reward failed: {type(error).__name__}: {error}") from error
-        for name, number in named.items():
+        for name, number in numbers.items():
+            if not math.isfinite(number):
+                raise EpisodeFailure("reward", f"the agent's reward {name} is {number}; it must be a finite number")
             policy.reward(name, number)
-
-
-async def run_program(
-    words: Sequence[str], environment: Mapping[str, str], cwd: str | None, timeout: float
-) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. The program's whole process group is killed at the end, however it comes."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            env=dict(environment),
-            cwd=cwd,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EpisodeFailure("environment", f"the agent could not be started: {error}") from error
-    assert process.stdout is not None and process.stderr is not None
-    kept = bytearray(), bytearray()
-    reading = asyncio.gather(_drain(process.stdout, kept[0]), _drain(process.stderr, kept[1]))
-    try:
-        async with asyncio.timeout(timeout):
-            code = await process.wait()
-    except TimeoutError:
-        raise EpisodeFailure("timeout", f"the agent took longer than {timeout:g} s") from None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # A grandchild that left the group may hold the pipes open for ever; what it says is not the agent's.
-        await asyncio.wait([reading], timeout=1.0)
-        reading.cancel()
-    return code, kept[0].decode(errors="replace"), kept[1].decode(errors="replace")
-
-
-async def _drain(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    while chunk := await stream.read(1 << 16):
-        kept += chunk[: MAX_OUTPUT - len(kept)]
 
 
 def load_function(path: str) -> RewardFunction:
