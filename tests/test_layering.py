@@ -61,7 +61,12 @@ def test_imports_point_down(room: str) -> None:
 
 def test_core_has_no_torch() -> None:
     core = [file for file in source_files() if file.parent.name == "core"]
-    wrong = [f"{file.name}: {module}" for file in core for module in imported_modules(file) if module.split(".")[0] == "torch"]
+    wrong = [
+        f"{file.name}: {module}"
+        for file in core
+        for module in imported_modules(file)
+        if module.split(".")[0] == "torch"
+    ]
     assert core and not wrong
 
 

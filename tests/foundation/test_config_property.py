@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -17,6 +17,9 @@ from headway.config.rl import RlSettings
 from headway.config.schema import Kind
 from headway.config.toml import dump
 from headway.core.errors import UsageError
+
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""However slow the machine is."""
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,6}", fullmatch=True)
 texts = st.one_of(names, st.sampled_from(["none", "true", "5", "1e-3", "--x", "[1]", 'a"b', "ü\n", "a#b", "\x7f", ""]))
@@ -119,19 +122,19 @@ def check(kind: type[Settings], raw: dict[str, Any]) -> Settings | None:
     return from_file
 
 
-@settings(max_examples=200, deadline=None)
+@settings(PATIENT, max_examples=200)
 @given(raw=tables(Zoo))
 def test_files_and_flags_resolve_to_the_same(raw: dict[str, Any]) -> None:
     assert check(Zoo, raw) is not None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(PATIENT, max_examples=50)
 @given(raw=tables(RlSettings))
 def test_a_run_resolves_to_the_same_from_files_and_flags_even_when_refused(raw: dict[str, Any]) -> None:
     check(RlSettings, raw)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(PATIENT, max_examples=100)
 @given(below=tables(Zoo), above=tables(Zoo))
 def test_a_later_file_and_flags_win_over_an_earlier_file_alike(below: dict[str, Any], above: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +159,7 @@ words = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(PATIENT, max_examples=200)
 @given(argv=st.lists(words, max_size=6))
 def test_any_command_line_resolves_or_is_refused_in_words(argv: list[str]) -> None:
     try:
@@ -165,7 +168,7 @@ def test_any_command_line_resolves_or_is_refused_in_words(argv: list[str]) -> No
         assert str(error)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(PATIENT, max_examples=100)
 @given(table=st.dictionaries(st.one_of(names, st.sampled_from(list(RlSettings.model_fields))), anything, max_size=4))
 def test_any_file_resolves_or_is_refused_in_words(table: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:

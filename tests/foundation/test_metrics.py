@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.config.shared import TrackingSettings, WandbSettings
@@ -155,6 +155,7 @@ def test_prometheus_text() -> None:
     assert render({}) == ""
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(), st.floats(), max_size=5))
 def test_prometheus_text_is_well_formed_for_any_name(values: dict[str, float]) -> None:
     names = []
