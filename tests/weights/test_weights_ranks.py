@@ -18,7 +18,6 @@ from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.announce import latest
 from headway.transport.weights.fingerprint import fingerprint_of
 
-RANKS = 4
 SETTINGS = {
     "filesystem": FilesystemWeights(),
     "shared_memory": SharedMemoryWeights(),
@@ -39,9 +38,9 @@ def _whole(version: int) -> dict[str, Tensor]:
     }
 
 
-def _laid_out(version: int) -> dict[str, Tensor]:
-    line = init_device_mesh("cpu", (RANKS,))
-    grid = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
+def _laid_out(version: int, ranks: int) -> dict[str, Tensor]:
+    line = init_device_mesh("cpu", (ranks,))
+    grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     whole = _whole(version)
     for name in ("uneven", "fewer.rows.than.ranks", "bias"):
         whole[name] = distribute_tensor(whole[name], line, [Shard(0)])
@@ -50,13 +49,13 @@ def _laid_out(version: int) -> dict[str, Tensor]:
     return whole
 
 
-def _rank(rank: int, root: str, kinds: list[str], fetched: Event) -> None:
+def _rank(rank: int, ranks: int, root: str, kinds: list[str], fetched: Event) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=ranks)
     senders = {kind: make_sender(SETTINGS[kind], RunPaths(Path(root) / kind)) for kind in kinds}
     for version in (1, 2):
         for sender in senders.values():
-            sender.publish(version, _laid_out(version).items())
+            sender.publish(version, _laid_out(version, ranks).items())
     (Path(root) / f"ready_{rank}").touch()
     fetched.wait(60)
     for sender in senders.values():
@@ -73,26 +72,30 @@ def _check(update: WeightUpdate | None) -> None:
     assert received.keys() == _whole(2).keys()
 
 
-def test_ranks_publish_their_rows_over_every_transport(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_publish_their_rows_over_every_transport(tmp_path: Path, ranks: int) -> None:
     context = multiprocessing.get_context("spawn")
     fetched = context.Event()
-    ranks = [context.Process(target=_rank, args=(r, str(tmp_path), list(SETTINGS), fetched)) for r in range(RANKS)]
-    for process in ranks:
+    group = [
+        context.Process(target=_rank, args=(rank, ranks, str(tmp_path), list(SETTINGS), fetched))
+        for rank in range(ranks)
+    ]
+    for process in group:
         process.start()
     try:
-        while not all((tmp_path / f"ready_{rank}").exists() for rank in range(RANKS)):
-            for process in ranks:
+        while not all((tmp_path / f"ready_{rank}").exists() for rank in range(ranks)):
+            for process in group:
                 process.join(0.1)
                 assert process.exitcode is None, "a rank failed before it published"
         for kind in SETTINGS:
             _check(latest(RunPaths(tmp_path / kind)))
         files = sorted(path.name for path in RunPaths(tmp_path / "filesystem").version(2).glob("rank_*"))
-        assert len(files) == RANKS, "every rank writes its own part"
+        assert len(files) == ranks, "every rank writes its own part"
     finally:
         fetched.set()
-        for process in ranks:
+        for process in group:
             process.join(60)
-    assert [process.exitcode for process in ranks] == [0] * RANKS
+    assert [process.exitcode for process in group] == [0] * ranks
     for kind in SETTINGS:
         update = latest(RunPaths(tmp_path / kind))
         assert update is not None
