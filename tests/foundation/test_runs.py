@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from headway.config.loader import load_settings
+from headway.config.rl import RlSettings
+from headway.config.sft import SftSettings
 from headway.config.shared import RunSettings
+from headway.config.trainer import TrainSettings
 from headway.core.errors import UsageError
+from headway.monitor.dry_run import write_dry_run
 from headway.monitor.runs import create_run, join_run, open_run
 
 
@@ -85,3 +90,17 @@ def test_opening_what_is_no_run_names_the_runs_there(tmp_path: Path) -> None:
 def test_processes_started_one_by_one_join_their_run(tmp_path: Path) -> None:
     run = RunSettings(name="a", output_dir=tmp_path)
     assert join_run(run, "orchestrate") == join_run(run, "train")
+
+
+def test_a_dry_run_writes_the_settings_of_every_process_and_nothing_else(tmp_path: Path) -> None:
+    run = RunSettings(name="a", output_dir=tmp_path)
+    files = write_dry_run(RlSettings(run=run, seed=5), "rl")
+    assert [file.name for file in files] == ["rl.toml", "trainer.toml", "orchestrator.toml", "inference.toml"]
+    assert {path.name for path in tmp_path.rglob("*")} == {"a", "config", *(file.name for file in files)}
+    again = load_settings(TrainSettings, ["@", str(files[1])]).settings
+    assert (again.seed, again.run.name, again.run.output_dir) == (5, "a", tmp_path.resolve())
+    (sft,) = write_dry_run(SftSettings(run=run), "sft")
+    assert load_settings(SftSettings, ["@", str(sft)]).settings.run.name == "a"
+    create_run(run, "rl")
+    with pytest.raises(UsageError, match="already exists"):
+        write_dry_run(RlSettings(run=run), "rl")
