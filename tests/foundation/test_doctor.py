@@ -78,6 +78,23 @@ def test_broken_pins_and_missing_packages_are_found(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
+    ("torch_version", "wanted", "found"),
+    [
+        ("2.13.0+cpu", "torch==2.5.0", ["problem"]),
+        ("2.13.0+cpu", "torch==2.13.0", ["warning"]),
+        ("2.13.0", "torch==2.13.0", []),
+    ],
+)
+def test_companions_of_another_torch_are_found(
+    torch_version: str, wanted: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "torch_build", lambda: {"__version__": torch_version, "cuda": None})
+    monkeypatch.setattr(packages, "installed", lambda package: "0.28.0" if package == "torchvision" else None)
+    monkeypatch.setattr(packages, "requires", lambda package: ["numpy", wanted])
+    assert statuses(list(packages.check_packages()), "torchvision") == found
+
+
+@pytest.mark.parametrize(
     ("build", "gpus", "status"),
     [
         ({"__version__": "2.13.0+cpu", "cuda": None}, [["H200", "143771", "580.82"]], "problem"),

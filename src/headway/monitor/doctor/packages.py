@@ -118,13 +118,14 @@ def _companions() -> Iterator[Finding]:
         have = installed(package)
         if have is None or torch is None:
             continue
-        wants = next(
-            (pin for line in requires(package) or [] if (pin := parse_pin(line)) and pin.package == "torch"), None
-        )
-        fits = wants is None or wants.allows(torch)
-        if not fits or ("+cpu" in torch and "+cpu" not in have):
-            text = f"{package} {have} was not built for torch {torch}: importing transformers or vLLM may fail"
-            yield Finding(package, "problem", text, f"pip uninstall -y {package} (nothing here needs it)")
+        pins = [pin for line in requires(package) or [] if (pin := parse_pin(line)) and pin.package == "torch"]
+        remedy = f"pip uninstall -y {package} (nothing here needs it)"
+        if not all(pin.allows(torch) for pin in pins):
+            text = f"{package} {have} was built for another torch than {torch}: importing transformers or vLLM fails"
+            yield Finding(package, "problem", text, remedy)
+        elif "+cpu" in torch and "+cpu" not in have:
+            text = f"{package} {have} may not fit torch {torch}: then importing transformers or vLLM fails"
+            yield Finding(package, "warning", text, f"if `python -c 'import {package}'` fails: {remedy}")
 
 
 def _engines() -> Iterator[Finding]:
