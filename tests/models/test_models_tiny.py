@@ -2,7 +2,9 @@
 
 import hashlib
 import multiprocessing
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +61,13 @@ def test_processes_that_ask_at_once_get_one_model() -> None:
 def test_a_name_that_is_nothing_is_refused_with_the_choices() -> None:
     with pytest.raises(UsageError, match="tiny, tiny-llama, tiny-moe"):
         resolve_model("tinny")
+
+
+def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = "\n".join(example for example in examples if "cuda" not in example or "folder = resolve_model" in example)
+    names: dict[str, Any] = {}
+    exec(code.replace("/tmp", str(tmp_path)), names)
+    assert names["logits"].shape == (8, names["model"].config.vocab_size)
+    assert (tmp_path / "copy" / "tokenizer.json").is_file() and (tmp_path / "adapter").is_dir()

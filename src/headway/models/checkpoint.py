@@ -68,10 +68,10 @@ def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
 
 def save_checkpoint(
     model: DecoderLM,
-    folder: Path,
+    folder: Path | str,
     *,
     dtype: torch.dtype | None = None,
-    files_from: Path | None = None,
+    files_from: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
     write: bool = True,
 ) -> None:
@@ -86,7 +86,7 @@ def save_checkpoint(
         return
     dtype = dtype or model.head_weight().dtype
     layout = [(name, shape.numel() * dtype.itemsize) for name, shape in hf_layout(model)]
-    with atomic_directory(folder) as aside:
+    with atomic_directory(Path(folder)) as aside:
         config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
         (aside / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
         tensors = ((name, tensor.to("cpu", dtype)) for name, tensor in hf_tensors(model))
@@ -95,7 +95,7 @@ def save_checkpoint(
         for file in aside.glob("*.safetensors"):
             file.chmod((aside / "config.json").stat().st_mode)
         if files_from is not None:
-            copy_companions(files_from, aside)
+            copy_companions(Path(files_from), aside)
 
 
 def copy_companions(source: Path, target: Path) -> None:

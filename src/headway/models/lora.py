@@ -111,7 +111,7 @@ def merge_adapter(model: DecoderLM, slot: int = 0) -> None:
     drop_bank(model)
 
 
-def save_adapter(model: DecoderLM, folder: Path, settings: LoraSettings, base: str, *, slot: int = 0) -> None:
+def save_adapter(model: DecoderLM, folder: Path | str, settings: LoraSettings, base: str, *, slot: int = 0) -> None:
     """Write the adapter as PEFT does, whole or not at all. `base` names the model that it belongs to."""
     tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model, slot)}
     targets = {name.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
@@ -127,13 +127,14 @@ def save_adapter(model: DecoderLM, folder: Path, settings: LoraSettings, base: s
         "target_modules": sorted(targets),
         "task_type": "CAUSAL_LM",
     }
-    with atomic_directory(folder) as aside:
+    with atomic_directory(Path(folder)) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         (aside / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
 
 
-def read_adapter(folder: Path) -> tuple[LoraSettings, dict[str, Tensor]]:
+def read_adapter(folder: Path | str) -> tuple[LoraSettings, dict[str, Tensor]]:
     """An adapter folder of PEFT's: what `load_adapter` takes. Refuses variants that compute something else."""
+    folder = Path(folder)
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
         tensors = load_file(folder / WEIGHTS)
