@@ -1,7 +1,8 @@
 """Supervised fine-tuning: tokenize once, then pack, step, validate, checkpoint; export at the end."""
 
 import logging
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from headway.trainer.data.order import RowOrder
 from headway.trainer.data.packing import counts_of, micro_batches
 from headway.trainer.data.rows import TokenRows, tokenize_rows
 from headway.trainer.data.sources import read_rows
-from headway.trainer.publisher import export
+from headway.trainer.exports import export
 from headway.trainer.ranks import Ranks, joined
 from headway.trainer.recorder import Recorder, Stopwatch
 from headway.trainer.state import build_state
@@ -70,9 +71,7 @@ class _FineTuning:
         self.recorder = stack.enter_context(closing(Recorder(paths, ranks, self.state.step, settings.max_steps)))
 
     def run(self) -> Path:
-        # A step takes a fraction of a second here: the bar and a line now and then say enough.
-        logging.getLogger("headway.trainer").setLevel(logging.WARNING)
-        with progress_bar("fine-tuning", self.settings.max_steps) as advance:
+        with _few_lines(), progress_bar("fine-tuning", self.settings.max_steps) as advance:
             advance(self.state.step)
             while self.state.step < self.settings.max_steps:
                 if self.ranks.any(self.stop.asked):
@@ -92,8 +91,7 @@ class _FineTuning:
         report = self.stepper.step(self.state, batch)
         self.refuse_bad_steps()
         metrics = report.metrics | {"epoch": self.order.progress, "rows": batch.metrics["rows"]} | self.validate()
-        if self.state.step % self.settings.trainer.checkpoints.interval == 0:
-            self.checkpoints.save(self.state)
+        self.checkpoint_if_due()
         metrics["step_seconds"] = watch.lap()
         self.recorder.record(self.state.step, metrics, report.expert_load_LE)
         self.report(metrics)
@@ -110,6 +108,13 @@ class _FineTuning:
             return {}
         metrics = self.stepper.evaluate(self.state, self.validation.micro_batches, self.validation.counts)
         return {"validation/loss": metrics["loss"]}
+
+    def checkpoint_if_due(self) -> None:
+        due = self.settings.trainer.checkpoints
+        if self.state.step % due.interval == 0:
+            self.checkpoints.save(self.state)
+        if due.export_interval and self.state.step % due.export_interval == 0:
+            export(self.state, self.paths, self.ranks)
 
     def report(self, metrics: dict[str, float]) -> None:
         step, last = self.state.step, self.settings.max_steps
@@ -136,6 +141,18 @@ class _FineTuning:
         every = np.arange(len(rows))
         micro = micro_batches(rows, every, self.settings.seq_len, self.ranks.rank, self.ranks.size)
         return Validation(micro, counts_of(rows, every))
+
+
+@contextmanager
+def _few_lines() -> Iterator[None]:
+    """A step takes a fraction of a second here: the bar and a line now and then say enough."""
+    trainer = logging.getLogger("headway.trainer")
+    level = trainer.level
+    trainer.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        trainer.setLevel(level)
 
 
 def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str, name: str) -> TokenRows:
