@@ -36,7 +36,9 @@ lint: setup-dev
 	$(BIN)/mypy
 
 bench: setup-dev
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@for script in benchmarks/*.py; do \
+		echo "== $$script"; $(BIN)/python $$script || failed="$$failed $$script"; \
+	done; test -z "$$failed" || { echo "a bar did not hold in:$$failed" >&2; exit 1; }
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
