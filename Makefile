@@ -36,7 +36,7 @@ lint: setup-dev
 	$(BIN)/mypy
 
 bench: setup-dev
-	@for script in benchmarks/*.py; do \
+	@failed=; for script in benchmarks/*.py; do \
 		echo "== $$script"; $(BIN)/python $$script || failed="$$failed $$script"; \
 	done; test -z "$$failed" || { echo "a bar did not hold in:$$failed" >&2; exit 1; }
 
