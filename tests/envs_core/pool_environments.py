@@ -6,7 +6,9 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 from headway.envs.base import Environment, Message, SingleTurn, Task, ToolUse, reward, tool
 
@@ -156,6 +158,46 @@ class NoTasks(SingleTurn):
 
     def prompt(self, task: Task) -> str:
         return ""
+
+
+class Untyped(ToolUse):
+    def tasks(self) -> list[Task]:
+        return [Task("0")]
+
+    def prompt(self, task: Task) -> str:
+        return ""
+
+    @tool
+    def look(self, where):
+        """Its parameter has no type."""
+
+
+class Toolless(NoTasks, ToolUse):
+    pass
+
+
+class Fragile(Echo):
+    """Cannot be built any more once the file `broken` exists."""
+
+    def __init__(self, broken: str) -> None:
+        super().__init__()
+        if Path(broken).exists():
+            raise RuntimeError("the data is gone")
+
+
+class Hanging(ToolUse):
+    tool_timeout = 0.05
+
+    def tasks(self) -> list[Task]:
+        return [Task("0")]
+
+    def prompt(self, task: Task) -> str:
+        return "go"
+
+    @tool
+    def wait(self) -> None:
+        """Hangs for good."""
+        threading.Event().wait()
 
 
 class NotAnEnvironment:

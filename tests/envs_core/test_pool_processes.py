@@ -176,6 +176,8 @@ def test_the_pool_grows_with_the_work_and_shrinks_after_it(tmp_path):
     ("name", "args", "message"),
     [
         ("NoTasks", {}, "has no tasks"),
+        ("Untyped", {}, "parameter 'where' needs a type"),
+        ("Toolless", {}, "has no tools"),
         ("Missing", {}, "has no class or function Missing"),
         ("NotAnEnvironment", {}, "not a headway Environment"),
         ("Needy", {}, "required"),
@@ -187,6 +189,39 @@ def test_an_environment_that_cannot_serve_is_one_line_at_start(tmp_path, name, a
         with_pool(tmp_path, None, settings(name, **args))
     assert "\n" not in str(caught.value)
     assert children() == []
+
+
+def test_a_worker_full_of_hung_tools_is_replaced_without_losing_an_episode(tmp_path):
+    def script(request, prompt):
+        return '<tool_call>\n{"name": "wait"}\n</tool_call>' if "<tool_response>" not in prompt else "so what"
+
+    async def body(pool, url):
+        first = workers_of(pool)
+        for number in range(9):
+            assert (await pool.run(ask(number, url))).error is None
+        await until(lambda: workers_of(pool) != first and pool.size == 1)
+        assert (await pool.run(ask(9, url))).error is None
+        assert pool.restarts == 0
+
+    with_pool(tmp_path, body, settings("Hanging"), script, heartbeat=5.0)
+
+
+def test_when_no_worker_starts_any_more_episodes_are_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.envs.pool.FIRST_BACKOFF", 0.01)
+    broken = tmp_path / "broken"
+
+    async def body(pool, url):
+        broken.touch()
+        killed = await pool.run(ask(0, url, do="die"))
+        waiting = await pool.run(ask(1, url))
+        assert (killed.error.kind, waiting.error.kind) == ("worker", "worker")
+        assert "no worker can be started" in waiting.error.message
+        assert "the data is gone" in waiting.error.message
+        broken.unlink()
+        await until(lambda: pool.size == 1)
+        assert (await pool.run(ask(2, url))).error is None
+
+    with_pool(tmp_path / "model", body, settings("Fragile", broken=str(broken)))
 
 
 def test_closing_gives_back_what_still_runs(tmp_path):

@@ -67,9 +67,10 @@ class Trace(msgspec.Struct, omit_defaults=True):
     def branches(self) -> list[list[int]]:
         """Node indices from root to leaf, one list per leaf, in the order the leaves were added."""
         parents = {node.parent for node in self.nodes}
-        return [self._path(leaf) for leaf in range(len(self.nodes)) if leaf not in parents]
+        return [self.path(leaf) for leaf in range(len(self.nodes)) if leaf not in parents]
 
-    def _path(self, node: int) -> list[int]:
+    def path(self, node: int) -> list[int]:
+        """Node indices from the root to `node`."""
         path = []
         while node >= 0:
             path.append(node)

@@ -62,6 +62,10 @@ class Environment(ABC):
         """By default the methods marked with @reward and @metric."""
         return marked_rewards(self)
 
+    def check(self) -> None:
+        """Raise UsageError where the environment is wrong in itself. Called before its first episode."""
+        self.rewards()
+
     async def open(self) -> None:  # noqa: B027 - a hook that may stay empty
         """Called once in each worker before its first episode: connect to what the environment needs."""
 
@@ -137,6 +141,10 @@ class ToolUse(MultiTurn):
     tool_timeout: float = 30.0
     max_output: int = 8192
     """Characters of a tool's result that the model is shown."""
+
+    def check(self) -> None:
+        super().check()
+        self.toolbox.check()
 
     def follow_up(self, state: State, reply: Message) -> Any:
         """The next messages after a reply without calls, or None to end. May be async."""

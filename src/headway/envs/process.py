@@ -157,7 +157,9 @@ class WorkerProcess:
         """The worker closes its end as the last thing it does, so what is left of it may be killed."""
         self._signal()
         if not self._ready.done():
-            self._ready.set_exception(HeadwayError(f'environment "{self._name}": its worker died while starting'))
+            self._ready.set_exception(
+                HeadwayError(f'environment "{self._name}": its worker died while starting; the log has its output')
+            )
             self._ready.exception()  # whoever waited may have been cancelled
         if self._serving:
             self._serving = False

@@ -55,7 +55,7 @@ def node_spans(trace: Trace, path: Sequence[int]) -> list[tuple[Node, int, int]]
 def _sample(nodes: Sequence[Node], chosen: Sequence[int], temperature: float) -> Sample:
     ends = np.cumsum([len(node.token_ids) for node in nodes])
     length = int(ends[-1])
-    token_ids: Ints = np.fromiter((t for node in nodes for t in node.token_ids), dtype=np.int32, count=length)
+    token_ids: Ints = np.concatenate([np.array(node.token_ids, dtype=np.int32) for node in nodes])
     sampled: Flags = np.zeros(length, dtype=np.bool_)
     logprobs: Floats = np.zeros(length, dtype=np.float32)
     versions: Ints = np.full(length, -1, dtype=np.int32)

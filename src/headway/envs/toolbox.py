@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.threads import call_in_thread
 from headway.envs.tools import ToolFunction, from_function
@@ -15,11 +16,17 @@ class Toolbox:
     """Tools by name. `timeout` bounds one call in seconds, `max_output` its result in characters."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]], timeout: float = 30.0, max_output: int = 8192) -> None:
+        """Raises UsageError where a function can't be described to a model."""
         made = [from_function(function) for function in functions]
         self.functions: dict[str, ToolFunction] = {item.tool.name: item for item in made}
         self.tools = [item.tool for item in made]
         self.timeout = timeout
         self.max_output = max_output
+
+    def check(self) -> None:
+        """Raise UsageError where there is nothing to call."""
+        if not self.functions:
+            raise UsageError("the environment has no tools: mark methods with @tool, or list functions in `tools`")
 
     async def call(self, call: ToolCall, state: object) -> Message:
         """The result of `call` as a tool's message; what went wrong is told in it."""

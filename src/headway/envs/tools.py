@@ -70,7 +70,10 @@ def describe(value: Tool | ToolFunction | Callable[..., Any]) -> Tool:
 def from_function(function: Callable[..., Any]) -> ToolFunction:
     """`function` as a tool. Raises UsageError where a parameter has no type that JSON can carry."""
     name = getattr(function, "__name__", type(function).__name__)
-    hints = get_type_hints(function)
+    try:
+        hints = get_type_hints(function)
+    except NameError as error:
+        raise UsageError(f"tool {name}: its types can't be resolved: {error}") from error
     summary, explained = _docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
     required, types_, injected = [], {}, []

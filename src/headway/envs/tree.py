@@ -12,13 +12,11 @@ from headway.rendering.base import Rendered, Renderer, Segment
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that end in a sampled reply, and their tokens. `reply` counts the reply's tokens."""
+    """Messages that end in the sampled reply of node `leaf`."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     leaf: int
-    token_ids: list[int]
-    reply: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +62,23 @@ class TraceTree:
         """
         messages, tools = tuple(messages), tuple(tools)
         known = self._longest(messages, tools)
-        if known is not None and (extension := self._extension(known, messages)) is not None:
-            start, token_ids = len(known.messages), known.token_ids + extension.token_ids
-            return Prompt(messages, tools, known.leaf, extension, start, token_ids, False)
-        rendered = self._renderer.render(messages, tools, generation_prompt=True)
-        token_ids = rendered.token_ids
-        if known is not None and token_ids[: len(known.token_ids)] == known.token_ids:
-            start, rest = len(known.messages), _after(rendered, len(known.token_ids), len(known.messages))
-            return Prompt(messages, tools, known.leaf, rest, start, token_ids, False)
-        return Prompt(messages, tools, -1, rendered, 0, token_ids, self._said_before(messages))
+        if known is None:
+            return self._anew(messages, tools, self._renderer.render(messages, tools, generation_prompt=True))
+        start, before = len(known.messages), self._tokens(known.leaf)
+        reply = len(self.trace.nodes[known.leaf].token_ids)
+        extension = self._renderer.extend(before, messages[start:], tools, reply=reply, history=known.messages)
+        if extension is None:
+            rendered = self._renderer.render(messages, tools, generation_prompt=True)
+            if rendered.token_ids[: len(before)] != before:
+                return self._anew(messages, tools, rendered)
+            extension = _after(rendered, len(before), start)
+        return Prompt(messages, tools, known.leaf, extension, start, before + extension.token_ids, False)
 
-    def _extension(self, known: Conversation, messages: tuple[Message, ...]) -> Rendered | None:
-        new = messages[len(known.messages) :]
-        return self._renderer.extend(known.token_ids, new, known.tools, reply=known.reply, history=known.messages)
+    def _anew(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], rendered: Rendered) -> Prompt:
+        return Prompt(messages, tools, -1, rendered, 0, rendered.token_ids, self._said_before(messages))
+
+    def _tokens(self, leaf: int) -> list[int]:
+        return [token for index in self.trace.path(leaf) for token in self.trace.nodes[index].token_ids]
 
     def record(self, prompt: Prompt, reply: Reply) -> Message:
         """Add `reply` to the tree; returns it as a message, whose calls have ids unique in this trace."""
@@ -101,9 +103,7 @@ class TraceTree:
         )
         self.trace.rewrites += prompt.rewrites
         self.trace.truncated |= reply.finish_reason == "length"
-        tokens = prompt.token_ids + reply.token_ids
-        said = (*prompt.messages, message)
-        self._conversations.append(Conversation(said, prompt.tools, leaf, tokens, len(reply.token_ids)))
+        self._conversations.append(Conversation((*prompt.messages, message), prompt.tools, leaf))
         return message
 
     def _grow(self, prompt: Prompt) -> int:

@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -81,6 +82,7 @@ class Worker:
 
     async def _open(self, start: Start) -> tuple[Environment, list[Task]]:
         environment = load_environment(start.env, start.args)
+        environment.check()
         tasks = list(environment.tasks())
         if not tasks:
             raise HeadwayError(f'environment "{start.env}" has no tasks')
@@ -164,5 +166,7 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    finally:
-        os._exit(0)  # threads that hang must not keep the process
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # threads that hang must not keep the process

@@ -11,8 +11,8 @@ from headway.rendering.base import Rendered, Segment
 from headway.rendering.replies import parse_reply
 from headway.rendering.styles import STYLES, Style
 
-CACHED_TEXTS = 4096
-"""Episodes of a group share their prompt, so its tokens are kept by text."""
+CACHED_TEXTS, CACHED_LENGTH = 512, 8192
+"""Episodes of a group share their prompt, so tokens of texts that are not too long are kept."""
 
 
 class ChatMLRenderer:
@@ -21,7 +21,7 @@ class ChatMLRenderer:
     def __init__(self, tokenizer: Tokenizer, style: Style = STYLES["chatml"]) -> None:
         self.tokenizer = tokenizer
         self.style = style
-        self._encode = lru_cache(CACHED_TEXTS)(self._tokens)
+        self._cached = lru_cache(CACHED_TEXTS)(self._tokens)
         self._start, self._end = self._mark("<|im_start|>"), self._mark("<|im_end|>")
         extra = tokenizer.token_to_id("<|endoftext|>")
         self._stops = [self._end] if extra is None else [self._end, extra]
@@ -114,7 +114,8 @@ class ChatMLRenderer:
         return segments
 
     def _turn(self, role: str, content: str, index: int | None) -> Segment:
-        return _plain(self._encode(f"<|im_start|>{role}\n{content}<|im_end|>\n"), index)
+        text = f"<|im_start|>{role}\n{content}<|im_end|>\n"
+        return _plain(self._cached(text) if len(text) <= CACHED_LENGTH else self._tokens(text), index)
 
     def _assistant_turn(self, text: str, index: int) -> Segment:
         """Header, text and end are encoded apart: that is how tokens stand when the model itself speaks."""
