@@ -3,6 +3,8 @@
 import hashlib
 import multiprocessing
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,17 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
     exec(code.replace("/tmp", str(tmp_path)), names)
     assert names["logits"].shape == (8, names["model"].config.vocab_size)
     assert (tmp_path / "copy" / "tokenizer.json").is_file() and (tmp_path / "adapter").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("headway.models.tiny", "torch"),
+        ("headway.models.lora, headway.models.checkpoint", "torch._dynamo"),
+        ("headway.models.lora, headway.models.checkpoint", "torch.distributed.tensor"),
+    ],
+)
+def test_imports_that_take_seconds_are_left_until_needed(module: str, unwanted: str) -> None:
+    """The orchestrator resolves models without torch; an engine starts without torch's compiler."""
+    check = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from headway.core.errors import HeadwayError, UsageError
 from headway.models.decoder import DecoderLM
@@ -58,12 +57,6 @@ def init_adapters(model: DecoderLM, seed: int) -> None:
         for name, _, a, b in adapted_linears(model):
             fill_uniform(a, 1 / math.sqrt(a.shape[1]), f"{seed}/{name}.lora_A")
             b.zero_()
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """The parameter itself, gathered where it is sharded (then all ranks must call this alike)."""
-    tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _moved(old: nn.Parameter | None, weight: Tensor, size: int, old_rank: int, rank: int, slots: int) -> nn.Parameter:

@@ -12,10 +12,11 @@ from torch import Tensor
 from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.files import atomic_directory
-from headway.models.bank import adapted_linears, bank_of, drop_bank, init_adapters, resize_bank, whole
+from headway.models.bank import adapted_linears, bank_of, drop_bank, init_adapters, resize_bank
 from headway.models.decoder import DecoderLM
 from headway.models.layers.linear import Linear
 from headway.models.layout import plain_name
+from headway.models.sharded import gathered
 
 __all__ = [
     "Linear",
@@ -64,8 +65,8 @@ def adapter_tensors(model: DecoderLM, slot: int = 0) -> Iterator[tuple[str, Tens
     rank = bank_of(model).rank
     own = slice(slot * rank, (slot + 1) * rank)
     for name, _, a, b in adapted_linears(model):
-        yield f"{PREFIX}{name}.lora_A.weight", whole(a)[own]
-        yield f"{PREFIX}{name}.lora_B.weight", whole(b)[own].T.contiguous()
+        yield f"{PREFIX}{name}.lora_A.weight", gathered(a)[own]
+        yield f"{PREFIX}{name}.lora_B.weight", gathered(b)[own].T.contiguous()
 
 
 def load_adapter(model: DecoderLM, slot: int, tensors: Iterable[tuple[str, Tensor]], settings: LoraSettings) -> None:

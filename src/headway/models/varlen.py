@@ -1,13 +1,13 @@
 """CUDA kernels of packed attention in half precision: one call over many samples, or cuDNN for a long one."""
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 _CAUSAL = (-1, 0)
 _LENGTH_STEP = 1024
@@ -16,9 +16,9 @@ _LENGTH_STEP = 1024
 
 def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ends: Tensor, longest: int) -> Tensor:
     """Causal attention within samples that end at `ends[1:]`."""
-    extra: dict[str, Any] = {"enable_gqa": q_THD.shape[1] != k_TKD.shape[1]} if _takes_gqa() else {}
-    out = varlen_attn(q_THD, k_TKD, v_TKD, ends, ends, longest, longest, window_size=_CAUSAL, **extra)
-    assert isinstance(out, Tensor)
+    kernel, told_of_groups = _kernel()
+    extra = {"enable_gqa": q_THD.shape[1] != k_TKD.shape[1]} if told_of_groups else {}
+    out: Tensor = kernel(q_THD, k_TKD, v_TKD, ends, ends, longest, longest, window_size=_CAUSAL, **extra)
     return out
 
 
@@ -38,6 +38,11 @@ def _padded(x_nHD: Tensor, padding: int) -> Tensor:
 
 
 @cache
-def _takes_gqa() -> bool:
-    """Newer versions of torch want to be told of grouped queries; older ones see it."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+def _kernel() -> tuple[Callable[..., Any], bool]:
+    """torch's kernel, and whether it wants to be told of grouped queries (older versions see it).
+
+    Imported late, since it brings in torch's compiler, which takes seconds.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters

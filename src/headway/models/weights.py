@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headway.core.errors import HeadwayError
 from headway.models.decoder import DecoderLM
 from headway.models.layout import Part, plain_name
 from headway.models.registry import FAMILIES
+from headway.models.sharded import fill_sharded, gathered, is_sharded
 
 _NAMED_AT_MOST = 8
 
@@ -37,9 +37,7 @@ def hf_tensors(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
     Of a sharded parameter the whole is gathered: then all ranks must iterate alike.
     """
     for name, parameter in base_parameters(model):
-        whole = parameter.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
+        whole = gathered(parameter)
         for part in _parts(model, name):
             yield part.name, whole[part.at] if part.at else whole
 
@@ -64,7 +62,7 @@ def load_hf_tensors(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]]) -> 
                     problems.extra.append(name)
             elif tensor.shape != target.shape:
                 problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(target.shape)}")
-            elif isinstance(target.parameter, DTensor):
+            elif is_sharded(target.parameter):
                 staged.add(target, tensor)
             else:
                 target.parameter[target.part.at].copy_(tensor)
@@ -96,11 +94,7 @@ class _ShardedParts:
         whole[target.part.at].copy_(tensor)
         self.filled[key] = self.filled.get(key, 0) + tensor.numel()
         if self.filled[key] == whole.numel():
-            assert isinstance(parameter, DTensor)
-            mesh, placements = parameter.device_mesh, parameter.placements
-            # Every rank has the whole tensor, so none has to send: src_data_rank=None only cuts.
-            whole = whole.to(parameter.device)
-            parameter.copy_(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+            fill_sharded(parameter, whole)
             del self.wholes[key]
 
 
