@@ -4,6 +4,8 @@ FSDP splits a matrix by rows. For every `R` matrices (R = ranks of the shard dim
 whole matrix to one rank, which orthogonalizes it, and a second one takes the rows back to where they live.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -68,7 +70,9 @@ def _one_each(updates: list[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
     mine = updates[rank] if rank < len(updates) else None
     parts = [local(update) for update in updates]
     send_sizes = [part.numel() for part in parts] + [0] * (ranks - len(parts))
-    row_sizes = [0] * ranks if mine is None else [rows * mine[0].numel() for rows in _rows_per_rank(len(mine), ranks)]
+    row_sizes = [0] * ranks
+    if mine is not None:
+        row_sizes = [rows * math.prod(mine.shape[1:]) for rows in _rows_per_rank(len(mine), ranks)]
     sent = torch.cat([part.reshape(-1) for part in parts])
     whole = sent.new_empty(sum(row_sizes))
     dist.all_to_all_single(whole, sent, row_sizes, send_sizes, group=group)

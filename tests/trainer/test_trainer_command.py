@@ -1,0 +1,47 @@
+"""`headway train` as a user runs it: its own process, or a group of them, stopped by a signal."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.core.runs import RunPaths
+from headway.monitor.metrics import read_metrics
+from headway.trainer.checkpoints import complete_steps
+
+COMMAND = [sys.executable, "-m", "headway.cli.main", "train", "--placement.device", "cpu", "--seq_len", "64"]
+FAKE = ["--trainer.fake_data.micro_batches", "1", "--trainer.fake_data.mean_len", "20"]
+
+
+def headway(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    named = ["--run.output_dir", str(folder), "--run.name", "r"]
+    return subprocess.Popen([*COMMAND, *named, *flags], stderr=subprocess.PIPE, text=True)
+
+
+def steps_of(paths: RunPaths) -> list[int]:
+    file = paths.metrics / "trainer.jsonl"
+    return [line["step"] for line in read_metrics(file)] if file.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, ranks: int) -> None:
+    paths = RunPaths(tmp_path / "r")
+    flags = [*FAKE, "--max_steps", "100000", "--placement.trainer_ranks", str(ranks)]
+    process = headway(tmp_path, *flags)
+    while len(steps_of(paths)) < 2 and process.poll() is None:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert complete_steps(paths)[-1] == steps_of(paths)[-1]
+
+
+def test_wrong_usage_is_one_line(tmp_path: Path) -> None:
+    process = headway(tmp_path, *FAKE, "--model.path", "nowhere", "--max_steps", "1")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "model 'nowhere' is neither a folder" in errors and "Traceback" not in errors

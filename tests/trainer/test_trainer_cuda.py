@@ -1,0 +1,86 @@
+"""On a CUDA device: the head, a step, checkpointing and offload against the CPU."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from trainer_helpers import reference_gradients, rich_batch, small_settings, vocab_of
+
+from headway.models.checkpoint import load_model
+from headway.models.tiny import resolve_model
+from headway.trainer.head import target_logprobs
+from headway.trainer.ranks import joined
+from headway.trainer.sharding import full
+from headway.trainer.state import build_state
+from headway.trainer.step import Stepper
+from headway.transport.rollouts import RankBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@cache
+def expected() -> dict[str, torch.Tensor]:
+    return reference_gradients(load_model(resolve_model("tiny")), rich_batch(1, 1, vocab_of("tiny")))[1]
+
+
+def gradient_error(**changes: Any) -> float:
+    settings = small_settings(placement__device="cuda", **changes)
+    with joined(settings.placement) as ranks:
+        state = build_state(settings, ranks)
+        batch = rich_batch(1, 1, state.config.vocab_size)
+        Stepper(settings, ranks)._accumulate(state, batch.ranks[0], batch.counts)
+        got = {name: full(p.grad).cpu() for name, p in state.trained() if p.grad is not None}
+    gap = sum(((got[name] - want).double() ** 2).sum() for name, want in expected().items())
+    size = sum((want.double() ** 2).sum() for want in expected().values())
+    return float((gap / size) ** 0.5)
+
+
+def test_float32_gradients_are_the_cpus() -> None:
+    assert gradient_error(model__dtype="float32") < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["off", "selective", "full"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_bfloat16_gradients_are_near_the_cpus(mode: str, offload: bool) -> None:
+    if offload and mode == "off":
+        return
+    changes = {"trainer__activations__checkpoint": mode, "trainer__activations__offload": offload}
+    assert gradient_error(**changes) < 0.05
+
+
+def test_compiled_gradients_are_near_the_cpus() -> None:
+    assert gradient_error(trainer__compile=True, trainer__activations__checkpoint="selective") < 0.05
+
+
+def test_the_head_is_the_cpus() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(300, 64, generator=generator), torch.randn(1000, 64, generator=generator) * 0.1
+    targets, temperatures = torch.randint(1000, (300,), generator=generator), torch.full((300,), 0.8)
+    results = []
+    for device in ("cpu", "cuda"):
+        h, w = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
+        logprobs, entropy = target_logprobs(h, w, targets.to(device), temperatures.to(device), 128)
+        gradients = torch.autograd.grad(logprobs.sum(), [h, w])
+        results.append([t.detach().cpu() for t in (logprobs, entropy, *gradients)])
+    for cpu, cuda in zip(*results, strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_steps_run_with_the_state_on_either_device(optimizer: str, on_cpu: bool) -> None:
+    settings = small_settings(
+        placement__device="cuda", trainer__optim__type=optimizer, trainer__optimizer_on_cpu=on_cpu
+    )
+    with joined(settings.placement) as ranks:
+        state, stepper = build_state(settings, ranks), Stepper(settings, ranks)
+        for step in (1, 2):
+            batch = rich_batch(step, 1, state.config.vocab_size)
+            report = stepper.step(state, RankBatch(step, batch.ranks[0], batch.counts))
+            assert not report.skipped
+        devices = {tensor.device.type for tensor in state.optimizer.state_tensors().values()}
+        assert devices == {"cpu" if on_cpu else "cuda"}
