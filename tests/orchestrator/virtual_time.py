@@ -2,7 +2,10 @@
 
 import asyncio
 import selectors
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class _JumpingSelector(selectors.BaseSelector):
@@ -45,3 +48,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _remember(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.failures.append(f"{context.get('message')}: {context.get('exception')!r}")
+
+
+def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
+    """Like asyncio.run, on a loop of its own whose time is simulated. Errors in callbacks fail it."""
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        result = loop.run_until_complete(main)
+        assert not loop.failures, loop.failures[0]
+        return result
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

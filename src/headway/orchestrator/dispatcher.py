@@ -10,6 +10,9 @@ from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKi
 GRACE_SECONDS = 120.0
 """How long a runner may exceed an episode's own timeout before it is given up."""
 
+BURST = 64
+"""Episodes started at a stretch; thousands at once would hold up everything else on the event loop."""
+
 
 class EpisodeRunner(Protocol):
     """An environment's worker pool."""
@@ -75,9 +78,12 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Start as much as there is room for. Call it whenever something changed."""
-        while not self._closed and self.admit and self.in_flight < self.cap:
+        for _ in range(BURST):
+            if self._closed or not self.admit or self.in_flight >= self.cap:
+                return
             if not any(self._start_from(work) for work in self._hungriest_first()):
                 return
+        self.pump_later(0)
 
     def pump_later(self, delay: float) -> None:
         """Pump again in `delay` seconds, for work that waits for time to pass."""
