@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from headway.cli.main import run
+from headway.core.messages import Message, ToolCall
 from headway.envs.bundled import ENVIRONMENTS
-from headway.envs.transcript import painted
+from headway.envs.transcript import message_text, painted, plain
 
 
 def headway(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -138,3 +139,9 @@ def test_mistakes_are_one_line_with_what_to_do(
 
 def test_paint_colors_and_resets() -> None:
     assert painted("sampled", "x") == "\x1b[32mx\x1b[0m"
+
+
+def test_what_a_model_says_cannot_steer_the_terminal() -> None:
+    call = ToolCall("c", "f\x07", "{\x1b}")
+    shown = message_text(Message("assistant", "a\x1b[2Jb\nc\t\x7f", (call,), reasoning="\x00"), plain)
+    assert shown == "assistant: <think>␀</think> a␛[2Jb\nc␉␡ → f␇({␛})"

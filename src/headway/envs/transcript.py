@@ -22,13 +22,21 @@ def plain(kind: str, text: str) -> str:
     return text
 
 
+_CONTROLS = {code: 0x2400 + code for code in range(32) if code != 10} | {127: 0x2421}
+
+
+def visible(text: str) -> str:
+    """`text` with control characters shown as signs: what a model says must not steer the terminal."""
+    return text.translate(_CONTROLS)
+
+
 def message_text(message: Message, paint: Paint) -> str:
     parts = [paint("role", f"{message.role}:")]
     if message.reasoning:
-        parts.append(paint("dim", f"<think>{message.reasoning}</think>"))
+        parts.append(paint("dim", f"<think>{visible(message.reasoning)}</think>"))
     if message.content:
-        parts.append(message.content)
-    parts += [f"→ {call.name}({call.arguments})" for call in message.tool_calls]
+        parts.append(visible(message.content))
+    parts += [f"→ {visible(call.name)}({visible(call.arguments)})" for call in message.tool_calls]
     return " ".join(parts)
 
 
@@ -64,7 +72,7 @@ def token_lines(trace: Trace, renderer: Renderer, paint: Paint) -> list[str]:
         lines.append(paint("dim", head))
         text = []
         for token, mine in zip(sample.token_ids.tolist(), sample.sampled.tolist(), strict=True):
-            shown = renderer.decode([token]).replace("\n", "⏎\n")
+            shown = visible(renderer.decode([token])).replace("\n", "⏎\n")
             text.append((f"[{shown}]" if brackets else paint("sampled", shown)) if mine else paint("dim", shown))
         lines.append("".join(text))
     return lines
