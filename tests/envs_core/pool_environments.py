@@ -200,10 +200,6 @@ class Hanging(ToolUse):
         threading.Event().wait()
 
 
-class NotAnEnvironment:
-    pass
-
-
 class Needy(SingleTurn):
     def __init__(self, required: int) -> None:
         self.required = required
@@ -213,6 +209,25 @@ class Needy(SingleTurn):
 
     def prompt(self, task: Task) -> str:
         return ""
+
+
+class Twins(Needy):
+    def tasks(self) -> list[Task]:
+        return [Task("a"), Task("a")]
+
+
+class Unsendable(Needy):
+    def tasks(self) -> list[Task]:
+        return [Task("a", {"data": object()})]
+
+
+class NotTasks(Needy):
+    def tasks(self) -> list[Task]:
+        return ["a"]  # type: ignore[list-item]
+
+
+class NotAnEnvironment:
+    pass
 
 
 class Duel(Environment):

@@ -77,6 +77,14 @@ def test_episodes_carry_what_the_engine_sent(tmp_path):
         assert set(episode.timings) == {"total", "engine", "environment", "reward"}
 
 
+def test_a_request_that_cannot_be_sent_is_an_error_of_its_own(tmp_path):
+    async def body(pool, url):
+        assert (await pool.run(ask(0, url, odd=object()))).error.kind == "environment"
+        assert (await pool.run(ask(1, url))).error is None
+
+    with_pool(tmp_path, body, settings())
+
+
 def test_a_dead_worker_is_replaced_and_its_episodes_are_errors(tmp_path):
     async def body(pool, url):
         killer, *others = await asyncio.gather(
@@ -176,6 +184,9 @@ def test_the_pool_grows_with_the_work_and_shrinks_after_it(tmp_path):
     ("name", "args", "message"),
     [
         ("NoTasks", {}, "has no tasks"),
+        ("Twins", {"required": 1}, "two tasks with the id 'a'"),
+        ("Unsendable", {"required": 1}, "failed to start: TypeError"),
+        ("NotTasks", {"required": 1}, "must give Task objects, not str"),
         ("Untyped", {}, "parameter 'where' needs a type"),
         ("Toolless", {}, "has no tools"),
         ("Missing", {}, "has no class or function Missing"),

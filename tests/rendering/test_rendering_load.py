@@ -20,6 +20,19 @@ BRACKETS = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<|endoft
 REFUSES_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 
 
+DROPS_REASONING = """
+{%- set place = namespace(asked=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set place.asked = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' and loop.index0 > place.asked and (loop.last or m.reasoning_content) %}
+        {{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
 def checkpoint(folder, template, **config):
     save_tiny_tokenizer(folder)
     file = folder / "tokenizer_config.json"
@@ -39,6 +52,11 @@ def test_our_own_template_is_rendered_natively(tmp_path):
 def test_an_unmarked_template_gets_the_dialect_that_agrees_with_it(tmp_path):
     folder = checkpoint(tmp_path, CHAT_TEMPLATE.replace(TEMPLATE_MARK, ""))
     assert load_renderer(folder).style.name == "chatml"
+
+
+def test_how_a_family_treats_reasoning_is_found_out_from_its_template(tmp_path):
+    assert load_renderer(checkpoint(tmp_path, DROPS_REASONING)).style.reasoning == "drop"
+    assert load_renderer(checkpoint(tmp_path, PLAIN)).style.reasoning == "keep"
 
 
 def test_a_template_without_tools_is_native_and_its_default_system_prompt_is_learned(tmp_path):

@@ -143,7 +143,11 @@ class EnvPool:
             job.worker = worker
             job.deadline = time.monotonic() + job.request.timeout + GRACE_SECONDS
             worker.jobs.add(job.number)
-            worker.send(Run(job.number, job.request))
+            try:
+                worker.send(Run(job.number, job.request))
+            except (TypeError, ValueError, OverflowError) as error:
+                worker.jobs.discard(job.number)
+                self._resolve(job, self._failed(job.request, "environment", f"the request can't be sent: {error}"))
         self._resize()
 
     def _resize(self) -> None:

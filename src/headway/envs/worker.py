@@ -67,13 +67,13 @@ class Worker:
         start = await self._starting
         try:
             environment, tasks = await self._open(start)
+            self._connection.send(Ready(tasks if start.tasks else []))
         except Exception as error:
             logger.debug("the environment failed to start", exc_info=True)
-            message = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
-            self._connection.send(Failed(message))
+            reason = f'environment "{start.env}" failed to start: {type(error).__name__}: {error}'
+            self._connection.send(Failed(str(error) if isinstance(error, HeadwayError) else reason))
             self._connection.close()
         else:
-            self._connection.send(Ready(tasks if start.tasks else []))
             await self._stopped.wait()
             await self._wind_down(environment)
             sys.stdout.flush()
@@ -84,8 +84,7 @@ class Worker:
         environment = load_environment(start.env, start.args)
         environment.check()
         tasks = list(environment.tasks())
-        if not tasks:
-            raise HeadwayError(f'environment "{start.env}" has no tasks')
+        _check_tasks(start.env, tasks)
         renderer = load_renderer(Path(start.model), start.renderer)
         await environment.open()
         self._name = start.name
@@ -141,6 +140,18 @@ class Worker:
 
     def _lost(self) -> None:
         self._stopped.set()
+
+
+def _check_tasks(env: str, tasks: list[Task]) -> None:
+    if not tasks:
+        raise HeadwayError(f'environment "{env}" has no tasks')
+    seen: set[str] = set()
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise HeadwayError(f'environment "{env}": tasks() must give Task objects, not {type(task).__name__}')
+        if task.id in seen:
+            raise HeadwayError(f'environment "{env}" has two tasks with the id {task.id!r}')
+        seen.add(task.id)
 
 
 def die_with_parent() -> None:
