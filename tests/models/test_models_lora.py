@@ -105,6 +105,19 @@ def test_adapters_survive_save_and_load_to_the_bit(tmp_path: Path) -> None:
         assert name == other and torch.equal(ours, theirs)
 
 
+def test_an_adapter_leaves_a_bank_of_higher_rank_as_it_came(tmp_path: Path) -> None:
+    narrow = LoraSettings(rank=2, alpha=3.0)
+    one = adapted(settings=narrow)
+    served = random_model(small("qwen3"))
+    reserve_adapters(served, SETTINGS, slots=2)
+    load_adapter(served, 1, adapter_tensors(one), narrow)
+    save_adapter(served, tmp_path / "a", narrow, "base", slot=1)
+    settings, tensors = read_adapter(tmp_path / "a")
+    assert settings.rank == 2
+    expected = dict(adapter_tensors(one))
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in tensors)
+
+
 def test_many_adapters_in_one_batch_equal_each_alone() -> None:
     """Ranks, scales and targets differ; -1 is the base model; slots are loaded out of order, so the bank grows."""
     kinds = [

@@ -60,10 +60,14 @@ def reserve_adapters(model: DecoderLM, settings: LoraSettings, slots: int) -> No
     resize_bank(model, settings.targets, rank=settings.rank, slots=slots, default=None)
 
 
-def adapter_tensors(model: DecoderLM, slot: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """The adapter in `slot` under PEFT's names, whole where it is sharded (then all ranks must iterate alike)."""
-    rank = bank_of(model).rank
-    own = slice(slot * rank, (slot + 1) * rank)
+def adapter_tensors(model: DecoderLM, slot: int = 0, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The adapter in `slot` under PEFT's names, whole where it is sharded (then all ranks must iterate alike).
+
+    `rank` is the adapter's own, where that is smaller than the bank's and the rest is padding.
+    """
+    bank = bank_of(model)
+    start = slot * bank.rank
+    own = slice(start, start + (bank.rank if rank is None else rank))
     for name, _, a, b in adapted_linears(model):
         yield f"{PREFIX}{name}.lora_A.weight", gathered(a)[own]
         yield f"{PREFIX}{name}.lora_B.weight", gathered(b)[own].T.contiguous()
@@ -114,7 +118,7 @@ def merge_adapter(model: DecoderLM, slot: int = 0) -> None:
 
 def save_adapter(model: DecoderLM, folder: Path | str, settings: LoraSettings, base: str, *, slot: int = 0) -> None:
     """Write the adapter as PEFT does, whole or not at all. `base` names the model that it belongs to."""
-    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model, slot)}
+    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model, slot, settings.rank)}
     targets = {name.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
     config = {
         "base_model_name_or_path": base,

@@ -90,7 +90,9 @@ class _ShardedParts:
     def add(self, target: _Target, tensor: Tensor) -> None:
         parameter = target.parameter
         key = id(parameter)
-        whole = self.wholes.setdefault(key, torch.empty(parameter.shape, dtype=parameter.dtype))
+        if key not in self.wholes:
+            self.wholes[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
+        whole = self.wholes[key]
         whole[target.part.at].copy_(tensor)
         self.filled[key] = self.filled.get(key, 0) + tensor.numel()
         if self.filled[key] == whole.numel():
