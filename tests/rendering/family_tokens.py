@@ -27,6 +27,9 @@ _DEEPSEEK = [f"<｜{name}｜>" for name in ("begin▁of▁sentence", "end▁of�
         "output▁begin", "output▁end",
     )
 ]  # fmt: skip
+_DEEPSEEK_V4 = ["｜DSML｜"] + [
+    f"<｜{name}｜>" for name in ("latest_reminder", "action", "query", "authority", "domain", "title", "read_url")
+]
 _INKLING = [f"<|message_{name}|>" for name in ("user", "model", "system", "tool")] + [
     f"<|content_{name}|>"
     for name in (
@@ -36,20 +39,47 @@ _INKLING = [f"<|message_{name}|>" for name in ("user", "model", "system", "tool"
 ] + ["<|end_message|>", "<|audio_end|>", "<|unused_200054|>", "<|unused_200053|>"]  # fmt: skip
 _LAGUNA = ["〈|EOS|〉", "<assistant>", "</assistant>"]
 
+_GEMMA = ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>"] + [
+    mark for name in ("tool", "tool_call", "tool_response", "image") for mark in (f"<|{name}>", f"<{name}|>")
+] + ["<|image|>"]  # fmt: skip
+_HUNYUAN = [f"<｜hy_{name}:opensource｜>" for name in ("begin_of_sentence", "eos", "User", "Assistant")] + [
+    "<｜reasoning_mode:opensource｜>", "<tool_sep:opensource>"
+] + [
+    f"<{slash}{name}:opensource>"
+    for name in ("think", "tool_calls", "tool_call", "arg_key", "arg_value", "tool_responses", "tool_response")
+    for slash in ("", "/")
+]  # fmt: skip
+_KIMI_MEDIA = [f"<|media_{name}|>" for name in ("begin", "content", "pad", "end")]
+
+# All of the package but `default`, which has no bridge, and `gpt-oss`, which downloads its vocabulary.
 FAMILIES = [
+    "deepseek-r1",
     "deepseek-v3",
+    "deepseek-v4",
+    "gemma4",
     "glm-4.5",
     "glm-5",
+    "glm-5.1",
+    "glm-5.3",
+    "hy3",
     "inkling",
     "kimi-k2",
+    "kimi-k2.5",
+    "laguna-m.1",
+    "laguna-s-2.1",
+    "laguna-xs-2.1",
     "laguna-xs.2",
     "llama-3",
     "minimax-m2",
     "nemotron-3",
+    "nemotron-3-ultra",
+    "nemotron-3.5",
     "prime-qwen3",
     "qwen3",
     "qwen3-vl",
     "qwen3.5",
+    "qwen3.6",
+    "qwen3.8",
 ]
 
 # Where a user's next question, or a tool's result, is known to be appended after a reply without reasoning.
@@ -59,7 +89,8 @@ BRIDGES_TOOL = [*BRIDGES_USER, "qwen3"]
 
 def family_tokenizer() -> Tokenizer:
     tokenizer = tiny_tokenizer()
-    groups = (_VISION, _GLM, _ARGUMENTS, _LLAMA, _KIMI, _MINIMAX, _DEEPSEEK, _INKLING, _LAGUNA)
+    groups = (_VISION, _GLM, _ARGUMENTS, _LLAMA, _KIMI, _MINIMAX, _DEEPSEEK, _DEEPSEEK_V4, _INKLING, _LAGUNA)
+    groups += (_GEMMA, _HUNYUAN, _KIMI_MEDIA)
     marks = [mark for group in groups for mark in group]
     tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     return tokenizer
