@@ -125,6 +125,7 @@ class World:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         assert all(isinstance(value, float) for value in values.values())
+        assert "reward/mean" in values or any(name.startswith("eval/") for name in values)
 
     def evaluated(self, round_: Round, envs: Sequence[EvalEnv]) -> None:
         assert round_.unfinished == 0

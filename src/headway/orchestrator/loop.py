@@ -164,11 +164,15 @@ class Orchestrator:
         self.step += 1
         state = self._state()
         self.dispatcher.pump()
-        await self.parts.outbox.send(step, groups, values, state, self.parts.wall_clock())
+        # The line comes first: after a crash in between, a line without its batch is dropped, not the other way round.
         self.parts.recorder.log(step, values)
+        await self.parts.outbox.send(step, groups, values, state, self.parts.wall_clock())
 
     def _step_values(self, groups: Sequence[ReadyGroup]) -> dict[str, float]:
         now = self.parts.clock()
+        if not self.tally.rewards:  # nothing finished since the last step: the batch was waiting already
+            for ready in groups:
+                self.tally.saw_group(ready.group)
         values = self.tally.values(now - self._step_began) | batch_values(groups, self.step)
         values |= {
             "in_flight": self.tally.mean_in_flight(self.dispatcher.in_flight),
