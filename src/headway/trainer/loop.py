@@ -57,9 +57,10 @@ class _Trainer:
             report = self.stepper.step(self.state, batch)
             self.refuse_bad_steps(batch)
             published = self.publish()
-            self.checkpoint_if_due()
             times = {"wait_seconds": waited, "step_seconds": watch.lap()}
+            # Before the checkpoint, after which this step would not be trained and so not recorded again.
             self.recorder.record(self.state.step, report.metrics | published | times, report.expert_load_LE)
+            self.checkpoint_if_due()
         self.checkpoints.save(self.state)
         if self.state.step >= self.settings.max_steps:
             log.info("exported to %s", export(self.state, self.paths, self.ranks))
