@@ -3,9 +3,12 @@
 import asyncio
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headway.core.errors import UsageError
@@ -209,6 +212,32 @@ def test_a_server_that_dies_is_started_again_and_failures_of_the_engine_come_thr
     with_verifiers("tiny-reverse-taskset", use)
 
 
+STARTER = """
+import asyncio
+from headway.envs.adapters.verifiers import Verifiers, _start_server
+
+async def main():
+    server, _ = await _start_server(Verifiers(taskset="tiny-reverse-taskset")._config)
+    print(server.pid, flush=True)
+    await server.wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tasksets")
+def test_a_server_ends_with_whoever_started_it() -> None:
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    server = psutil.Process(int(starter.stdout.readline()))
+    starter.kill()
+    starter.wait()
+    _, alive = psutil.wait_procs([server], timeout=60)
+    assert not alive
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("tasksets")
 def test_a_taskset_that_is_not_installed_is_one_line() -> None:
     with pytest.raises(UsageError, match='taskset "no-such-taskset" cannot be loaded'):

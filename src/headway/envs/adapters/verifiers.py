@@ -95,7 +95,7 @@ class Verifiers(Environment):
             finally:
                 running.cancel()
                 died.cancel()
-        _settle(outcomes, sessions, policy)
+        _settle(outcomes, sessions)
 
     async def _connect(self) -> "tuple[Client, asyncio.subprocess.Process]":
         """The server, started at the first call and again after it died."""
@@ -115,7 +115,7 @@ class Verifiers(Environment):
             self._server = None
 
 
-def _settle(outcomes: "list[Outcome]", sessions: dict[str, Policy], policy: Policy) -> None:
+def _settle(outcomes: "list[Outcome]", sessions: dict[str, Policy]) -> None:
     """Hand out rewards. Agents that are not to be trained leave no trace."""
     for outcome in outcomes:
         agent = sessions.get(outcome.session)
