@@ -3,6 +3,7 @@
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 
@@ -12,5 +13,5 @@ def _triton_installed() -> bool:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether there is a fused kernel for work on `x`."""
-    return x.is_cuda and _triton_installed()
+    """Whether there is a fused kernel for work on `x`. torch's compiler fuses more when it sees the plain functions."""
+    return x.is_cuda and not torch.compiler.is_compiling() and _triton_installed()

@@ -16,6 +16,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, qk_norm: bool) -> None:
         super().__init__()
         self.layer = layer
+        self.attend = attention
         self.head_dim = config.head_dim
         bias = config.attention_bias
         self.q_proj = Linear(config.width, config.heads * config.head_dim, bias)
@@ -35,6 +36,6 @@ class SelfAttention(nn.Module):
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         q_THD = rotate(q_THD, context.cos, context.sin)
         k_TKD = rotate(k_TKD, context.cos, context.sin)
-        mixed_THD = attention(q_THD, k_TKD, v_TKD, context.plan, self.layer)
+        mixed_THD = self.attend(q_THD, k_TKD, v_TKD, context.plan, self.layer)
         out_TD: Tensor = self.o_proj(mixed_THD.flatten(1), gate)
         return out_TD

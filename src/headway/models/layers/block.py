@@ -1,7 +1,11 @@
 """One decoder block: attention and an MLP (dense or of experts), each normed before and added to the stream."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from headway.models.attention import attention
 from headway.models.config import ModelConfig
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.context import ForwardContext
@@ -23,6 +27,12 @@ class Block(nn.Module):
             self.mlp = SparseMlp(config, layer)
         else:
             self.mlp = GatedMlp(config.width, config.mlp_width, config.mlp_bias)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As torch's; but attention stays outside, since its plan is another in every pass, and the compiler would
+        start anew for each."""
+        self.self_attn.attend = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]  # torch has no types
+        super().compile(*args, **kwargs)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
         """The stream after this block, and the experts (T, k) that its tokens used (None where it has none)."""
