@@ -43,7 +43,7 @@ def test_recomputed_activations_give_the_same_gradients_to_the_bit(family: str) 
     assert [name for name, _ in hf_layout(recomputed)] == [name for name, _ in hf_layout(plain)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_blocks_are_compiled_once_whatever_the_samples(family: str) -> None:
     from torch._dynamo.testing import CompileCounter
 
