@@ -22,7 +22,7 @@ help:
 	@echo 'make clean       remove the virtual environment and caches; runs in outputs/ stay'
 
 quickstart: setup
-	$(BIN)/headway quickstart
+	$(BIN)/python examples/reverse_text/quickstart.py
 
 test: lint
 	$(BIN)/python -m pytest

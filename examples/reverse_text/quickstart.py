@@ -14,6 +14,7 @@ from rich.table import Table
 
 from headway.core.runs import RunPaths
 from headway.envs.bundled.reverse_text import demonstrations
+from headway.monitor.metrics import read_metrics
 
 HERE = Path(__file__).parent
 OUTPUTS = Path("outputs")
@@ -61,8 +62,9 @@ def main() -> None:
 
 def evaluations(run: RunPaths) -> tuple[float, float]:
     """Exact match on held-out words at the first and the last evaluation."""
-    scores = [json.loads(line) for line in (run.metrics / "evaluation.jsonl").read_text().splitlines()]
-    return scores[0]["held-out/avg"], scores[-1]["held-out/avg"]
+    lines = read_metrics(run.metrics / "orchestrator.jsonl")
+    scores = [line["eval/held-out/avg"] for line in lines if "eval/held-out/avg" in line]
+    return scores[0], scores[-1]
 
 
 NEXT_STEPS = """\

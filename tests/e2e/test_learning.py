@@ -1,0 +1,109 @@
+"""Every algorithm learns: short seeded runs on a CPU whose own signal rises well above its start."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import RunRl
+from e2e_runs import Run, start, warm_up
+
+from headway.envs.bundled import calculator, reverse_text
+
+pytestmark = pytest.mark.slow
+
+ON_POLICY = ("--orchestrator.max_lag", "0")
+
+
+def assert_learned(run: Run, by: float) -> None:
+    first, last = run.rise()
+    assert last > first + by, f"reward went from {first:.3f} to {last:.3f}"
+
+
+def assert_trainer_agrees_with_engine(run: Run) -> None:
+    assert max(run.column("trainer", "mismatch_kl")) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--weights.type", "filesystem"), id="grpo"),
+        pytest.param(("--orchestrator.algorithm.type", "max_rl", "--rollouts.type", "zmq"), id="max_rl, zmq"),
+        pytest.param(
+            ("--orchestrator.algorithm.type", "rloo", "--weights.type", "shared_memory"), id="rloo, shared memory"
+        ),
+    ],
+)
+def test_on_policy(run_rl: RunRl, flags: tuple[str, ...]) -> None:
+    run = run_rl("--max_steps", "40", *ON_POLICY, *flags)
+    assert_learned(run, by=0.1)
+    assert_trainer_agrees_with_engine(run)
+    assert max(run.column("orchestrator", "lag/max")) == 0
+
+
+def test_off_policy_by_up_to_eight_versions(run_rl: RunRl) -> None:
+    run = run_rl("--max_steps", "40", "--orchestrator.max_lag", "8", "--weights.type", "collective")
+    assert_learned(run, by=0.1)
+    assert 0 < max(run.column("orchestrator", "lag/max")) <= 8
+
+
+def test_rae_measures_an_agent_against_its_own_past(run_rl: RunRl) -> None:
+    run = run_rl("--max_steps", "40", "--orchestrator.algorithm.type", "rae")
+    assert_learned(run, by=0.08)
+
+
+def test_lora(run_rl: RunRl) -> None:
+    run = run_rl("--max_steps", "40", *ON_POLICY, "--model.lora.rank", "16", "--trainer.optim.lr", "1e-3")
+    assert_learned(run, by=0.08)
+    assert_trainer_agrees_with_engine(run)
+
+
+def test_experts_are_replayed_in_the_trainer(run_rl: RunRl, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rows = reverse_text.demonstrations(10_000, seed=0, copy_share=0.5)
+    model = warm_up(tmp_path_factory.mktemp("moe"), rows, "--model.path", "tiny-moe")
+    run = run_rl("--max_steps", "40", *ON_POLICY, "--model.path", str(model))
+    assert_learned(run, by=0.08)
+    assert_trainer_agrees_with_engine(run)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a model that was shown right demonstrations only."""
+    model = warm_up(tmp_path_factory.mktemp("teacher"), reverse_text.demonstrations(10_000, seed=0))
+    server = start("serve", str(model), "--port", "0")
+    assert server.stdout is not None
+    for line in server.stdout:
+        if found := re.search(r"http://\S+", line):
+            yield found[0]
+            break
+    server.terminate()
+    try:
+        server.communicate(timeout=20)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
+@pytest.mark.parametrize("algorithm", ["opd", "sft"])
+def test_distillation(run_rl: RunRl, teacher: str, algorithm: str) -> None:
+    chosen = ("--orchestrator.algorithm.type", algorithm, "--orchestrator.algorithm.teacher.base_url", teacher)
+    evaluated = ("--orchestrator.eval.at_start", "true", "--orchestrator.eval.at_end", "true")
+    run = run_rl("--max_steps", "40", "--trainer.optim.lr", "3e-4", *chosen, *evaluated)
+    before, after = run.column("orchestrator", "eval/held-out/avg")
+    assert after > before + 0.1, (before, after)
+
+
+@pytest.fixture(scope="module")
+def tool_user(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has seen the calculator being used, but not for long enough."""
+    rows = calculator.demonstrations(10_000, seed=0)
+    return warm_up(tmp_path_factory.mktemp("tools"), rows, "--max_steps", "400")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "echo"])
+def test_multi_turn_tool_use(run_rl: RunRl, tool_user: Path, algorithm: str) -> None:
+    env = ("--orchestrator.envs", '[{id = "calculator"}]', "--orchestrator.sampling.max_tokens", "64")
+    chosen = ("--orchestrator.algorithm.type", algorithm, "--model.path", str(tool_user))
+    run = run_rl("--max_steps", "40", "--orchestrator.eval.envs", "[]", *env, *chosen)
+    assert_learned(run, by=0.05)
+    assert max(run.column("orchestrator", "turns/mean")) > 1.5
