@@ -1,13 +1,15 @@
 """The contract of weight transports: the trainer publishes a version, an engine receives it, whole or not at all."""
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from headway.core.protocol import WeightUpdate
 
-NamedTensors = Iterable[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    # The orchestrator reads announcements from this package, and has no use for torch.
+    from torch import Tensor
+
+NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 
 
 class WeightSender(Protocol):
@@ -23,7 +25,7 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """Lives in an engine."""
 
-    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update: WeightUpdate) -> "Iterator[tuple[str, Tensor]]":
         """The tensors of an update, one by one, in any order. Raises HeadwayError if they can't be had whole."""
         ...
 
