@@ -71,11 +71,9 @@ def _triton_kernel() -> Any:
     except ImportError:
         return None
 
+    # Parameters have no types, since Triton reads annotations as a part of the kernel.
     @triton.jit  # type: ignore[untyped-decorator]
-    def kernel(
-        words_ptr: Any, total_ptr: Any, places_ptr: Any, blocks_ptr: Any, lead: Any, count: Any,
-        BLOCK: tl.constexpr, TILE: tl.constexpr,
-    ) -> None:  # fmt: skip
+    def kernel(words_ptr, total_ptr, places_ptr, blocks_ptr, lead, count, BLOCK: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
         block = tl.program_id(0)
         tile = tl.arange(0, TILE)
         start = block.to(tl.int64) * BLOCK - lead
