@@ -45,7 +45,7 @@ def distinct(
         name = key(problem)
         if name in found or not in_split(name, split):
             misses += 1
-            if misses > 1000 + 100 * count:
+            if misses > 1000 + 50 * count:
                 raise UsageError(f"only {len(found)} different {split} problems found; lower num_tasks (got {count})")
             continue
         found[name] = problem
