@@ -20,8 +20,8 @@ def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "polic
     return CollectiveSender(settings, paths, policy)
 
 
-def make_receiver() -> WeightReceiver:
-    """An engine's side: takes updates of any transport and proves each by its fingerprint."""
+def make_receiver(device: str = "cpu") -> WeightReceiver:
+    """An engine's side: takes updates of any transport to `device` and proves each by its fingerprint there."""
     from headway.transport.weights.receiver import Receiver
 
-    return Receiver()
+    return Receiver(device)

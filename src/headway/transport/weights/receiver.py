@@ -25,6 +25,9 @@ class Receiver:
     HeadwayError is raised. So an engine keeps what it gets aside until the iterator ends, and then swaps.
     """
 
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+
     def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
         fetch = _way(update)
         try:
@@ -37,7 +40,8 @@ class Receiver:
                 f"not the announced {update.fingerprint}; it is refused"
             )
         fingerprint = Fingerprint()
-        for name, tensor in tensors:
+        for name, fetched in tensors:
+            tensor = fetched.to(self._device)
             fingerprint.add(name, tensor)
             yield name, tensor
         _prove(fingerprint, layout, update)
