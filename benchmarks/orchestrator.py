@@ -40,9 +40,10 @@ from headway.core.runs import RunPaths
 from headway.orchestrator.assemble import Pools, RunRecorder, open_session, resolve_folder
 from headway.orchestrator.curriculum import make_curriculum
 from headway.orchestrator.fleet import Fleet
-from headway.orchestrator.loop import Orchestrator, Parts, first_to_end
+from headway.orchestrator.loop import Orchestrator, first_to_end
 from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.packing import Cost, plan_packing
+from headway.orchestrator.parts import Parts
 from headway.orchestrator.training import Source
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender

@@ -15,7 +15,8 @@ from headway.orchestrator.curriculum import Shuffled
 from headway.orchestrator.evaluation import EvalEnv, Round
 from headway.orchestrator.fleet import Fleet
 from headway.orchestrator.groups import OpenGroup
-from headway.orchestrator.loop import Orchestrator, Parts
+from headway.orchestrator.loop import Orchestrator
+from headway.orchestrator.parts import Parts
 from headway.orchestrator.rate import RateLimit
 from headway.orchestrator.ready import ReadyGroup
 from headway.orchestrator.training import Source

@@ -19,6 +19,7 @@ from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.monitor.runs import create_run
 from headway.orchestrator.records import read_records, rollout_file
+from headway.rendering.tiny import save_tiny_tokenizer
 from headway.transport.rollouts import make_receiver
 from headway.transport.weights.announce import announce
 
@@ -26,7 +27,7 @@ SETTINGS = """
 max_steps = 5
 seq_len = 128
 [model]
-path = "tiny"
+path = "{folder}/model"
 [rollouts]
 type = "zmq"
 [orchestrator]
@@ -61,6 +62,7 @@ class Run:
         (self.paths.control / "engines").mkdir()
         (self.paths.control / "engines" / "one.json").write_text(json.dumps({"url": engine.url}))
         (self.paths.control / "token").write_text("secret")
+        save_tiny_tokenizer(folder / "model")
         self.config = folder / "orchestrator.toml"
         self.config.write_text(SETTINGS.format(name="run", folder=folder))
 

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import orchestrator as settings_of
-from headway.config.orchestrator import ConcurrencySettings
+from headway.config.orchestrator import ConcurrencySettings, EvalSettings
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Task
 from headway.core.errors import UsageError
 from headway.orchestrator.concurrency import Control, Load, start, steer
 from headway.orchestrator.curriculum import Curriculum, make_curriculum
+from headway.orchestrator.evaluation import evaluation_due
 from headway.orchestrator.groups import RETRIES, OpenGroup
 from headway.orchestrator.mix import Mix
 from headway.orchestrator.rate import RateLimit
@@ -246,3 +247,21 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at_k(4, 1, 1) == 0.25
     assert pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)  # of 6 pairs, one has no solution
     assert pass_at_k(4, 3, 2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("version", "evaluated", "due"),
+    [
+        (4, 0, False),
+        (5, 0, True),
+        (6, 0, True),
+        (6, 5, False),
+        (9, 5, False),
+        (10, 6, True),
+        (3, 5, False),
+        (20, 15, False),
+    ],
+)
+def test_evaluations_come_at_intervals_also_when_versions_are_skipped(version: int, evaluated: int, due: bool) -> None:
+    assert evaluation_due(version, evaluated, EvalSettings(interval=5), max_steps=20) is due
+    assert not evaluation_due(version, evaluated, EvalSettings(), max_steps=20)

@@ -23,9 +23,10 @@ from headway.orchestrator.curriculum import make_curriculum
 from headway.orchestrator.engines import admin_token, engine_finder
 from headway.orchestrator.evaluation import EvalEnv, Round, write_round
 from headway.orchestrator.fleet import Fleet
-from headway.orchestrator.loop import Orchestrator, Parts, first_to_end
+from headway.orchestrator.loop import Orchestrator, first_to_end
 from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.packing import Cost
+from headway.orchestrator.parts import Parts
 from headway.orchestrator.rate import RateLimit
 from headway.orchestrator.training import Source
 from headway.rendering.base import Renderer

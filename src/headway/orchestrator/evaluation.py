@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from headway.config.orchestrator import EvalSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.files import write_atomic
 from headway.core.protocol import SamplingParams
@@ -119,6 +120,13 @@ class EvaluationWork:
                 self.finished(round_)
 
         return Launch(env.runner, request, env.name, done)
+
+
+def evaluation_due(version: int, evaluated: int, settings: EvalSettings, max_steps: int) -> bool:
+    """Whether `version` starts a new interval since the last evaluation. The last version has its own rule."""
+    if settings.interval is None or not evaluated < version < max_steps:
+        return False
+    return version // settings.interval > max(evaluated, 0) // settings.interval
 
 
 def write_round(round_: Round, envs: Sequence[EvalEnv], folder: Path) -> list[Path]:

@@ -3,72 +3,32 @@ new weights as they come, evaluate at intervals, and leave with every batch what
 
 import asyncio
 import logging
-import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
 from headway.core.episodes import Episode
-from headway.core.protocol import WeightReply, WeightUpdate
+from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.orchestrator import concurrency
 from headway.orchestrator.collector import Collector
-from headway.orchestrator.dispatcher import Dispatcher, Router
-from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round
+from headway.orchestrator.dispatcher import Dispatcher
+from headway.orchestrator.evaluation import EvaluationWork, Round, evaluation_due
 from headway.orchestrator.filters import load_gates
 from headway.orchestrator.groups import OpenGroup
 from headway.orchestrator.health import Health
-from headway.orchestrator.outbox import Outbox
+from headway.orchestrator.parts import Parts
 from headway.orchestrator.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.staleness import Limits, may_open_group, may_send
 from headway.orchestrator.state import State, load_sources, save_sources
 from headway.orchestrator.tally import Tally, batch_values
-from headway.orchestrator.training import Source, TrainingWork
+from headway.orchestrator.training import TrainingWork
 
 log = logging.getLogger("headway.orchestrator")
 
 ANNOUNCEMENT_SECONDS = 0.05
 STEER_SECONDS = 1.0
-
-
-class RunFleet(Router, Protocol):
-    """The fleet, as the loop sees it."""
-
-    changed: Callable[[], None]
-
-    @property
-    def version(self) -> int: ...
-
-    async def publish(self, update: WeightUpdate) -> list[WeightReply]: ...
-
-    def load(self, in_flight: int, finished: int) -> concurrency.Load | None: ...
-
-    async def watch(self) -> None: ...
-
-
-class Recorder(Protocol):
-    """Where numbers and evaluations go."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def evaluated(self, round_: Round, envs: Sequence[EvalEnv]) -> None: ...
-
-
-@dataclass(slots=True)
-class Parts:
-    """Everything the loop acts through. Time, chance and the outside world come in here and nowhere else."""
-
-    sources: Sequence[Source]
-    evals: Sequence[EvalEnv]
-    fleet: RunFleet
-    outbox: Outbox
-    recorder: Recorder
-    announced: Callable[[], WeightUpdate | None]
-    clock: Callable[[], float] = time.monotonic
-    wall_clock: Callable[[], float] = time.time
-    new_id: Callable[[], str] = lambda: uuid.uuid4().hex
+WAITING_NEWS_SECONDS = 30.0
 
 
 class Orchestrator:
@@ -83,7 +43,7 @@ class Orchestrator:
         self.ready = ReadyQueue()
         self.control = concurrency.start(settings.concurrency)
         self._changed = asyncio.Event()
-        self._step_began = parts.clock()
+        self._step_began = self._said_waiting = parts.clock()
         self.health = Health(
             max_error_share=settings.max_error_share,
             max_empty_batches=settings.max_empty_batches,
@@ -131,12 +91,9 @@ class Orchestrator:
         while self.step <= self.limits.max_steps:
             groups = await self._next_batch()
             await self._send(groups)
-            interval = self.settings.eval.interval
-            if interval and (self.step - 1) % interval == 0 and self.step <= self.limits.max_steps:
-                self._evaluate(self.step - 1)
         self.dispatcher.cancel(self.training.cancel(list(self.training.open.values()), "end"))
         await self._until(lambda: self.newest_version >= self.limits.max_steps)
-        if self.settings.eval.at_end and self.evaluated < self.limits.max_steps:
+        if self.settings.eval.at_end and self.parts.evals and self.evaluated < self.limits.max_steps:
             await self._until(lambda: self.parts.fleet.version >= self.limits.max_steps)
             self._evaluate(self.limits.max_steps)
         await self._until(lambda: self.evaluation.idle)
@@ -217,6 +174,8 @@ class Orchestrator:
                 seen, self.newest_version = update, update.version
                 self._wake()
                 self.tally.updates += await self.parts.fleet.publish(update)
+                if evaluation_due(update.version, self.evaluated, self.settings.eval, self.limits.max_steps):
+                    self._evaluate(update.version)
                 self._wake()
             else:
                 await asyncio.sleep(ANNOUNCEMENT_SECONDS)
@@ -228,12 +187,21 @@ class Orchestrator:
             self.tally.in_flight.append(self.dispatcher.in_flight)
             load = self.parts.fleet.load(self.dispatcher.in_flight, self.dispatcher.finished)
             if load is None:
+                self._say_that_it_waits()
                 continue
             self.control = concurrency.steer(self.control, load, self.settings.concurrency)
             self.dispatcher.cap, self.dispatcher.admit = self.control.cap, self.control.admit
             if self.control.cancel:
                 self.dispatcher.cancel(self.training.cancel_youngest(self.control.cancel))
             self.dispatcher.pump()
+
+    def _say_that_it_waits(self) -> None:
+        now = self.parts.clock()
+        if now - self._said_waiting >= WAITING_NEWS_SECONDS:
+            self._said_waiting = now
+            log.info(
+                "waiting for an engine to serve%s", "" if self.newest_version >= 0 else ", and for the first weights"
+            )
 
     def _evaluate(self, step: int) -> None:
         self.evaluated = step
