@@ -59,8 +59,7 @@ class ModelConfig:
     pad_id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.family not in ARCHITECTURES:
-            raise UsageError(f"unknown model family {self.family!r}; known: {', '.join(sorted(ARCHITECTURES))}")
+        known_family(self.family)
         if self.heads % self.kv_heads:
             raise UsageError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads evenly")
         if self.head_dim % 2:
@@ -75,17 +74,15 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> "ModelConfig":
         """Read config.json as transformers 4 or 5 writes it. Refuses what the model code would get wrong."""
-        family = hf.get("model_type", "missing")
-        if family not in ARCHITECTURES:
-            raise UsageError(f"unknown model family {family!r}; known: {', '.join(sorted(ARCHITECTURES))}")
         if hf.get("hidden_act", "silu") != "silu":
             raise UsageError(f"activation {hf['hidden_act']!r} is not supported (only silu)")
         if hf.get("use_sliding_window"):
             raise UsageError("sliding-window attention is not supported; set use_sliding_window to false")
         try:
+            family = known_family(hf["model_type"])
             return cls(family=family, **_shape(hf), **_experts(hf, family), **_rope(hf), **_special_ids(hf))
         except KeyError as error:
-            raise UsageError(f"config.json lacks {error.args[0]!r}") from None
+            raise UsageError(f"it lacks {error.args[0]!r}") from None
 
     def to_hf(self) -> dict[str, Any]:
         """config.json as transformers writes it, readable by versions 4 and 5."""
@@ -129,6 +126,13 @@ class ModelConfig:
                 "decoder_sparse_step": 1,
             }
         return hf
+
+
+def known_family(name: str) -> str:
+    """The name itself. Raises UsageError, with the known ones, where there is no such family."""
+    if name not in ARCHITECTURES:
+        raise UsageError(f"unknown model family {name!r}; known: {', '.join(sorted(ARCHITECTURES))}")
+    return name
 
 
 def _shape(hf: dict[str, Any]) -> dict[str, Any]:
