@@ -147,7 +147,7 @@ def test_tools_of_an_environment_see_its_state_and_task():
 
     state = asyncio.run(play())
     assert state.sums == [3]
-    assert state.messages[-2] == Message("tool", "3", tool_call_id="1")
+    assert state.messages[-2] == Message("tool", "3", tool_call_id="1", name="add")
 
 
 def test_rewards_take_what_they_name_and_metrics_reward_nothing():

@@ -201,6 +201,18 @@ def test_calls_get_ids_of_their_own():
     assert all(isinstance(call, ToolCall) for call in said.tool_calls)
 
 
+def test_ids_that_the_model_wrote_itself_stay():
+    renderer = RENDERERS["kimi-k2"]
+    tree, sampler = TraceTree(renderer), Sampler()
+    text = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    )
+    prompt = tree.prompt([Message("user", "ask")], (TOOL,))
+    said = tree.record(prompt, sampler.reply(prompt, [*renderer.encode(text), renderer.stop_token_ids[0]], 0, 1.0))
+    assert [(call.id, call.name) for call in said.tool_calls] == [("functions.look:0", "look")]
+
+
 def test_spans_and_paths_tell_which_message_a_token_belongs_to():
     step = {"tokens": [97], "cut_off": False, "then": "tool", "text": "x", "move": "go on", "temperature": 1.0}
     tree, _ = play(RENDERERS["chatml-chatml"], [step, step], (TOOL,))

@@ -30,7 +30,8 @@ class Toolbox:
 
     async def call(self, call: ToolCall, state: object) -> Message:
         """The result of `call` as a tool's message; what went wrong is told in it."""
-        return Message("tool", cut(await self._result(call, state), self.max_output), tool_call_id=call.id)
+        content = cut(await self._result(call, state), self.max_output)
+        return Message("tool", content, tool_call_id=call.id, name=call.name)
 
     async def _result(self, call: ToolCall, state: object) -> str:
         chosen = self.functions.get(call.name)

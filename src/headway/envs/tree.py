@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import msgspec
 
 from headway.core.episodes import Node, RoutedExperts, Trace
-from headway.core.messages import Message, Tool
+from headway.core.messages import Message, Tool, ToolCall
 from headway.rendering.base import Rendered, Renderer, Segment
+from headway.rendering.replies import call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +82,14 @@ class TraceTree:
         return [token for index in self.trace.path(leaf) for token in self.trace.nodes[index].token_ids]
 
     def record(self, prompt: Prompt, reply: Reply) -> Message:
-        """Add `reply` to the tree; returns it as a message, whose calls have ids unique in this trace."""
+        """Add `reply` to the tree; returns it as a message."""
         nodes = self.trace.nodes
         parent = self._grow(prompt)
         leaf = len(nodes)
         message = self._renderer.parse(reply.token_ids, prompt.tools)
         if message.tool_calls:
-            calls = [msgspec.structs.replace(c, id=f"call_{leaf}_{i}") for i, c in enumerate(message.tool_calls)]
-            message = msgspec.structs.replace(message, tool_calls=tuple(calls))
+            calls = tuple(_unique(call, index, leaf) for index, call in enumerate(message.tool_calls))
+            message = msgspec.structs.replace(message, tool_calls=calls)
         nodes.append(
             Node(
                 parent,
@@ -146,6 +147,11 @@ class TraceTree:
         """Whether `messages` hold a reply that was sampled here, so that rendering them anew rewrites history."""
         replies = [known.messages[-1] for known in self._conversations]
         return any(m.role == "assistant" and any(_same(m, reply) for reply in replies) for m in messages)
+
+
+def _unique(call: ToolCall, index: int, node: int) -> ToolCall:
+    """An id that the model itself wrote stays; one that was made up becomes unique in the trace."""
+    return msgspec.structs.replace(call, id=f"call_{node}_{index}") if call.id == call_id(index) else call
 
 
 def _after(rendered: Rendered, tokens: int, messages: int) -> Rendered:

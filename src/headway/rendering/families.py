@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool, ToolCall
 from headway.rendering.base import Rendered, Segment
+from headway.rendering.replies import call_id
 
 FAMILIES = {
     "qwen3": "qwen3",
@@ -117,11 +118,12 @@ class FamilyRenderer:
             )
         except Exception:  # parsers of thirty families, on whatever a model may sample
             return Message("assistant", self.decode(token_ids))
-        content, calls = made.content or "", []
-        for index, call in enumerate(made.tool_calls):
+        content = made.content or ""
+        calls: list[ToolCall] = []
+        for call in made.tool_calls:
             if str(call.status) == "ok" and call.name:
                 text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
-                calls.append(ToolCall(call.id or f"call_{index}", call.name, text))
+                calls.append(ToolCall(call.id or call_id(len(calls)), call.name, text))
             elif call.raw and call.raw not in content:
                 content += call.raw
         return Message("assistant", content, tuple(calls), reasoning=made.reasoning_content)

@@ -14,6 +14,11 @@ class _Call(msgspec.Struct):
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+def call_id(index: int) -> str:
+    """The id of a reply's call number `index`, in families that write none."""
+    return f"call_{index}"
+
+
 def parse_reply(text: str, *, thinking: bool = False) -> Message:
     """`text` (without its end-of-turn mark) as an assistant message; never raises.
 
@@ -30,7 +35,7 @@ def parse_reply(text: str, *, thinking: bool = False) -> Message:
         call = _read_call(match.group(1))
         if call is None:
             return match.group(0)
-        calls.append(ToolCall(f"call_{len(calls)}", call.name, bytes(call.arguments).decode()))
+        calls.append(ToolCall(call_id(len(calls)), call.name, bytes(call.arguments).decode()))
         return ""
 
     rest = _CALL.sub(take, content)
