@@ -29,7 +29,7 @@ def rank_in_group() -> int:
 
 
 def run_group(ranks: int, argv: list[str]) -> int:
-    """Run `headway *argv` as `ranks` ranks and wait for all; 0 when every rank ended well, else the first failure's code.
+    """Run `headway *argv` as `ranks` ranks and wait for all; 0 when every rank ended well, else a failed one's code.
 
     SIGTERM and SIGINT are passed on, and the ranks take the time they need. When one fails, the others end too.
     """

@@ -1,9 +1,10 @@
 """The LM head for training: logprobs and entropy of given targets, chunk by chunk, never with the full logits.
 
-Forward and backward hold the logits of `chunk` tokens at a time; backward computes them again. Everything between
-the two matrix products is float32, whatever the precision of the products.
+Forward and backward hold the logits of `chunk` tokens at a time; backward computes them again. Logits are those of
+`DecoderLM.logits`, rounded as the computation's precision rounds them; everything after is float32.
 """
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,14 +29,12 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperatures_N: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        logprobs_N = torch.empty(len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
-        entropy_N, normalizer_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        reduce_rows = _kernels(hidden_ND).reduce_rows
+        results_3N = torch.empty(3, len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
         for rows in _chunks(len(hidden_ND), chunk):
-            logits_CV = _scaled_logits(hidden_ND[rows], weight_VD, temperatures_N[rows])
-            normalizer_N[rows] = logits_CV.logsumexp(-1)
-            logprobs_N[rows] = logits_CV.gather(-1, targets_N[rows, None])[:, 0] - normalizer_N[rows]
-            logprobs_CV = logits_CV.sub_(normalizer_N[rows, None])
-            entropy_N[rows] = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+            reduced = reduce_rows(hidden_ND[rows] @ weight_VD.T, targets_N[rows], temperatures_N[rows])
+            results_3N[:, rows] = torch.stack(reduced)
+        logprobs_N, entropy_N, normalizer_N = results_3N.unbind()
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy_N)
@@ -47,16 +46,17 @@ class _ChunkedHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        to_gradient_ = _kernels(hidden_ND).to_gradient_
+        # A sum's gradient is one number seen N times; kernels want N numbers.
+        grad_logprobs_N = grad_logprobs_N.contiguous()
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         # Chunks add up in float32: in bf16, hundreds of small addends would be lost.
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for rows in _chunks(len(hidden_ND), ctx.chunk):
-            logits_CV = _scaled_logits(hidden_ND[rows], weight_VD, temperatures_N[rows])
-            # d logprob / d logit = (1 at the target) - probability, and logit = raw / temperature.
-            scale_C1 = (grad_logprobs_N[rows] / temperatures_N[rows])[:, None]
-            grad_CV = logits_CV.sub_(normalizer_N[rows, None]).exp_().mul_(-scale_C1)
-            grad_CV.scatter_add_(-1, targets_N[rows, None], scale_C1)
-            grad_CV = grad_CV.to(weight_VD.dtype)
+            logits_CV = hidden_ND[rows] @ weight_VD.T
+            grad_CV = to_gradient_(
+                logits_CV, targets_N[rows], temperatures_N[rows], normalizer_N[rows], grad_logprobs_N[rows]
+            )
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
             if grad_weight_VD is not None:
@@ -64,16 +64,25 @@ class _ChunkedHead(torch.autograd.Function):
         return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
+def _kernels(tensor: Tensor) -> ModuleType:
+    """The elementwise work: fused on CUDA, plain elsewhere. Both modules have the same two functions."""
+    if tensor.is_cuda:
+        from headway.trainer import head_kernels
+
+        return head_kernels
+    from headway.trainer import head_plain
+
+    return head_plain
+
+
 def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _scaled_logits(hidden_CD: Tensor, weight_VD: Tensor, temperatures_C: Tensor) -> Tensor:
-    return (hidden_CD @ weight_VD.T).float().div_(temperatures_C[:, None])
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == into.dtype:
         into.addmm_(left, right)
+    elif left.is_cuda:
+        into.add_(torch.mm(left, right, out_dtype=into.dtype))
     else:
         into.add_(left @ right)

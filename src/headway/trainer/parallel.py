@@ -40,7 +40,8 @@ def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
         if plan.activations.checkpoint != "off":
             checkpoint_block(block, plan.activations.checkpoint)
         if plan.compile:
-            block.compile()
+            # Attention's shapes change with every packing, and each would be compiled anew.
+            block.get_submodule("mlp").compile(dynamic=True)
     if mesh.size() == 1 and plan.compute_dtype == torch.float32:
         return
     sharded = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]

@@ -44,7 +44,7 @@ class AdamWRule:
             [local(state["exp_avg_sq"]) for state in states],
             [],
             # The kernel counts up before it uses the count.
-            [torch.tensor(count - 1.0, device=weight.device) for weight in weights],
+            list(torch.full((len(weights),), count - 1.0, device=weights[0].device).unbind()),
             fused=True,
             amsgrad=False,
             beta1=self.betas[0],

@@ -1,0 +1,72 @@
+"""The head's elementwise work on CUDA: one pass over a chunk's logits each way, in place, instead of a dozen.
+
+Logits stay in the precision of the matrix product; every number computed from them is float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def reduce_rows(logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets, entropies, and the logarithms of the normalizers, all (C,) in float32."""
+    results = [torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device) for _ in range(3)]
+    if len(logits_CV):
+        _reduce_rows[(len(logits_CV),)](
+            logits_CV, targets_C, temperatures_C, *results, logits_CV.shape[1], logits_CV.stride(0), BLOCK, num_warps=8
+        )
+    return results[0], results[1], results[2]
+
+
+def to_gradient_(
+    logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
+) -> Tensor:
+    """Overwrite the logits by the gradient of Σ grad·logprob with respect to them."""
+    if len(logits_CV):
+        vocab = logits_CV.shape[1]
+        _to_gradient[(len(logits_CV), triton.cdiv(vocab, BLOCK))](
+            logits_CV, targets_C, temperatures_C, normalizer_C, grad_C, vocab, logits_CV.stride(0), BLOCK, num_warps=8
+        )
+    return logits_CV
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _reduce_rows(logits, targets, temperatures, logprobs, entropies, normalizers, vocab, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    start_of_row = logits + row * stride
+    temperature = tl.load(temperatures + row)
+    largest = -float("inf")
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, vocab, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < vocab
+        x = tl.load(start_of_row + columns, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+        new_largest = tl.maximum(largest, tl.max(x, 0))
+        shrink = tl.exp(largest - new_largest)
+        e = tl.exp(x - new_largest)
+        total = total * shrink + tl.sum(e, 0)
+        weighted = weighted * shrink + tl.sum(tl.where(inside, e * x, 0.0), 0)
+        largest = new_largest
+    normalizer = largest + tl.log(total)
+    target = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32) / temperature
+    tl.store(logprobs + row, target - normalizer)
+    tl.store(entropies + row, normalizer - weighted / total)
+    tl.store(normalizers + row, normalizer)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _to_gradient(logits, targets, temperatures, normalizers, grads, vocab, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    places = logits + row * stride + columns
+    temperature = tl.load(temperatures + row)
+    probability = tl.exp(
+        tl.load(places, mask=inside, other=0.0).to(tl.float32) / temperature - tl.load(normalizers + row)
+    )
+    hit = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
+    tl.store(places, (hit - probability) * (tl.load(grads + row) / temperature), mask=inside)
