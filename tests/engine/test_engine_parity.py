@@ -5,6 +5,7 @@ import pytest
 import torch
 from engine_common import (
     FAMILIES,
+    LLAMA,
     MOE,
     QWEN3,
     forward,
@@ -18,6 +19,7 @@ from engine_common import (
     training_logprobs,
 )
 
+from headway.inference.embedded.window import Window
 from headway.models.attention import PackedPlan
 from headway.models.packed import PackedTokens, positions_of
 
@@ -154,3 +156,27 @@ def test_stop_tokens_end_a_sequence_and_are_part_of_it() -> None:
 def test_a_sequence_ends_at_the_end_of_the_context() -> None:
     choice = run_one(make_engine(make_model(), max_model_len=32), prompt(20), 500)
     assert choice.finish_reason == "length" and len(choice.token_ids) == 12
+
+
+def test_waves_of_requests_leave_holes_between_rows() -> None:
+    """Rows are freed and taken again in any order, contexts differ widely, and the dense window grows."""
+    model = make_model()
+    engine = make_engine(model, max_running=12, max_batched_tokens=40, num_blocks=300)
+    prompts = [prompt(1 + 7 * n % 60, seed=n) for n in range(40)]
+    lengths = [3 + 11 * n % 50 for n in range(40)]
+    results = run_all(engine, [request(p, n) for p, n in zip(prompts, lengths, strict=True)])
+    for tokens, length, result in zip(prompts, lengths, results, strict=True):
+        assert len(result.choices[0].token_ids) == length
+        assert mismatch(model, tokens, result.choices[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("budget", [0, 10**9])
+def test_decoding_with_and_without_the_dense_window(budget: int) -> None:
+    model = make_model(LLAMA)
+    engine = make_engine(model)
+    assert engine.runner.window is not None
+    engine.runner.window = Window(engine.runner.store, 16, budget)
+    prompts = [prompt(n) for n in (1, 9, 30)]
+    for tokens, result in zip(prompts, run_all(engine, [request(p, 40) for p in prompts]), strict=True):
+        assert mismatch(model, tokens, result.choices[0]) < TOLERANCE
+    assert bool(engine.runner.window.keys) == bool(budget)

@@ -11,12 +11,12 @@ import torch
 from headway.core.protocol import GenerateRequest
 from headway.inference.embedded.adapters import Adapters
 from headway.inference.embedded.cache import BlockCache, root_hash
-from headway.inference.embedded.paged import KvStore
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.runner import Runner
 from headway.inference.embedded.sampler import Sampled, choice_seed, sample
 from headway.inference.embedded.scheduler import Limits, Scheduler, Step
 from headway.inference.embedded.sequence import Sequence
+from headway.inference.embedded.store import KvStore
 from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
 from headway.models.decoder import DecoderLM
 
@@ -111,8 +111,7 @@ class EmbeddedEngine:
         if not step.sequences:
             return []
         for sequence in step.admitted:
-            self.runner.rows.enter(sequence, self.adapters.slot(sequence.adapter))
-        self.runner.rows.refresh(step.sequences)
+            self.runner.enter(sequence, self.adapters.slot(sequence.adapter))
         with torch.inference_mode():
             logits, drawing, which = self.runner.run(step)
             positions = [len(step.sequences[i].tokens) for i in drawing.tolist()]

@@ -8,8 +8,8 @@ import torch
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
-from headway.inference.embedded.paged import KvStore
 from headway.inference.embedded.service import EmbeddedService
+from headway.inference.embedded.store import KvStore
 from headway.models.checkpoint import load_config, read_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM

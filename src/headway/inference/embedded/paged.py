@@ -8,89 +8,73 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.store import KvStore
+from headway.inference.embedded.window import Window, WindowGroup
+
 Ints = NDArray[np.int64]
 
 
-class KvStore:
-    """Keys and values of all layers, (slots, kv heads, head dim) each; slot = block x block size + offset."""
-
-    def __init__(
-        self,
-        layers: int,
-        num_blocks: int,
-        block_size: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        shape = (layers, num_blocks * block_size, kv_heads, head_dim)
-        self.keys = list(torch.zeros(shape, dtype=dtype, device=device))
-        self.values = list(torch.zeros(shape, dtype=dtype, device=device))
-
-    @staticmethod
-    def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * kv_heads * head_dim * dtype.itemsize
-
-
 @dataclass(slots=True)
-class Group:
-    """Sequences of similar query and context length, attended in one padded call.
+class BlockGroup:
+    """Sequences of similar query and context length, attended in one padded call over their gathered blocks.
 
     `tokens` are the packed places of the (batch x queries) padded queries, None where they are all tokens in
     order; `valid` are the padded places that are real, None where all are. `mask` is added to the scores.
     """
 
+    store: KvStore
     batch: int
     queries: int
     blocks: Tensor
-    mask: Tensor | None
+    mask: Tensor
     tokens: Tensor | None = None
     valid: Tensor | None = None
 
-    def attend(self, q_NHD: Tensor, keys: Tensor, values: Tensor, block_size: int) -> Tensor:
+    def attend(self, q_NHD: Tensor, layer: int) -> Tensor:
         """(batch x queries, H, D) padded queries over this group's blocks."""
         _, heads, dim = q_NHD.shape
+        keys, values = self._gather(self.store.keys[layer]), self._gather(self.store.values[layer])
         kv_heads = keys.shape[1]
         # Query heads that share a kv head become rows of one query matrix, so that keys need no repeating.
-        q = q_NHD.view(self.batch, self.queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+        q = q_NHD.reshape(self.batch, self.queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
         out = F.scaled_dot_product_attention(
-            q.reshape(self.batch, kv_heads, -1, dim),
-            self._gather(keys, block_size),
-            self._gather(values, block_size),
-            attn_mask=self.mask,
+            q.reshape(self.batch, kv_heads, -1, dim), keys, values, attn_mask=self.mask
         )
         out = out.view(self.batch, kv_heads, heads // kv_heads, self.queries, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
 
-    def _gather(self, cache: Tensor, block_size: int) -> Tensor:
+    def _gather(self, cache: Tensor) -> Tensor:
         _, kv_heads, dim = cache.shape
-        picked = cache.view(-1, block_size * kv_heads * dim).index_select(0, self.blocks)
+        picked = cache.view(-1, self.store.block_size * kv_heads * dim).index_select(0, self.blocks)
         return picked.view(self.batch, -1, kv_heads, dim).transpose(1, 2)
 
 
 class PagedPlan:
     """An `AttentionPlan`: built once per step from where its tokens are, shared by all layers."""
 
-    def __init__(self, store: KvStore, slots_T: Tensor, groups: list[Group]) -> None:
-        self._store = store
+    def __init__(self, store: KvStore, slots_T: Tensor, decoding: WindowGroup | None, groups: list[BlockGroup]) -> None:
         self.slots_T = slots_T
+        self._store = store
+        self._decoding = decoding
         self._groups = groups
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
-        store = self._store
-        keys, values = store.keys[layer], store.values[layer]
-        keys.index_copy_(0, self.slots_T, k_TKD)
-        values.index_copy_(0, self.slots_T, v_TKD)
-        if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._groups[0].attend(q_THD, keys, values, store.block_size)
+        self._store.keys[layer].index_copy_(0, self.slots_T, k_TKD)
+        self._store.values[layer].index_copy_(0, self.slots_T, v_TKD)
+        decoding = self._decoding
+        if decoding is not None and decoding.tokens is None:
+            return decoding.attend(q_THD, k_TKD, v_TKD, layer)
+        if decoding is None and len(self._groups) == 1 and self._groups[0].tokens is None:
+            return self._groups[0].attend(q_THD, layer)
         out = torch.empty_like(q_THD)
+        if decoding is not None:
+            places = decoding.tokens
+            assert places is not None
+            q, k, v = (x.index_select(0, places) for x in (q_THD, k_TKD, v_TKD))
+            out.index_copy_(0, places, decoding.attend(q, k, v, layer))
         for group in self._groups:
             assert group.tokens is not None
-            padded = group.attend(q_THD.index_select(0, group.tokens), keys, values, store.block_size)
+            padded = group.attend(q_THD.index_select(0, group.tokens), layer)
             if group.valid is None:
                 out.index_copy_(0, group.tokens, padded)
             else:
@@ -98,60 +82,80 @@ class PagedPlan:
         return out
 
 
-def make_plan(
-    store: KvStore, tables: Ints, starts: Ints, counts: Ints, positions_T: Ints, *, heads_per_kv: int
-) -> PagedPlan:
-    """`tables[i]` are the blocks of sequence i, which runs `counts[i]` tokens from position `starts[i]` on."""
-    size = store.block_size
-    owner = np.repeat(np.arange(len(counts)), counts)
-    slots = tables[owner, positions_T // size] * size + positions_T % size
-    firsts = np.cumsum(counts) - counts
-    ends = starts + counts
-    kinds = _bucket(counts, 2) * 64 + _bucket(ends, 4)
-    groups = []
-    for kind in np.unique(kinds):
-        members = np.flatnonzero(kinds == kind)
-        whole = len(members) == len(counts)
-        groups.append(_make_group(store, tables, starts, counts, firsts, members, whole, heads_per_kv))
-    return PagedPlan(store, _to(store, slots), groups)
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a step's tokens are: sequence i, in row `rows[i]` of the table `blocks`, runs `counts[i]` tokens from
+    position `starts[i]` on."""
+
+    blocks: Ints
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    positions_T: Ints
+
+    @property
+    def decoding(self) -> bool:
+        """Every sequence has one token."""
+        return len(self.positions_T) == len(self.rows)
 
 
-def _make_group(
-    store: KvStore,
-    tables: Ints,
-    starts: Ints,
-    counts: Ints,
-    firsts: Ints,
-    members: Ints,
-    whole: bool,
-    heads_per_kv: int,
-) -> Group:
-    size = store.block_size
-    counts, starts, firsts = counts[members], starts[members], firsts[members]
+def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_kv: int) -> PagedPlan:
+    """Decoding sequences use the window where there is one that fits; the rest is grouped by length."""
+    rows_T = layout.rows if layout.decoding else np.repeat(layout.rows, layout.counts)
+    size, positions = store.block_size, layout.positions_T
+    slots = to_device(store, layout.blocks[rows_T, positions // size] * size + positions % size)
+    decoding = None if window is None else _window_group(window, layout, heads_per_kv)
+    if decoding is not None and layout.decoding:
+        return PagedPlan(store, slots, decoding, [])
+    members = np.arange(len(layout.rows)) if decoding is None else np.flatnonzero(layout.counts > 1)
+    return PagedPlan(store, slots, decoding, _block_groups(store, layout, members, heads_per_kv))
+
+
+def _window_group(window: Window, layout: Layout, heads_per_kv: int) -> WindowGroup | None:
+    if layout.decoding:
+        return window.group(layout.rows, layout.blocks, layout.starts, None, heads_per_kv)
+    single = np.flatnonzero(layout.counts == 1)
+    if not len(single):
+        return None
+    tokens = torch.from_numpy((np.cumsum(layout.counts) - 1)[single])
+    return window.group(layout.rows[single], layout.blocks, layout.starts[single], tokens, heads_per_kv)
+
+
+def _block_groups(store: KvStore, layout: Layout, members: Ints, heads_per_kv: int) -> list[BlockGroup]:
+    counts, ends = layout.counts[members], (layout.starts + layout.counts)[members]
+    kinds = _bucket(counts, 1, 2) * 64 + _bucket(ends, 128, 4)
+    return [_block_group(store, layout, members[kinds == kind], heads_per_kv) for kind in np.unique(kinds)]
+
+
+def _block_group(store: KvStore, layout: Layout, members: Ints, heads_per_kv: int) -> BlockGroup:
+    whole = len(members) == len(layout.counts)
+    firsts = (np.cumsum(layout.counts) - layout.counts)[members]
+    counts, starts = layout.counts[members], layout.starts[members]
     batch, queries = len(members), int(counts.max())
-    num_blocks = -(-int((starts + counts).max()) // size)
-    blocks = _to(store, tables[members, :num_blocks].reshape(-1))
+    num_blocks = -(-int((starts + counts).max()) // store.block_size)
+    blocks = to_device(store, layout.blocks[layout.rows[members], :num_blocks].reshape(-1))
     # A padded query repeats its sequence's last one: it always sees a key, and is dropped afterwards.
     steps = np.minimum(np.arange(queries)[None, :], counts[:, None] - 1)
     padded = queries * batch != int(counts.sum())
-    seen = _to(store, starts[:, None] + steps)
-    hidden = torch.arange(num_blocks * size, device=seen.device) > seen[:, :, None]
+    seen = to_device(store, starts[:, None] + steps)
+    hidden = torch.arange(num_blocks * store.block_size, device=seen.device) > seen[:, :, None]
     mask = torch.zeros(hidden.shape, dtype=store.keys[0].dtype, device=seen.device).masked_fill_(hidden, -torch.inf)
     mask = mask.unsqueeze(1).expand(-1, heads_per_kv, -1, -1)
     mask = mask.reshape(batch, 1, heads_per_kv * queries, -1) if queries > 1 else mask.transpose(1, 2)
     if whole and not padded:
-        return Group(batch, queries, blocks, mask)
-    valid = np.flatnonzero((np.arange(queries)[None, :] < counts[:, None]).reshape(-1)) if padded else None
-    tokens = _to(store, (firsts[:, None] + steps).reshape(-1))
-    return Group(batch, queries, blocks, mask, tokens, None if valid is None else _to(store, valid))
+        return BlockGroup(store, batch, queries, blocks, mask)
+    tokens = to_device(store, (firsts[:, None] + steps).reshape(-1))
+    if not padded:
+        return BlockGroup(store, batch, queries, blocks, mask, tokens)
+    valid = np.flatnonzero((np.arange(queries)[None, :] < counts[:, None]).reshape(-1))
+    return BlockGroup(store, batch, queries, blocks, mask, tokens, to_device(store, valid))
 
 
-def _bucket(lengths: Ints, base: int) -> Ints:
-    """Lengths with the same number differ by less than a factor of `base`, short ones apart."""
-    floor = 1 if base == 2 else 128
+def _bucket(lengths: Ints, floor: int, base: int) -> Ints:
+    """Lengths above `floor` with the same number differ by less than a factor of `base`."""
     scaled = np.ceil(np.log(np.maximum(lengths / floor, 1.0)) / np.log(base) - 1e-9)
     return np.asarray(scaled, dtype=np.int64)
 
 
-def _to(store: KvStore, values: Ints) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(store.keys[0].device, non_blocking=True)
+def to_device(store: KvStore, values: Ints) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(store.device, non_blocking=True)

@@ -5,11 +5,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.paged import KvStore, make_plan
+from headway.inference.embedded.paged import Layout, make_plan
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.sampler import top_logprobs
 from headway.inference.embedded.scheduler import Step
 from headway.inference.embedded.sequence import Sequence
+from headway.inference.embedded.store import KvStore
+from headway.inference.embedded.window import Window
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
 
@@ -26,6 +28,7 @@ class Runner:
         config = model.config
         self.device = next(model.parameters()).device
         self._heads_per_kv = config.heads // config.kv_heads
+        self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
         self._experts: Tensor | None = None
         if config.experts:
             slots = store.num_blocks * store.block_size
@@ -33,12 +36,19 @@ class Runner:
             shape = (slots, config.layers, config.experts_per_token)
             self._experts = torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def enter(self, sequence: Sequence, adapter: int) -> None:
+        """A sequence starts, with its row and the slot of its adapter (-1 for none)."""
+        self.rows.enter(sequence, adapter)
+        if self.window is not None:
+            self.window.enter(sequence.row)
+
     def run(self, step: Step) -> tuple[Tensor, Ints, Ints]:
         """Logits (N, vocab) of the N sequences that get a token now; their places in the step; their rows.
 
         Prompt logprobs are added to the sequences that want them.
         """
         sequences = step.sequences
+        self.rows.refresh(sequences)
         which = np.array([s.row for s in sequences], dtype=np.int64)
         starts = np.array([s.computed for s in sequences], dtype=np.int64)
         counts = np.array(step.counts, dtype=np.int64)
@@ -65,8 +75,8 @@ class Runner:
         return picked
 
     def _forward(self, tokens: list[int], positions: Ints, which: Ints, starts: Ints, counts: Ints) -> Tensor:
-        tables = self.rows.blocks[which]
-        plan = make_plan(self.store, tables, starts, counts, positions, heads_per_kv=self._heads_per_kv)
+        layout = Layout(self.rows.blocks, which, starts, counts, positions)
+        plan = make_plan(self.store, self.window, layout, self._heads_per_kv)
         adapters = self.rows.adapter[which]
         packed = PackedTokens(
             torch.tensor(tokens, device=self.device),

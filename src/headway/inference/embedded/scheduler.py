@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from headway.inference.embedded.cache import BlockCache, chain_hash
@@ -44,7 +45,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._root_of = root_of
-        self._rows = list(range(limits.max_running))[::-1]
+        self._rows = list(range(limits.max_running))
         self._reserve = cache.num_blocks // 100
 
     def add(self, sequence: Sequence) -> None:
@@ -89,7 +90,7 @@ class Scheduler:
             sequence.computed = len(blocks) * self.cache.block_size
             if not sequence.preemptions:
                 sequence.cached = sequence.computed
-            sequence.row = self._rows.pop()
+            sequence.row = heappop(self._rows)
             insort(self.running, sequence, key=_order)
             count = min(sequence.pending, budget)
             self._grow(sequence, count)
@@ -144,5 +145,5 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.cache.release(sequence.blocks)
         sequence.blocks, sequence.hashes = [], []
-        self._rows.append(sequence.row)
+        heappush(self._rows, sequence.row)
         sequence.row = -1
