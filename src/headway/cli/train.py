@@ -10,7 +10,7 @@ checkpoint and exits.
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
-  --dry-run         check the settings and exit
+  --dry-run         write the resolved settings and exit
 
 Examples:
   headway train @ outputs/my-run/config/trainer.toml
@@ -25,6 +25,7 @@ def run(argv: list[str]) -> int:
         return 0
     from headway.config.loader import load_settings
     from headway.config.trainer import TrainSettings
+    from headway.monitor.dry_run import write_dry_run
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import join_run
     from headway.trainer.group import in_group, rank_in_group, run_group
@@ -32,6 +33,7 @@ def run(argv: list[str]) -> int:
     resolved = load_settings(TrainSettings, argv)
     settings = resolved.settings
     if resolved.dry_run:
+        print(*write_dry_run(settings, "train"), sep="\n")
         return 0
     paths = join_run(settings.run, "train")
     ranks = settings.placement.trainer_ranks

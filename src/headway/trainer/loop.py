@@ -43,7 +43,8 @@ class _Trainer:
         self.feed = stack.enter_context(closing(make_feed(settings, paths, self.state.config, ranks, stop)))
         self.stepper = Stepper(settings, ranks)
         self.publisher = stack.enter_context(closing(Publisher(settings, paths)))
-        self.recorder = stack.enter_context(closing(Recorder(paths, ranks, self.state.step, settings.max_steps)))
+        recorder = Recorder(paths, ranks, self.state.step, settings.max_steps, settings.tracking)
+        self.recorder = stack.enter_context(closing(recorder))
 
     def run(self) -> None:
         self.publish()

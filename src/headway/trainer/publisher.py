@@ -9,7 +9,6 @@ from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
 from headway.models.lora import adapter_tensors
 from headway.models.weights import hf_tensors
-from headway.trainer.exports import export as export
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender
 

@@ -7,8 +7,10 @@ import time
 import torch
 from torch import Tensor
 
+from headway.config.shared import TrackingSettings
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter
+from headway.monitor.sinks import make_sinks
 from headway.trainer.flops import peak_flops
 from headway.trainer.ranks import Ranks
 
@@ -18,9 +20,14 @@ log = logging.getLogger("headway.trainer")
 class Recorder:
     """Adds throughput, memory and MFU to what a step reports, and writes one line per step."""
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, resume_step: int, max_steps: int) -> None:
+    def __init__(
+        self, paths: RunPaths, ranks: Ranks, resume_step: int, max_steps: int, tracking: TrackingSettings | None = None
+    ) -> None:
         self._ranks, self._max_steps = ranks, max_steps
-        self._writer = MetricsWriter(paths, "trainer", resume_step=resume_step) if ranks.is_main else None
+        self._writer = None
+        if ranks.is_main:
+            sinks = make_sinks(tracking, paths, "trainer") if tracking is not None else []
+            self._writer = MetricsWriter(paths, "trainer", resume_step=resume_step, sinks=sinks)
         self._peak = peak_flops(ranks.device)
 
     def record(self, step: int, metrics: dict[str, float], expert_load_LE: Tensor | None) -> None:
