@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -42,6 +43,11 @@ async def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+async def die_and_leave_a_child() -> None:
+    subprocess.Popen(["sleep", "600.25"])
+    await die()
+
+
 async def hang_the_loop() -> None:
     ctypes.PyDLL(None).sleep(600)  # holds the interpreter lock: nothing else runs in this process
 
@@ -74,6 +80,7 @@ async def print_a_lot() -> None:
 
 MISBEHAVIOUR = {
     "die": die,
+    "die and leave a child": die_and_leave_a_child,
     "hang": hang_the_loop,
     "sleep": sleep_long,
     "ignore": ignore_cancellation,

@@ -97,6 +97,17 @@ def test_a_dead_worker_is_replaced_and_its_episodes_are_errors(tmp_path):
     with_pool(tmp_path, body, settings())
 
 
+def test_what_a_worker_started_dies_with_it(tmp_path):
+    def left() -> list[int]:
+        return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "600.25"]]
+
+    async def body(pool, url):
+        assert (await pool.run(ask(0, url, do="die and leave a child"))).error.kind == "worker"
+        await until(lambda: not left())
+
+    with_pool(tmp_path, body, settings())
+
+
 def test_a_hung_event_loop_is_found_by_its_missing_heartbeat(tmp_path):
     async def body(pool, url):
         episode = await pool.run(ask(0, url, do="hang"))

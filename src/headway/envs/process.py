@@ -51,6 +51,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._reaping: asyncio.Task[None] | None = None
         self._serving = False
+        self._gone = False
         self._reason: str | None = None
         self.jobs: set[int] = set()
         self.retiring = False
@@ -68,6 +69,8 @@ class WorkerProcess:
             self._connection.send(start)
             async with asyncio.timeout(timeout):
                 tasks = await self._ready
+            if self._gone:  # between its last word and ours
+                raise self._died_early()
         except TimeoutError:
             await self.kill("start")
             raise HeadwayError(f'environment "{self._name}" did not start within {timeout:g} s') from None
@@ -155,16 +158,18 @@ class WorkerProcess:
 
     def _disconnected(self) -> None:
         """The worker closes its end as the last thing it does, so what is left of it may be killed."""
+        self._gone = True
         self._signal()
         if not self._ready.done():
-            self._ready.set_exception(
-                HeadwayError(f'environment "{self._name}": its worker died while starting; the log has its output')
-            )
+            self._ready.set_exception(self._died_early())
             self._ready.exception()  # whoever waited may have been cancelled
         if self._serving:
             self._serving = False
             self._reaping = asyncio.get_running_loop().create_task(self._reap())
             self._owner.lost(self, self._reason or "the worker died")
+
+    def _died_early(self) -> HeadwayError:
+        return HeadwayError(f'environment "{self._name}": its worker died while starting; the log has its output')
 
 
 def _environment() -> dict[str, str]:

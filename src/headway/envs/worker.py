@@ -76,7 +76,6 @@ class Worker:
         else:
             await self._stopped.wait()
             await self._wind_down(environment)
-            sys.stdout.flush()
             self._connection.close()
         await self._stopped.wait()
 
@@ -139,6 +138,7 @@ class Worker:
             self._connection.send(Done(job, blank_episode(request, self._name, as_error(error))))
 
     def _lost(self) -> None:
+        self._starting.cancel()
         self._stopped.set()
 
 
@@ -162,6 +162,8 @@ def die_with_parent() -> None:
 
 async def _main(pool: socket.socket) -> None:
     await Worker().serve(pool)
+    sys.stdout.flush()
+    os._exit(0)  # tasks and threads that hang must not keep the process
 
 
 def main(argv: list[str]) -> None:
@@ -180,4 +182,3 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # threads that hang must not keep the process
