@@ -17,7 +17,7 @@ from headway.orchestrator.groups import RETRIES, OpenGroup
 from headway.orchestrator.mix import Mix
 from headway.orchestrator.rate import RateLimit
 from headway.orchestrator.scores import pass_at_k
-from headway.orchestrator.staleness import Limits, lag, may_open_group, may_send, too_old, usable_batches
+from headway.orchestrator.staleness import Limits, lag, may_open_group, may_send, next_pace, too_old, usable_batches
 
 
 def limits(max_lag: int = 8, run_ahead: int = 1, max_steps: int = 100) -> Limits:
@@ -39,19 +39,28 @@ def test_batches_run_ahead_of_the_trainer_by_so_many(step: int, newest: int, run
 
 def test_on_policy_work_waits_for_the_version_it_is_to_train() -> None:
     rules = limits(max_lag=0)
-    assert may_open_group(1, 0, 0, 0, rules)
-    assert not may_open_group(2, 0, 0, 0, rules), "batch 2 trains version 1, which isn't there yet"
-    assert may_open_group(2, 1, 0, 0, rules)
-    assert not may_open_group(2, 1, 0, 8, rules), "one batch is on its way, and a second could not be used"
+    assert may_open_group(1, 0, 0, 0, 9.0, rules)
+    assert not may_open_group(2, 0, 0, 0, 9.0, rules), "batch 2 trains version 1, which isn't there yet"
+    assert may_open_group(2, 1, 0, 0, 9.0, rules)
+    assert not may_open_group(2, 1, 0, 8, 9.0, rules), "one batch is on its way, and a second could not be used"
 
 
 def test_nothing_is_started_that_no_batch_can_use() -> None:
     assert usable_batches(1, 0, limits(max_lag=3)) == 4
     assert usable_batches(3, 0, limits(max_lag=3)) == 2
     assert usable_batches(99, 98, limits()) == 2, "the run ends after step 100"
-    assert not may_open_group(1, 0, 8, 0, limits()), "a full batch waits already"
-    assert may_open_group(1, 0, 7, 8 * 9 - 8, limits())
-    assert not may_open_group(1, 0, 7, 8 * 9 - 7, limits())
+    assert not may_open_group(1, 0, 8, 0, 9.0, limits()), "a full batch waits already"
+    assert may_open_group(1, 0, 7, 8 * 9 - 8, 9.0, limits())
+    assert not may_open_group(1, 0, 7, 8 * 9 - 7, 9.0, limits())
+
+
+def test_no_more_is_under_way_than_keeps_the_trainer_busy() -> None:
+    assert may_open_group(1, 0, 7, 8.0, 2.0, limits()) and not may_open_group(1, 0, 7, 9.0, 2.0, limits())
+    assert next_pace(2.0, trainer_starved=True, batch_waited=False, limits=limits()) == 3.0
+    assert next_pace(8.0, trainer_starved=True, batch_waited=False, limits=limits()) == 9.0, "no more than can be used"
+    assert next_pace(2.0, trainer_starved=False, batch_waited=True, limits=limits()) == pytest.approx(1.8)
+    assert next_pace(1.0, trainer_starved=False, batch_waited=True, limits=limits()) == 1.0, "always a batch"
+    assert next_pace(2.0, trainer_starved=False, batch_waited=False, limits=limits()) == 2.0
 
 
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(0, 8), st.integers(0, 3))
@@ -59,7 +68,7 @@ def test_what_may_be_opened_is_not_too_old_for_the_next_batch(
     step: int, version: int, max_lag: int, ahead: int
 ) -> None:
     rules = limits(max_lag, ahead)
-    if may_open_group(step, version, 0, 0, rules):
+    if may_open_group(step, version, 0, 0, 9.0, rules):
         assert not too_old(step, version, max_lag)
 
 

@@ -19,7 +19,7 @@ from headway.orchestrator.groups import OpenGroup
 from headway.orchestrator.health import Health
 from headway.orchestrator.parts import Parts
 from headway.orchestrator.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.staleness import Limits, may_open_group, may_send
+from headway.orchestrator.staleness import Limits, may_open_group, may_send, next_pace
 from headway.orchestrator.state import State, load_sources, save_sources
 from headway.orchestrator.tally import Tally, batch_values
 from headway.orchestrator.training import TrainingWork
@@ -40,6 +40,7 @@ class Orchestrator:
         self.step = 1
         self.newest_version = -1
         self.evaluated = -1
+        self.pace = float(min(settings.run_ahead, settings.max_lag) + 1)
         self.ready = ReadyQueue()
         self.control = concurrency.start(settings.concurrency)
         self._changed = asyncio.Event()
@@ -108,6 +109,13 @@ class Orchestrator:
                 if (groups := self.ready.take(self.limits.batch_size)) is not None:
                     if waiting_since is not None:
                         self.tally.wait_seconds += self.parts.clock() - waiting_since
+                    starved = self.newest_version >= self.step - 1 > 0
+                    self.pace = next_pace(
+                        self.pace,
+                        trainer_starved=starved,
+                        batch_waited=waiting_since is not None,
+                        limits=self.limits,
+                    )
                     return groups
             elif self.ready.episodes >= self.limits.batch_size and waiting_since is None:
                 waiting_since = self.parts.clock()
@@ -134,6 +142,7 @@ class Orchestrator:
         values |= {
             "in_flight": self.tally.mean_in_flight(self.dispatcher.in_flight),
             "useful_share": self.collector.useful_share,
+            "pace": self.pace,
             "concurrency_cap": float(self.control.cap),
             "ready_episodes": float(self.ready.episodes),
             "version": float(self.newest_version),
@@ -154,7 +163,7 @@ class Orchestrator:
 
     def _may_open(self, open_episodes: int) -> bool:
         coming = (open_episodes + self.collector.outstanding) * self.collector.useful_share
-        return may_open_group(self.step, self.parts.fleet.version, self.ready.episodes, coming, self.limits)
+        return may_open_group(self.step, self.parts.fleet.version, self.ready.episodes, coming, self.pace, self.limits)
 
     def _settled(self, group: OpenGroup) -> None:
         self.collector.add(group, self.training.sources[group.env])
@@ -224,7 +233,7 @@ class Orchestrator:
         if saved is None:
             return
         state = State.decode(saved, "the last batch")
-        self.evaluated = state.evaluated
+        self.evaluated, self.pace = state.evaluated, state.pace
         self.health.empty_episodes = state.empty_episodes
         self.training.mix.load(state.mix)
         load_sources(self.training.sources, state.sources)
@@ -235,6 +244,7 @@ class Orchestrator:
         return State(
             step=self.step - 1,
             evaluated=self.evaluated,
+            pace=self.pace,
             empty_episodes=self.health.empty_episodes,
             mix=self.training.mix.counts,
             sources=save_sources(self.training, scoring, self.ready),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+PACE_GROWTH, PACE_DECAY = 1.5, 0.9
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -33,12 +35,24 @@ def usable_batches(step: int, version: int, limits: Limits) -> int:
     return max(0, min(version + limits.max_lag + 1, limits.max_steps) - step + 1)
 
 
-def may_open_group(step: int, version: int, ready: int, coming: float, limits: Limits) -> bool:
+def may_open_group(step: int, version: int, ready: int, coming: float, pace: float, limits: Limits) -> bool:
     """Whether one more group is wanted, with `ready` episodes waiting for batch `step` and `coming` expected.
 
     A full batch that waits for the trainer stops new work (it would only grow stale), and there is never more
-    expected than batches can use.
+    expected than batches can use, nor than `pace` batches.
     """
     if ready >= limits.batch_size:
         return False
-    return ready + coming < limits.batch_size * usable_batches(step, version, limits)
+    return ready + coming < limits.batch_size * min(pace, usable_batches(step, version, limits))
+
+
+def next_pace(pace: float, *, trainer_starved: bool, batch_waited: bool, limits: Limits) -> float:
+    """How many batches' worth of episodes to have under way after a batch was sent: as few as keep the trainer busy.
+
+    More when the trainer had run out of batches, less when this one had to wait for it.
+    """
+    if trainer_starved:
+        pace *= PACE_GROWTH
+    elif batch_waited:
+        pace *= PACE_DECAY
+    return min(max(pace, 1.0), limits.max_lag + 1.0)

@@ -23,6 +23,7 @@ class State(msgspec.Struct):
 
     step: int = 0
     evaluated: int = -1
+    pace: float = 1.0
     empty_episodes: int = 0
     mix: dict[str, int] = msgspec.field(default_factory=dict)
     sources: dict[str, SourceState] = msgspec.field(default_factory=dict)
