@@ -59,11 +59,12 @@ def _hf(model: str) -> list[tuple[str, torch.Tensor]]:
     return [(name, p.detach()) for name, p in load_model(resolve_model(model)).named_parameters()]
 
 
-def test_batches_that_a_checkpoint_covers_leave_the_spool(tmp_path: Path) -> None:
+def test_batches_that_a_checkpoint_covers_leave_the_spool_unless_it_needs_their_state(tmp_path: Path) -> None:
     paths = run_paths(tmp_path)
-    spool(paths, range(1, 5))
-    train(small_settings(max_steps=3, trainer__checkpoints__interval=2, **QUICK), paths)
-    assert sorted(folder.name for folder in paths.batches.glob("step_*")) == ["step_000003", "step_000004"]
+    spool(paths, range(1, 6))
+    keep = {"interval": 2, "keep_last": 1}
+    train(small_settings(max_steps=4, trainer__checkpoints=keep, **QUICK), paths)
+    assert sorted(folder.name for folder in paths.batches.glob("step_*")) == ["step_000004", "step_000005"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])

@@ -117,8 +117,7 @@ class Checkpoints:
             folder = self._paths.checkpoint(old)
             (folder / MARKER).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
-        # The batch of this very step stays: with it lies the orchestrator's state that belongs to the checkpoint.
-        Spool(self._paths).prune(step - 1)
+        Spool(self._paths).prune(step)
 
 
 def superseded(steps: list[int], keep: CheckpointSettings) -> list[int]:
