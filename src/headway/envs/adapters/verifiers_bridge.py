@@ -133,28 +133,41 @@ class Client:
         await self._client.close()
 
 
-class _StdinPipe:
-    """What `serve_env` watches to learn that its parent is gone."""
+@dataclass(frozen=True)
+class _Lifeline:
+    """What `serve_env` watches to learn that whoever started it is gone."""
+
+    handle: int
 
     def recv(self) -> None:
-        while os.read(sys.stdin.fileno(), 4096):
+        while os.read(self.handle, 4096):
             pass
 
 
-class _StdoutQueue:
-    """Where `serve_env` reports its address."""
+@dataclass(frozen=True)
+class _Report:
+    """Where `serve_env` says at which address it listens."""
+
+    handle: int
 
     def put(self, address: str) -> None:
-        print(f"address {address}", flush=True)
+        os.write(self.handle, f"address {address}\n".encode())
+        os.close(self.handle)
 
 
 def main() -> None:
     config = json.loads(sys.stdin.readline())
+    # Both pipes are kept by this process alone: copies are not inherited by what a taskset starts, which finds
+    # nothing to read at its stdin, and prints into the log.
+    lifeline, report = _Lifeline(os.dup(0)), _Report(os.dup(1))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
     serve_env(
         max_workers=1,
         address="tcp://127.0.0.1:0",
-        address_queue=_StdoutQueue(),
-        death_pipe=_StdinPipe(),
+        address_queue=report,
+        death_pipe=lifeline,
         config_data=config,
     )
 
