@@ -3,7 +3,6 @@
 Run by `make quickstart`. Reads top to bottom; every stage is a command that you could type yourself.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.core.runs import RunPaths
-from headway.envs.bundled.reverse_text import demonstrations
 from headway.monitor.metrics import read_metrics
 
 HERE = Path(__file__).parent
@@ -37,13 +35,11 @@ def main() -> None:
 
     console.rule("1. Demonstrations: half of them reverse the word, half just copy it")
     data = OUTPUTS / f"{stamp}-demonstrations.jsonl"
-    data.parent.mkdir(exist_ok=True)
-    rows = demonstrations(20_000, seed=0, copy_share=0.5)
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    console.print(f"{len(rows)} rows in {data}, such as {json.dumps(rows[0])}", highlight=False)
+    headway("env", "demos", "reverse-text", "-n", "20000", "--args.copy_share", "0.5", "-o", str(data))
+    console.print(f"such as {data.read_text().splitlines()[0]}", highlight=False)
 
     console.rule("2. Supervised warm-up of a 0.5M-parameter model")
-    headway("sft", "@", str(HERE / "sft.toml"), "--data.path", str(data), "--run.name", warm_up.root.name)
+    headway("sft", "@", str(HERE.parent / "warm_up.toml"), "--data.path", str(data), "--run.name", warm_up.root.name)
     model = sorted(warm_up.exports.iterdir())[-1]
 
     console.rule("3. Asynchronous RL: inference, orchestrator and trainer at once")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_runs import EXAMPLE, Run, headway, warm_up
+from e2e_runs import EXAMPLES, Run, headway, warm_up
 
 from headway.core.runs import RunPaths
 from headway.envs.bundled import reverse_text
@@ -16,7 +16,7 @@ RunRl = Callable[..., Run]
 def rl_flags(warm_model: Path, tmp_path: Path) -> list[str]:
     """A short run on reverse-text from the warmed-up model, in `tmp_path`."""
     return [
-        *("@", str(EXAMPLE / "rl.toml"), "--model.path", str(warm_model)),
+        *("@", str(EXAMPLES / "reverse_text" / "rl.toml"), "--model.path", str(warm_model)),
         *("--run.output_dir", str(tmp_path), "--run.name", "run"),
         *("--orchestrator.eval.at_start", "false", "--orchestrator.eval.at_end", "false"),
     ]

@@ -12,7 +12,7 @@ import psutil
 
 from headway.core.runs import RunPaths
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @dataclass(frozen=True)
@@ -67,5 +67,5 @@ def warm_up(folder: Path, rows: list[dict[str, Any]], *flags: str) -> Path:
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     place = ("--run.output_dir", str(folder), "--run.name", "sft")
-    headway("sft", "@", str(EXAMPLE / "sft.toml"), "--data.path", str(data), *place, *flags)
+    headway("sft", "@", str(EXAMPLES / "warm_up.toml"), "--data.path", str(data), *place, *flags)
     return sorted((folder / "sft" / "exports").iterdir())[-1]
