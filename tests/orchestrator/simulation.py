@@ -28,6 +28,18 @@ loop.ANNOUNCEMENT_SECONDS = 0.2
 ERRORS = ("environment", "timeout", "worker", "engine", "context", "tool")
 
 
+def calm_plan(*, steps: int, max_lag: int, episode_seconds: float, train_seconds: float, cap: int) -> "Plan":
+    """A run in which nothing goes wrong."""
+    plan = Plan(0)
+    plan.group_size, plan.batch_size, plan.max_steps, plan.cap = 4, 16, steps, cap
+    plan.max_lag, plan.run_ahead, plan.engines, plan.envs = max_lag, 1, 1, 1
+    plan.evaluates, plan.rate_limit = False, None
+    plan.error_rate = plan.hang_rate = plan.engine_trouble = 0.0
+    plan.trainer_crashes = plan.orchestrator_crashes = 0
+    plan.episode_seconds, plan.train_seconds, plan.kv_usages = episode_seconds, train_seconds, (0.3,)
+    return plan
+
+
 @dataclass
 class Plan:
     """One random schedule: sizes, speeds and chances of trouble, all from the seed."""
@@ -53,6 +65,7 @@ class Plan:
         self.train_seconds = rng.choice((0.02, 0.2, 0.6))
         self.trainer_crashes = rng.randint(0, 1) * rng.randint(0, 2)
         self.orchestrator_crashes = rng.randint(0, 1) * rng.randint(0, 2)
+        self.kv_usages: tuple[float, ...] = (0.1, 0.5, 0.92, 0.97)
         self.rate_limit = rng.choice((None, None, 20.0))
 
     def settings(self) -> OrchestratorSettings:
@@ -80,6 +93,8 @@ class World:
         self.trained_episodes: set[str] = set()
         self.started: set[str] = set()
         self.arrived = asyncio.Event()
+        self.trainer_waits: list[float] = []
+        self.metrics: list[dict[str, float]] = []
         self.running = 0
         self.violations: list[str] = []
         """Rules broken where raising would only look like one more failing environment."""
@@ -126,6 +141,7 @@ class World:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         assert all(isinstance(value, float) for value in values.values())
+        self.metrics.append(values)
         assert "reward/mean" in values or any(name.startswith("eval/") for name in values)
 
     def evaluated(self, round_: Round, envs: Sequence[EvalEnv]) -> None:
@@ -140,10 +156,13 @@ class World:
         crashes = plan.trainer_crashes
         await asyncio.sleep(self.rng.random())
         self.announce(0)
+        clock = asyncio.get_running_loop().time
         while version < plan.max_steps:
+            began = clock()
             while version + 1 not in self.sent:
                 self.arrived.clear()
                 await self.arrived.wait()
+            self.trainer_waits.append(clock() - began)
             await asyncio.sleep(plan.train_seconds * self.rng.uniform(0.5, 1.5))
             if crashes and self.rng.random() < 0.3:
                 crashes -= 1
@@ -166,7 +185,7 @@ class SimEngine:
 
     async def state(self) -> EngineState:
         await self._answer()
-        usage = self.world.rng.choice((0.1, 0.5, 0.92, 0.97))
+        usage = self.world.rng.choice(self.world.plan.kv_usages)
         return EngineState(self.version, self.fingerprint, 1, 0, usage, 1000, 0, 1.0, 100)
 
     async def update_weights(self, update: WeightUpdate) -> WeightReply:

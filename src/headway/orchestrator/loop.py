@@ -40,6 +40,7 @@ class Orchestrator:
         self.step = 1
         self.newest_version = -1
         self.evaluated = -1
+        self.trainer_bound = self.updating = False
         self.pace = float(min(settings.run_ahead, settings.max_lag) + 1)
         self.ready = ReadyQueue()
         self.control = concurrency.start(settings.concurrency)
@@ -101,25 +102,30 @@ class Orchestrator:
 
     async def _next_batch(self) -> list[ReadyGroup]:
         """Groups for batch `step`, none of them too old, once the trainer is ready for it."""
-        waiting_since: float | None = None
+        complete_at: float | None = None
         while True:
             self.health.check()
             self._drop_stale()
             if may_send(self.step, self.newest_version, self.limits):
                 if (groups := self.ready.take(self.limits.batch_size)) is not None:
-                    if waiting_since is not None:
-                        self.tally.wait_seconds += self.parts.clock() - waiting_since
-                    starved = self.newest_version >= self.step - 1 > 0
-                    self.pace = next_pace(
-                        self.pace,
-                        trainer_starved=starved,
-                        batch_waited=waiting_since is not None,
-                        limits=self.limits,
-                    )
+                    self._set_pace(complete_at)
                     return groups
-            elif self.ready.episodes >= self.limits.batch_size and waiting_since is None:
-                waiting_since = self.parts.clock()
+            elif self.ready.episodes >= self.limits.batch_size and complete_at is None:
+                complete_at = self.parts.clock()
             await self._next_change()
+
+    def _set_pace(self, complete_at: float | None) -> None:
+        """Learn from a batch that is about to go, and that was complete at that time unless it could go at once."""
+        now = self.parts.clock()
+        waited = now - complete_at if complete_at is not None else 0.0
+        self.tally.wait_seconds += waited
+        self.trainer_bound = waited > 0
+        self.pace = next_pace(
+            self.pace,
+            trainer_starved=self.newest_version >= self.step - 1 > 0,
+            waited_share=waited / max(now - self._step_began, 1e-9),
+            limits=self.limits,
+        )
 
     async def _send(self, groups: list[ReadyGroup]) -> None:
         step = self.step
@@ -162,6 +168,8 @@ class Orchestrator:
         self.training.cancelled.clear()
 
     def _may_open(self, open_episodes: int) -> bool:
+        if self.updating and self.trainer_bound:
+            return False  # there is time to start with the new weights instead of the old
         coming = (open_episodes + self.collector.outstanding) * self.collector.useful_share
         return may_open_group(self.step, self.parts.fleet.version, self.ready.episodes, coming, self.pace, self.limits)
 
@@ -182,7 +190,9 @@ class Orchestrator:
             if update is not None and update != seen:
                 seen, self.newest_version = update, update.version
                 self._wake()
+                self.updating = True
                 self.tally.updates += await self.parts.fleet.publish(update)
+                self.updating = False
                 if evaluation_due(update.version, self.evaluated, self.settings.eval, self.limits.max_steps):
                     self._evaluate(update.version)
                 self._wake()

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-PACE_GROWTH, PACE_DECAY = 1.5, 0.9
+PACE_GROWTH, PACE_DECAY = 1.3, 0.97
+PLENTY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,14 @@ def may_open_group(step: int, version: int, ready: int, coming: float, pace: flo
     return ready + coming < limits.batch_size * min(pace, usable_batches(step, version, limits))
 
 
-def next_pace(pace: float, *, trainer_starved: bool, batch_waited: bool, limits: Limits) -> float:
+def next_pace(pace: float, *, trainer_starved: bool, waited_share: float, limits: Limits) -> float:
     """How many batches' worth of episodes to have under way after a batch was sent: as few as keep the trainer busy.
 
-    More when the trainer had run out of batches, less when this one had to wait for it.
+    More when the trainer had run out of batches, less when this one was complete long before the trainer wanted it
+    (`waited_share` of the time since the last one). In between lies the slack that uneven episodes need.
     """
     if trainer_starved:
         pace *= PACE_GROWTH
-    elif batch_waited:
+    elif waited_share > PLENTY:
         pace *= PACE_DECAY
     return min(max(pace, 1.0), limits.max_lag + 1.0)
