@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,9 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
 
 def measure_ours(options: argparse.Namespace, settings: TrainSettings, ranks: Ranks) -> dict[str, float]:
     before = memory(ranks.device)
-    state = make_state(settings, ranks, Path(), SHAPES[options.model], random_weights)
+    shape = SHAPES[options.model]
+    shape = replace(shape, max_len=max(shape.max_len, options.seq_len))
+    state = make_state(settings, ranks, Path(), shape, random_weights)
     stepper = Stepper(settings, ranks)
     seconds, tokens, flops = [], 0, 0.0
     for step in range(options.steps + 1):

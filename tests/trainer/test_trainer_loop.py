@@ -1,6 +1,7 @@
 """The whole loop on one rank, over the filesystem: what it leaves behind, resuming, and bad input."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,9 @@ def test_batches_that_a_checkpoint_covers_leave_the_spool_unless_it_needs_their_
     assert sorted(folder.name for folder in paths.batches.glob("step_*")) == ["step_000004", "step_000005"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow), pytest.param("sgd", marks=pytest.mark.slow)]
+)
 def test_resuming_is_bit_exact(tmp_path: Path, optimizer: str) -> None:
     extra = {"trainer__optim__type": optimizer, "trainer__optim__lr": 1e-3, "trainer__checkpoints__interval": 10}
     if optimizer == "sgd":
@@ -117,6 +120,19 @@ def test_a_half_written_checkpoint_is_ignored_and_removed(tmp_path: Path) -> Non
     (half / "__0_0.distcp").write_bytes(b"half")
     train(small_settings(max_steps=3, **QUICK), paths)
     assert complete_steps(paths)[-1] == 3 and not half.exists()
+
+
+def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 4))
+    train(small_settings(max_steps=2, trainer__checkpoints__interval=1, **QUICK), paths)
+    (paths.checkpoint(2) / "trainer" / "__0_0.distcp").unlink()
+    with pytest.raises(HeadwayError, match=r"step_000002 is damaged .* remove it to continue from the checkpoint"):
+        train(small_settings(max_steps=3, **QUICK), paths)
+    shutil.rmtree(paths.checkpoint(2))
+    spool(paths, range(2, 4))
+    train(small_settings(max_steps=3, **QUICK), paths)
+    assert complete_steps(paths)[-1] == 3
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

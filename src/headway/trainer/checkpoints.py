@@ -7,11 +7,13 @@ marker comes last: a folder without one is half-written, and never read.
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -66,10 +68,14 @@ class Checkpoints:
         if not steps:
             return False
         folder = self._paths.checkpoint(steps[-1])
-        marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
-        _refuse_others(str(folder), marker.origin, origin_of(state, self._settings))
-        reader = FileSystemReader(folder / FOLDER)
-        load(_tensors(state), storage_reader=reader, process_group=self._group)
+        try:
+            marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+            _refuse_others(folder, marker.origin, origin_of(state, self._settings))
+            load(_tensors(state), storage_reader=FileSystemReader(folder / FOLDER), process_group=self._group)
+        except (CheckpointException, msgspec.DecodeError, OSError) as error:
+            raise HeadwayError(
+                f"{folder} is damaged ({_cause(error)}); remove it to continue from the checkpoint before it"
+            ) from error
         state.step, state.optimizer.updates, state.bad_steps = marker.step, marker.updates, marker.bad_steps
         return True
 
@@ -95,8 +101,8 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         try:
             writing.result()
-        except OSError as error:
-            raise HeadwayError(f"{self._paths.checkpoints}: cannot write a checkpoint: {error.strerror}") from error
+        except (CheckpointException, OSError) as error:
+            raise HeadwayError(f"{self._paths.checkpoints}: cannot write a checkpoint: {_cause(error)}") from error
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -136,7 +142,7 @@ def origin_of(state: TrainState, settings: TrainSettings) -> dict[str, Any]:
     }
 
 
-def _refuse_others(folder: str, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+def _refuse_others(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
     # Through JSON, as the saved one went: tuples and lists are then alike.
     mine = msgspec.json.decode(msgspec.json.encode(mine))
     differing = [key for key in mine if saved.get(key) != mine[key]]
@@ -154,6 +160,13 @@ def _refuse_others(folder: str, saved: dict[str, Any], mine: dict[str, Any]) -> 
         f"{folder} was made by another configuration ({'; '.join(what)}); "
         "continue with the settings it was made with, or start a new run"
     )
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the first rank that failed, in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return str(next(iter(error.failures.values()))[0])
+    return str(error)
 
 
 def _tensors(state: TrainState) -> dict[str, Tensor]:
