@@ -87,13 +87,16 @@ def run_one(engine: EmbeddedEngine, tokens: list[int], max_tokens: int = 12, **f
 
 def forward(model: DecoderLM, tokens: list[int]) -> ModelOutput:
     with torch.no_grad():
-        return model(PackedTokens(torch.tensor(tokens), positions_of([len(tokens)]), PackedPlan([len(tokens)])))
+        device = model.head_weight().device
+        ids, positions = torch.tensor(tokens, device=device), positions_of([len(tokens)], device)
+        return model(PackedTokens(ids, positions, PackedPlan([len(tokens)], device)))
 
 
 def training_logprobs(model: DecoderLM, tokens: list[int], temperature: float = 1.0) -> torch.Tensor:
     """The trainer's logprob of each token but the first."""
     with torch.no_grad():
         logprobs = torch.log_softmax(model.logits(forward(model, tokens).hidden_TD) / temperature, dim=-1)
+    logprobs = logprobs.cpu()
     return logprobs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
 
 
