@@ -5,7 +5,6 @@ import torch
 from models_common import random_model, random_tokens, run_packed, small
 from torch.nn import functional as F
 
-from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import SparseMlp, combine, dispatch, grouped_linear_loop
 
 LENGTHS = [9, 14]
@@ -60,8 +59,7 @@ def test_a_layer_equals_every_expert_computed_densely(normalize: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(11, config.width, generator=generator, requires_grad=True)
     given = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(11)])
-    context = ForwardContext(None, x, x, None, given.unsqueeze(1))  # type: ignore[arg-type]  # attention is not run
-    out, used = mlp(x, context)
+    out, used = mlp(x, given)
     assert torch.equal(used, given)
 
     scores = F.softmax(x @ mlp.gate.weight.T, -1)

@@ -43,19 +43,19 @@ def test_recomputed_activations_give_the_same_gradients_to_the_bit(family: str) 
     assert [name for name, _ in hf_layout(recomputed)] == [name for name, _ in hf_layout(plain)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-def test_blocks_are_compiled_once_whatever_the_samples(family: str) -> None:
+def test_blocks_are_compiled_once_whatever_the_samples() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    plain, compiled = random_model(small(family, layers=1)), random_model(small(family, layers=1))
+    plain, compiled = random_model(small("qwen3", layers=4)), random_model(small("qwen3", layers=4))
     counter = CompileCounter()
-    compiled.layers[0].compile(backend=counter, dynamic=True)
+    for layer in compiled.layers:
+        layer.compile(backend=counter, dynamic=True)
     graphs = []
     for lengths in ([9, 14], [20, 3, 5], [31], [7, 7, 7, 2]):
         ids = random_tokens(plain.config, lengths)
         torch.testing.assert_close(packed_logits(compiled, ids, lengths), packed_logits(plain, ids, lengths))
         graphs.append(counter.frame_count)
-    assert graphs[0] > 0 and graphs[-1] == graphs[1], "other samples must not mean another compilation"
+    assert 0 < graphs[0] == graphs[-1] < 8, "neither another layer nor other samples may mean another compilation"
 
 
 def test_training_is_deterministic() -> None:

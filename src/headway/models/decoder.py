@@ -26,12 +26,14 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
 
-    def forward(self, token_ids_T: Tensor, context: ForwardContext) -> tuple[Tensor, list[Tensor | None]]:
-        """Hidden states after the final norm, and each layer's experts (T, k)."""
+    def forward(
+        self, token_ids_T: Tensor, context: ForwardContext, given_TLk: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Hidden states after the final norm, and each layer's experts (T, k). `given` are the experts to use."""
         x_TD = self.embed_tokens(token_ids_T)
         experts: list[Tensor | None] = []
-        for layer in self.layers:
-            x_TD, experts_Tk = layer(x_TD, context)
+        for number, layer in enumerate(self.layers):
+            x_TD, experts_Tk = layer(x_TD, context, None if given_TLk is None else given_TLk[:, number])
             experts.append(experts_Tk)
         return self.norm(x_TD), experts
 
@@ -56,7 +58,7 @@ class DecoderLM(nn.Module):
         cos, sin = self._rotary.gather(tokens.positions_T)
         gate = None if self.adapters is None else self.adapters.gate(tokens.adapters_T, tokens.token_ids_T.device)
         given = None if tokens.routed_experts_TLk is None else tokens.routed_experts_TLk.long()
-        hidden_TD, experts = self.model(tokens.token_ids_T, ForwardContext(tokens.plan, cos, sin, gate, given))
+        hidden_TD, experts = self.model(tokens.token_ids_T, ForwardContext(tokens.plan, cos, sin, gate), given)
         if not self.config.experts:
             return ModelOutput(hidden_TD)
         return ModelOutput(hidden_TD, *self._routing(experts))

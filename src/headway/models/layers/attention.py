@@ -1,5 +1,9 @@
 """Self-attention with rotary positions; where keys come from is the plan's affair."""
 
+from collections.abc import Callable
+from functools import cache
+
+import torch
 from torch import Tensor, nn
 
 from headway.models.attention import attention
@@ -8,6 +12,9 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import rotate
+from headway.models.packed import AttentionPlan
+
+Attend = Callable[["SelfAttention", Tensor, Tensor, Tensor, AttentionPlan], Tensor]
 
 
 class SelfAttention(nn.Module):
@@ -16,7 +23,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, *, qk_norm: bool) -> None:
         super().__init__()
         self.layer = layer
-        self.attend = attention
+        self.attend: Attend = attend
         self.head_dim = config.head_dim
         bias = config.attention_bias
         self.q_proj = Linear(config.width, config.heads * config.head_dim, bias)
@@ -36,6 +43,20 @@ class SelfAttention(nn.Module):
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         q_THD = rotate(q_THD, context.cos, context.sin)
         k_TKD = rotate(k_TKD, context.cos, context.sin)
-        mixed_THD = self.attend(q_THD, k_TKD, v_TKD, context.plan, self.layer)
+        mixed_THD = self.attend(self, q_THD, k_TKD, v_TKD, context.plan)
         out_TD: Tensor = self.o_proj(mixed_THD.flatten(1), gate)
         return out_TD
+
+
+def attend(module: SelfAttention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: AttentionPlan) -> Tensor:
+    return attention(q_THD, k_TKD, v_TKD, plan, module.layer)
+
+
+@cache
+def attend_uncompiled() -> Attend:
+    """`attend`, hidden from torch's compiler, which would start anew for every plan and every number of a layer.
+
+    One object for all layers, since another object would be another compilation, too.
+    """
+    hidden: Attend = torch.compiler.disable(attend)  # type: ignore[no-untyped-call]  # has no types
+    return hidden

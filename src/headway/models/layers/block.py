@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from headway.models.attention import attention
 from headway.models.config import ModelConfig
-from headway.models.layers.attention import SelfAttention
+from headway.models.layers.attention import SelfAttention, attend_uncompiled
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import SparseMlp
 from headway.models.layers.mlp import GatedMlp
@@ -24,21 +22,25 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp: SparseMlp | GatedMlp
         if config.sparse(layer):
-            self.mlp = SparseMlp(config, layer)
+            self.mlp = SparseMlp(config)
         else:
             self.mlp = GatedMlp(config.width, config.mlp_width, config.mlp_bias)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's; but attention stays outside, since its plan is another in every pass, and the compiler would
-        start anew for each."""
-        self.self_attn.attend = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]  # torch has no types
+        """As torch's, but attention stays outside."""
+        self.self_attn.attend = attend_uncompiled()
         super().compile(*args, **kwargs)
 
-    def forward(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """The stream after this block, and the experts (T, k) that its tokens used (None where it has none)."""
+    def forward(
+        self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The stream after this block, and the experts (T, k) that its tokens used (None where it has none).
+
+        `given` are the experts to use, -1 where the router chooses.
+        """
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), context)
         normed_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, SparseMlp):
-            mixed_TD, experts_Tk = self.mlp(normed_TD, context)
+            mixed_TD, experts_Tk = self.mlp(normed_TD, given_Tk)
             return x_TD + mixed_TD, experts_Tk
         return x_TD + self.mlp(normed_TD, context), None

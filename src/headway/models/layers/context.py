@@ -12,7 +12,6 @@ class ForwardContext:
     """`cos` and `sin` are (T, 1, head size), for rotary positions; `sin` carries the sign of the rotation.
 
     `adapter_gate` scales the adapters' ranks per token (see `layers.linear`); None switches adapters off.
-    `routed_experts` (T, layers, k) are given choices, with -1 where the router chooses.
 
     A plain object and not bare tensors, so that wrappers which cast a block's tensor arguments to a lower
     precision leave the rotary tables alone.
@@ -22,4 +21,3 @@ class ForwardContext:
     cos: Tensor
     sin: Tensor
     adapter_gate: Tensor | float | None = None
-    routed_experts_TLk: Tensor | None = None

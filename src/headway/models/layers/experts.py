@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models.config import ModelConfig
-from headway.models.layers.context import ForwardContext
 from headway.models.layers.mlp import gated_silu
 
 _ALIGNED = 8
@@ -50,17 +49,15 @@ class Experts(nn.Module):
 
 
 class SparseMlp(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layer = layer
         self.count = config.experts
         self.gate = Router(config)
         self.experts = Experts(config)
 
-    def forward(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mixed output and the experts used, (T, k)."""
-        given_TLk = context.routed_experts_TLk
-        gates_Tk, experts_Tk = self.gate(x_TD, None if given_TLk is None else given_TLk[:, self.layer])
+        gates_Tk, experts_Tk = self.gate(x_TD, given_Tk)
         rows_ND, counts_E, order_N = dispatch(x_TD, experts_Tk, self.count)
         return combine(self.experts(rows_ND, counts_E), gates_Tk, order_N), experts_Tk
 
