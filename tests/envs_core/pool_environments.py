@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -44,7 +43,7 @@ async def die() -> None:
 
 
 async def die_and_leave_a_child() -> None:
-    subprocess.Popen(["sleep", "600.25"])
+    await asyncio.create_subprocess_exec("sleep", "600.25")
     await die()
 
 
