@@ -6,9 +6,15 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import HeadwayError, UsageError
+
+if TYPE_CHECKING:
+    from headway.core.episodes import Task
+    from headway.core.messages import Messages
+    from headway.envs.base import Environment
+    from headway.envs.transcript import Paint
 
 HELP = """\
 usage: headway env list
@@ -133,10 +139,13 @@ def _show(name: str, options: Options) -> None:
 
     factory = find_factory(name)
     print(f"{name}\n\n{inspect.getdoc(factory) or 'No description.'}\n\narguments:")
-    for parameter in inspect.signature(factory).parameters.values():
+    parameters = inspect.signature(factory).parameters.values()
+    for parameter in parameters:
         default = "(required)" if parameter.default is parameter.empty else f"= {parameter.default!r}"
         print(f"  {parameter.name} {default}")
-    if any(p.default is p.empty and p.name not in options.args for p in inspect.signature(factory).parameters.values()):
+    if not parameters:
+        print("  none")
+    if any(p.default is p.empty and p.name not in options.args for p in parameters):
         print("\nGive the required ones with --args.NAME VALUE to see rewards and tasks.")
         return
     environment = load_environment(name, options.args)
@@ -155,7 +164,7 @@ def _show(name: str, options: Options) -> None:
             _show_prompt(environment.prompt(task))
 
 
-def _show_prompt(prompt: Any) -> None:
+def _show_prompt(prompt: "Messages") -> None:
     from headway.core.messages import as_messages
 
     for message in as_messages(prompt):
@@ -181,7 +190,7 @@ async def _try(name: str, options: Options) -> int:
         await environment.close()
 
 
-async def _by_hand(environment: Any, task: Any, paint: Any) -> int:
+async def _by_hand(environment: "Environment", task: "Task", paint: "Paint") -> int:
     from headway.envs.failures import EpisodeFailure
     from headway.envs.hand import HandPolicy
     from headway.envs.rewards import score
@@ -199,7 +208,7 @@ async def _by_hand(environment: Any, task: Any, paint: Any) -> int:
     return 0
 
 
-async def _watch(name: str, environment: Any, task: Any, options: Options, paint: Any) -> int:
+async def _watch(name: str, environment: "Environment", task: "Task", options: Options, paint: "Paint") -> int:
     from headway.core.episodes import EpisodeRequest
     from headway.core.protocol import SamplingParams
     from headway.envs.engines import Engines
