@@ -8,7 +8,8 @@ chance. Both v and the sum are linear in disjoint bits, so shards may begin and 
 """
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
@@ -19,25 +20,34 @@ from torch import Tensor
 BLOCK = 1 << 14
 PLACE_SEED, BLOCK_SEED = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
 _ROUND = 4
 """Blocks that are worked on at a time: their words and keys stay in a core's cache."""
-_SPAN = 2 * _ROUND
-"""Blocks that a thread sums before it takes the next: 1 MiB."""
+_SPAN = 64
+"""Blocks that a thread sums before it takes the next (8 MiB): threads rarely meet at the interpreter's lock."""
 _scratch = threading.local()
 
 Words = NDArray[np.uint64]
+Pending = int | Future[int] | Tensor
 
 
-def keyed_sum(tensor: Tensor, byte_offset: int) -> Tensor:
-    """The sum of `tensor`'s bytes, which begin `byte_offset` bytes into the whole: an int64 scalar on its device."""
+def keyed_sum(tensor: Tensor, byte_offset: int) -> int:
+    """The sum of `tensor`'s bytes, which begin `byte_offset` bytes into the whole."""
+    return sum(int(part.result() if isinstance(part, Future) else part) for part in begin(tensor, byte_offset)) & MASK
+
+
+def begin(tensor: Tensor, byte_offset: int) -> list[Pending]:
+    """Parts of the sum, some of them under way in other threads or on a device: `tensor` must not change meanwhile."""
     words, first = _words(tensor, byte_offset)
-    if words.device.type == "cpu":
-        total = _sum_on_cpu(words.numpy().view(np.uint64), first)
-        return torch.from_numpy(np.array(total, dtype=np.uint64).view(np.int64))
-    from headway.transport.weights.checksum_device import sum_on_device
+    if words.device.type != "cpu":
+        from headway.transport.weights.checksum_device import sum_on_device
 
-    return sum_on_device(words, first)
+        return [sum_on_device(words, first)]
+    threads = torch.get_num_threads()
+    spans = list(_spans(words.numpy().view(np.uint64), first))
+    if threads == 1 or len(words) < BLOCK:
+        return [_span_sum(*span) for span in spans]
+    return [_pool(threads).submit(*span) for span in spans]
 
 
 def place_keys() -> Words:
@@ -63,19 +73,15 @@ def _words(tensor: Tensor, byte_offset: int) -> tuple[Tensor, int]:
     return data.view(torch.int64), byte_offset // 8
 
 
-def _sum_on_cpu(words: Words, first: int) -> int:
-    """Spans are dealt to as many threads as torch uses: numpy works outside the interpreter's lock."""
+def _spans(words: Words, first: int) -> Iterator[tuple[Words, int]]:
     step = _SPAN * BLOCK
     starts = [0, *range(step - first % step, len(words), step)]
-    spans = [(words[a:b], first + a) for a, b in zip(starts, [*starts[1:], len(words)], strict=True)]
-    threads = min(torch.get_num_threads(), len(spans))
-    sums = map(_span_sum, spans) if threads == 1 else _threads(torch.get_num_threads()).map(_span_sum, spans)
-    return sum(sums) & _MASK
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        yield words[start:end], first + start
 
 
-def _span_sum(span: tuple[Words, int]) -> int:
+def _span_sum(words: Words, first: int) -> int:
     """Whole blocks several at a time, the incomplete ones at both ends by themselves."""
-    words, first = span
     places = _cached_place_keys()
     head = min(-first % BLOCK, len(words))
     whole = (len(words) - head) // BLOCK * BLOCK
@@ -83,8 +89,7 @@ def _span_sum(span: tuple[Words, int]) -> int:
     blocks = words[head : head + whole].reshape(-1, BLOCK)
     keys = block_keys((first + head) // BLOCK, len(blocks))
     for start in range(0, len(blocks), _ROUND):
-        rows = blocks[start : start + _ROUND]
-        sums = np.einsum("ij,j->i", _spread(rows), places)
+        sums = np.einsum("ij,j->i", _spread(blocks[start : start + _ROUND]), places)
         total += int(np.dot(sums, keys[start : start + _ROUND]))
     return total
 
@@ -111,9 +116,23 @@ def _cached_place_keys() -> Words:
     return place_keys()
 
 
+class _Pool:
+    """Threads that sum spans: numpy works outside the interpreter's lock. What waits is in memory, so it is bounded."""
+
+    def __init__(self, threads: int) -> None:
+        self._executor = ThreadPoolExecutor(threads, "fingerprint")
+        self._slots = threading.BoundedSemaphore(4 * threads)
+
+    def submit(self, words: Words, first: int) -> Future[int]:
+        self._slots.acquire()
+        future = self._executor.submit(_span_sum, words, first)
+        future.add_done_callback(lambda _: self._slots.release())
+        return future
+
+
 @lru_cache(1)
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "fingerprint")
+def _pool(threads: int) -> _Pool:
+    return _Pool(threads)
 
 
 def _noise(counter: Words, seed: int) -> Words:

@@ -6,15 +6,14 @@ bit, swapped pair of elements, renamed, reshaped or retyped tensor changes the r
 
 import hashlib
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import keyed_sum
-
-_MASK = (1 << 64) - 1
+from headway.transport.weights.checksum import MASK, Pending, begin
 
 
 class TensorSum(msgspec.Struct, frozen=True):
@@ -30,7 +29,7 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     known: int = 0
-    pending: list[Tensor] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -54,7 +53,7 @@ class Fingerprint:
         """Count `tensor`: all of `name`, or its elements from flat index `offset` on where `shape` is the whole's.
 
         `dtype`, where given, is what the whole is said to be; it must be as wide as the tensor's own. Raises
-        ValueError where that or an earlier shard disagrees.
+        ValueError where that or an earlier shard disagrees. `tensor` must not change before the sums are asked for.
         """
         whole = tuple(tensor.shape if shape is None else shape)
         kind = tensor.dtype if dtype is None else dtype
@@ -62,7 +61,7 @@ class Fingerprint:
             raise ValueError(f"{name}: {tensor.dtype} elements cannot stand for {kind}")
         entry = self._entry(name, dtype_name(kind), whole)
         if tensor.numel():
-            entry.pending.append(keyed_sum(tensor.detach(), offset * kind.itemsize))
+            entry.pending += begin(tensor.detach(), offset * kind.itemsize)
 
     def merge(self, other: "Fingerprint") -> None:
         """Add another rank's parts. Raises ValueError where the two disagree on a shape or dtype."""
@@ -71,7 +70,7 @@ class Fingerprint:
     def merge_sums(self, sums: dict[str, TensorSum]) -> None:
         for name, part in sums.items():
             entry = self._entry(name, part.dtype, part.shape)
-            entry.known = (entry.known + part.sum) & _MASK
+            entry.known = (entry.known + part.sum) & MASK
 
     def sums(self) -> dict[str, TensorSum]:
         """The sums so far, one synchronization with each device for all of them."""
@@ -100,13 +99,18 @@ class Fingerprint:
     def _settle(self) -> None:
         by_device: dict[torch.device, list[tuple[_Entry, Tensor]]] = {}
         for entry in self._entries.values():
-            for value in entry.pending:
-                by_device.setdefault(value.device, []).append((entry, value))
+            for part in entry.pending:
+                if isinstance(part, Tensor):
+                    by_device.setdefault(part.device, []).append((entry, part))
+                else:
+                    entry.known += part.result() if isinstance(part, Future) else part
             entry.pending = []
         for pairs in by_device.values():
             values = torch.stack([value for _, value in pairs]).tolist()
             for (entry, _), value in zip(pairs, values, strict=True):
-                entry.known = (entry.known + value) & _MASK
+                entry.known += value
+        for entry in self._entries.values():
+            entry.known &= MASK
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:

@@ -1,11 +1,10 @@
 """What one rank sends of a tensor: contiguous elements of the whole, with their place."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
@@ -42,14 +41,13 @@ def shards(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> Iter
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    """Where nobody has loaded the module there are none; loading it takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _local_shard(name: str, tensor: Tensor) -> Shard | None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -63,6 +61,6 @@ def _local_shard(name: str, tensor: Tensor) -> Shard | None:
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     row = prod(tensor.shape[1:])
     local = tensor.to_local().detach()
-    if isinstance(local, torch.distributed._functional_collectives.AsyncCollectiveTensor):
+    if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
     return Shard(name, local, offsets[0] * row if offsets else 0, tuple(tensor.shape))
