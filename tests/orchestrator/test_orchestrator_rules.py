@@ -191,6 +191,17 @@ def test_difficulty_draws_mostly_what_is_neither_easy_nor_hard() -> None:
     assert easy == pytest.approx(0.1, abs=0.03)
 
 
+@pytest.mark.parametrize("settings", KINDS, ids=lambda s: s.type)
+@pytest.mark.parametrize("tasks", [4, 12])
+def test_a_curriculum_goes_on_with_another_number_of_tasks(settings: settings_of.Curriculum, tasks: int) -> None:
+    one = make_curriculum(settings, 7, 3)
+    for index in drawn(one, 10):
+        one.report(index, index / 6)
+    other = make_curriculum(settings, tasks, 3)
+    other.load(one.save())
+    assert set(drawn(other, 40 * tasks)) == set(range(tasks))
+
+
 class Backwards:
     """A curriculum of one's own."""
 

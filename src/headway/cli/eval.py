@@ -186,8 +186,9 @@ def _print_table(round_: "Round") -> None:
 
     summaries = {env: summarize([s for s in tasks if s]) for env, tasks in round_.results.items()}
     columns = sorted({name for summary in summaries.values() for name in summary if name.startswith("pass@")}, key=_k)
-    table = Table("environment", "episodes", "avg", *columns, "errors", "truncated", "tokens", box=SIMPLE)
-    table.columns[0].no_wrap = True
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("environment", "episodes", "avg", *columns, "errors", "truncated", "tokens"):
+        table.add_column(name, no_wrap=True)
     for env, summary in summaries.items():
         shares = [f"{summary[name]:.3f}" if name in summary else "-" for name in columns]
         table.add_row(

@@ -4,10 +4,11 @@ import asyncio
 import json
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -35,6 +36,7 @@ from headway.transport.rollouts import make_sender
 from headway.transport.weights.announce import latest
 
 log = logging.getLogger("headway.orchestrator")
+T = TypeVar("T")
 
 
 class RunRecorder:
@@ -79,8 +81,8 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
         )
         context = Context(lambda: fleet.choose(""), lambda: _renderer(model, settings.model.renderer))
         pools = Pools(stack, model, settings.model.renderer)
-        sources = [await _source(env, settings, pools, context) for env in options.envs]
-        evals = [await eval_env(env, options.sampling, pools) for env in options.eval.envs]
+        sources = await together([_source(env, settings, pools, context) for env in options.envs])
+        evals = await together([eval_env(env, options.sampling, pools) for env in options.eval.envs])
         refuse_twins([source.name for source in sources], "orchestrator.envs")
         refuse_twins([env.name for env in evals], "orchestrator.eval.envs")
         for source in sources:
@@ -114,6 +116,17 @@ class Pools:
         if not pool.tasks:
             raise HeadwayError(f"environment {settings.id} has no tasks; check its args")
         return pool
+
+
+async def together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All of them at the same time; when one fails the others are called off, and waited for, before it raises."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _source(env: EnvSettings, settings: OrchestrateSettings, pools: Pools, context: Context) -> Source:

@@ -72,7 +72,7 @@ class Difficulty:
     """
 
     def __init__(self, tasks: int, seed: int, settings: settings_of.DifficultyPools) -> None:
-        self._seed, self._settings = seed, settings
+        self._tasks, self._seed, self._settings = tasks, seed, settings
         self._rewards: dict[int, float] = {}
         self._drawn = 0
         order = list(range(tasks))
@@ -113,7 +113,10 @@ class Difficulty:
     def load(self, state: dict[str, Any]) -> None:
         self._drawn = int(state["drawn"])
         self._rewards = {int(k): float(v) for k, v in state["rewards"].items()}
-        self._pools = {pool: [int(i) for i in indices] for pool, indices in state["pools"].items()}
+        # The environment may have more or fewer tasks than then.
+        saved = {pool: [i for i in indices if i < self._tasks] for pool, indices in state["pools"].items()}
+        new = set(range(self._tasks)).difference(*saved.values())
+        self._pools = {**saved, "medium": saved["medium"] + sorted(new)}
 
 
 def make_curriculum(settings: settings_of.Curriculum, tasks: int, seed: int) -> Curriculum:

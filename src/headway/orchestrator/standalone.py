@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
 from headway.core.errors import HeadwayError
-from headway.orchestrator.assemble import Pools, eval_env, open_session, refuse_twins
+from headway.orchestrator.assemble import Pools, eval_env, open_session, refuse_twins, together
 from headway.orchestrator.dispatcher import Dispatcher
 from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round
 from headway.transport.inference import InferenceClient
@@ -54,7 +54,7 @@ async def evaluate(
     await endpoints.check()
     async with AsyncExitStack() as stack:
         pools = Pools(stack, model, renderer)
-        envs = [await eval_env(env, SamplingSettings(), pools) for env in settings]
+        envs = await together([eval_env(env, SamplingSettings(), pools) for env in settings])
         refuse_twins([env.name for env in envs], "--env")
         finished: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
         advance = stack.enter_context(progress(sum(len(env.tasks) * env.samples for env in envs)))
