@@ -1,13 +1,7 @@
 """Advantages of every reward-based algorithm, against tables computed by hand."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from building import advantages_of, make_group, make_trace
+from handmade_groups import advantages_of, make_group, make_trace
 
 from headway.algorithms.base import Algorithm
 from headway.algorithms.grpo import Grpo

@@ -1,7 +1,6 @@
 """Algorithms that ask or follow another model: opd, opsd, sft, echo, and the client that they ask with."""
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from building import make_group, make_trace
+from handmade_groups import make_group, make_trace
 
 from headway.algorithms.base import Context
 from headway.algorithms.echo import Echo

@@ -1,11 +1,7 @@
 """On a simulated clock, over many steps: nobody waits for the other more than the slower one makes them."""
 
 import logging
-import sys
-from pathlib import Path
 from statistics import mean
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from simulation import World, calm_plan, live
 from virtual_time import run_virtually

@@ -1,13 +1,8 @@
 """Episodes in flight: never more than the cap, shared between works, back exactly once whatever the workers do."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from virtual_time import run_virtually
 
 from headway.core.episodes import Episode, EpisodeRequest, Task

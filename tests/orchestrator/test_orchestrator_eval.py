@@ -1,13 +1,9 @@
 """`headway eval` against a server, and evaluation rounds as such."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from scripted_engine import ScriptedEngine
 
 from headway.cli import eval as eval_command

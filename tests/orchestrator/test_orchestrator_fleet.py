@@ -2,14 +2,10 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from virtual_time import run_virtually
 
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate

@@ -9,9 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from scripted_engine import ScriptedEngine
 
 from headway.config.shared import RolloutTransport, RunSettings, ZmqRollouts

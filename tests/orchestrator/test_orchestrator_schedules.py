@@ -2,13 +2,8 @@
 
 import asyncio
 import logging
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from simulation import Plan, live
 from virtual_time import VirtualLoop
 
