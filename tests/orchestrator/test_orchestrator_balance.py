@@ -3,7 +3,7 @@
 import logging
 from statistics import mean
 
-from simulation import World, calm_plan, live
+from orchestrator_simulation import World, calm_plan, live
 from virtual_time import run_virtually
 
 WARM_UP = 10

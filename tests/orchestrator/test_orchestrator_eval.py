@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from scripted_engine import ScriptedEngine
+from engine_script import ScriptedEngine
 
 from headway.cli import eval as eval_command
 from headway.cli.main import run as headway

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scripted_engine import ScriptedEngine
+from engine_script import ScriptedEngine
 
 from headway.config.shared import RolloutTransport, RunSettings, ZmqRollouts
 from headway.core.protocol import WeightUpdate

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import pytest
-from simulation import Plan, live
+from orchestrator_simulation import Plan, live
 from virtual_time import VirtualLoop
 
 
@@ -33,4 +35,7 @@ def test_schedules_hold_all_rules() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_schedules_hold_all_rules() -> None:
-    run_schedules(range(500, 10_000))
+    chunks = [range(start, start + 500) for start in range(500, 10_000, 500)]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for _ in pool.map(run_schedules, chunks):
+            pass

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from headway.core.protocol import WeightReply, WeightUpdate
 from headway.orchestrator.concurrency import Load
@@ -13,8 +14,9 @@ log = logging.getLogger("headway.orchestrator")
 
 LOOK_SECONDS = 1.0
 """Pause between two looks for engines that join or leave."""
-SLOW_UPDATE_SECONDS = 60.0
-"""How long an update waits for the slowest engine; then that one is out of rotation until it is done."""
+SLOW_UPDATE_SECONDS = 300.0
+SLOW_FACTOR, SLOW_SLACK_SECONDS = 1.0, 5.0
+"""An update waits for slow engines as long again as the fastest one took, and 5 s; at most 300 s in all."""
 AFFINITY_SLACK = 1.25
 """Load above the least loaded engine's up to which a group stays with the engine that knows its prompt."""
 REMEMBERED_GROUPS = 4096
@@ -75,26 +77,33 @@ class Fleet:
     async def publish(self, update: WeightUpdate) -> list[WeightReply]:
         """Bring all serving engines to `update`; returns their replies.
 
-        Engines that take longer than SLOW_UPDATE_SECONDS don't hold the others back: they get no episodes
-        until they are done. An engine that fails is out, and comes back with the current weights or not at all.
+        Slow engines don't hold the others back for long: they get no episodes until they are done. An engine
+        that fails is out, and comes back with the current weights or not at all.
         """
         self.update = update
         for engine in self.engines.values():
             engine.nudge.set()
-        try:
-            async with asyncio.timeout(SLOW_UPDATE_SECONDS):
-                while not all(engine.current for engine in self.serving):
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            for engine in self.serving:
-                if not engine.current:
-                    log.warning(
-                        "engine %s is slow to take version %d; going on without it", engine.name, update.version
-                    )
-                    engine.serving = False
-            self._on_change()
+        with suppress(TimeoutError):
+            await self._all_current()
+        for engine in self.serving:
+            if not engine.current:
+                log.warning("engine %s is slow to take version %d; going on without it", engine.name, update.version)
+                engine.serving = False
+        self._on_change()
         return [e.last_reply for e in self.serving if e.last_reply and e.last_reply.version == update.version]
+
+    async def _all_current(self) -> None:
+        """Wait for the slowest engine, but not much longer than the fastest one took."""
+        clock = asyncio.get_running_loop().time
+        began, shortened = clock(), False
+        async with asyncio.timeout(SLOW_UPDATE_SECONDS) as bound:
+            while not all(engine.current for engine in self.serving):
+                if not shortened and any(engine.current for engine in self.serving):
+                    shortened = True
+                    patience = SLOW_FACTOR * (clock() - began) + SLOW_SLACK_SECONDS
+                    bound.reschedule(min(began + SLOW_UPDATE_SECONDS, clock() + patience))
+                self._news.clear()
+                await self._news.wait()
 
     def load(self, in_flight: int, finished: int) -> Load | None:
         """What the engines reported last, summed up; None while none has."""

@@ -38,13 +38,14 @@ class Orchestrator:
         self.parts, self.settings = parts, settings
         self.limits = Limits(settings.batch_size, settings.max_lag, settings.run_ahead, max_steps)
         self.step = 1
+        self.announced: WeightUpdate | None = None
         self.newest_version = -1
         self.evaluated = -1
         self.trainer_bound = self.updating = False
         self.pace = float(min(settings.run_ahead, settings.max_lag) + 1)
         self.ready = ReadyQueue()
         self.control = concurrency.start(settings.concurrency)
-        self._changed = asyncio.Event()
+        self._changed, self._news = asyncio.Event(), asyncio.Event()
         self._step_began = self._said_waiting = parts.clock()
         self.health = Health(
             max_error_share=settings.max_error_share,
@@ -82,7 +83,13 @@ class Orchestrator:
         """Until the last step is trained and evaluated. Raises HeadwayError when going on is pointless."""
         self._restore()
         try:
-            await first_to_end(self._train(), self._watch_weights(), self._steer(), self.parts.fleet.watch())
+            await first_to_end(
+                self._train(),
+                self._watch_announcements(),
+                self._bring_weights(),
+                self._steer(),
+                self.parts.fleet.watch(),
+            )
         finally:
             await self.dispatcher.close()
             await self.collector.close()
@@ -182,22 +189,30 @@ class Orchestrator:
         if self.health.failure is not None:
             self._wake()
 
-    async def _watch_weights(self) -> None:
-        """Forever: bring the fleet to whatever the trainer announced last, also when that is an older version again."""
-        seen: WeightUpdate | None = None
+    async def _watch_announcements(self) -> None:
+        """Forever: notice what the trainer announced last, also when that is an older version again."""
         while True:
             update = self.parts.announced()
-            if update is not None and update != seen:
-                seen, self.newest_version = update, update.version
+            if update is not None and update != self.announced:
+                self.announced, self.newest_version = update, update.version
+                self._news.set()
                 self._wake()
-                self.updating = True
-                self.tally.updates += await self.parts.fleet.publish(update)
-                self.updating = False
-                if evaluation_due(update.version, self.evaluated, self.settings.eval, self.limits.max_steps):
-                    self._evaluate(update.version)
-                self._wake()
-            else:
-                await asyncio.sleep(ANNOUNCEMENT_SECONDS)
+            await asyncio.sleep(ANNOUNCEMENT_SECONDS)
+
+    async def _bring_weights(self) -> None:
+        """Forever: bring the fleet to the announced version, and evaluate it when that is due."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if (update := self.announced) is None:
+                continue
+            self.updating = True
+            replies = await self.parts.fleet.publish(update)
+            self.updating = False
+            self.tally.updates += replies
+            if evaluation_due(update.version, self.evaluated, self.settings.eval, self.limits.max_steps):
+                self._evaluate(update.version)
+            self._wake()
 
     async def _steer(self) -> None:
         """Forever: let what the engines report decide how many episodes are in flight."""
