@@ -136,6 +136,8 @@ def test_flags_patch_what_earlier_flags_gave() -> None:
     settings = load(*given, "--orchestrator.envs.1.id", "b", "--orchestrator.gates.0", "c:d")
     assert [env.id for env in settings.orchestrator.envs] == ["a", "b"]
     assert settings.orchestrator.gates == ["c:d"]
+    replaced = load("--trainer.optim", "[{}]", "--trainer.optim.lr", "1e-3", "--trainer.optim.eps=1e-6").trainer.optim
+    assert replaced == AdamW(lr=1e-3, eps=1e-6)
     message = refusal(*given, "--orchestrator.envs.3.id", "b")
     assert message == "--orchestrator.envs.3.id: there are only 1 items; the next index is 1"
 

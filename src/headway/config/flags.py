@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,8 @@ def _example(kind: Kind) -> str:
 def _assign(tree: dict[str, Tree], path: list[str], value: Tree) -> None:
     """Put a flag's value into the tree of all flags, over what an earlier flag put there."""
     place: dict[str, Tree] | list[Tree] = tree
-    for key in path[:-1]:
-        below = opened(_get(place, key))
+    for key, next_key in pairwise(path):
+        below = opened(_get(place, key), next_key)
         _put(place, key, below, value)
         place = below
     _put(place, path[-1], value, value)

@@ -64,11 +64,13 @@ def merge(below: Tree | None, above: Tree, kind: Kind) -> Tree:
     return base | {key: merge(base.get(key), item, branch.child(key)) for key, item in above.items()}
 
 
-def opened(tree: Tree | None) -> dict[str, Tree] | list[Tree]:
-    """What can be set below a place: its table or list as it is, a list's items apart, else an empty table."""
+def opened(tree: Tree | None, key: str) -> dict[str, Tree] | list[Tree]:
+    """A place below which `key` can be set: the tree's own table or list where it fits, else an empty table."""
     if isinstance(tree, Leaf) and isinstance(tree.value, list):
-        return [plant(item, tree.origin) for item in tree.value]
-    return {} if tree is None or isinstance(tree, Leaf) else tree
+        tree = [plant(item, tree.origin) for item in tree.value]
+    if isinstance(tree, dict) or (isinstance(tree, list) and key.isdigit()):
+        return tree
+    return {}
 
 
 def put_item(items: list[Tree], index: int, item: Tree, source: Tree) -> None:
@@ -110,7 +112,7 @@ def _tag(tree: dict[str, Tree]) -> Any:
 
 def _patch(below: Tree | None, patch: dict[str, Tree], kind: Kind) -> Tree:
     """A list with some items changed, by index; the index after the last one adds an item."""
-    items = opened(below)
+    items = opened(below, "0")
     patched = list(items) if isinstance(items, list) else []
     for index in sorted(map(int, patch)):
         above = patch[str(index)]
