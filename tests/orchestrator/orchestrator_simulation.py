@@ -331,5 +331,10 @@ async def live(plan: Plan) -> World:
         await asyncio.gather(trainer, return_exceptions=True)
     assert not world.violations, world.violations[0]
     assert sorted(world.sent) == list(range(1, plan.max_steps + 1))
-    assert world.running == 0 and not orchestrator.training.open and not orchestrator.collector.scoring
+    assert (
+        world.running == 0
+        and not orchestrator.training.open
+        and not orchestrator.training.outstanding
+        and not orchestrator.collector.scoring
+    )
     return world

@@ -67,24 +67,21 @@ class TrainingWork:
         self.sources = {source.name: source for source in sources}
         self.mix = Mix({source.name: source.ratio for source in sources})
         self.open: dict[str, OpenGroup] = {}
-        self.errors: Counter[str] = Counter()
+        self.outstanding = 0
+        """Episodes of open groups, started or not."""
         self.cancelled: Counter[str] = Counter()
         self._flying: Counter[str] = Counter()
+        self._waiting: dict[str, OpenGroup] = {}
         self._router, self._version, self._may_open, self._settled = router, version, may_open, settled
         self._clock, self._new_id, self._pump_later = clock, new_id, pump_later
         self._saw_episode = saw_episode
-
-    @property
-    def outstanding(self) -> int:
-        """Episodes of open groups, started or not."""
-        return sum(group.size for group in self.open.values())
 
     def take(self) -> Launch | None:
         group = self._waiting_group() or self._open_group()
         return self._launch(group) if group is not None else None
 
     def _waiting_group(self) -> OpenGroup | None:
-        return next((g for g in self.open.values() if g.waiting and self._can_start(self.sources[g.env])), None)
+        return next((g for g in self._waiting.values() if self._can_start(self.sources[g.env])), None)
 
     def _open_group(self) -> OpenGroup | None:
         if not self._may_open(self.outstanding):
@@ -95,7 +92,8 @@ class TrainingWork:
         source = self.sources[name]
         index = source.next_task()
         group = OpenGroup(self._new_id(), name, source.tasks[index], index, self._version(), source.group_size)
-        self.open[group.id] = group
+        self.open[group.id] = self._waiting[group.id] = group
+        self.outstanding += group.size
         self.mix.took(name, source.group_size)
         return group
 
@@ -114,8 +112,11 @@ class TrainingWork:
         source.rate.took(self._clock())
         self._flying[source.name] += 1
         sampler = source.algorithm.sampler
+        episode_id = group.start()
+        if not group.waiting:
+            del self._waiting[group.id]
         request = EpisodeRequest(
-            episode_id=group.start(),
+            episode_id=episode_id,
             group_id=group.id,
             task=group.task,
             engines=[sampler.base_url] if sampler else self._router.choose(group.id),
@@ -129,13 +130,17 @@ class TrainingWork:
     def _came_back(self, episode: Episode) -> None:
         group = self.open[episode.group_id]
         self._flying[group.env] -= 1
-        if episode.error is not None:
-            self.errors[episode.error.kind] += 1
         self._saw_episode(episode)
         group.came_back(episode)
+        if group.waiting:
+            self._waiting[group.id] = group
         if group.settled:
-            del self.open[group.id]
-            self._settled(group)
+            self._close(group)
+
+    def _close(self, group: OpenGroup) -> None:
+        del self.open[group.id]
+        self.outstanding -= group.size
+        self._settled(group)
 
     def cancel_hopeless(self, step: int, max_lag: int) -> list[str]:
         """Cancel the groups that can't be in batch `step` any more. Returns the episodes to call back."""
@@ -164,9 +169,9 @@ class TrainingWork:
             if group.cancelled:
                 continue
             group.cancel()
+            self._waiting.pop(group.id, None)
             self.cancelled[cause] += group.size
             doomed += list(group.flying)
             if group.settled:
-                del self.open[group.id]
-                self._settled(group)
+                self._close(group)
         return doomed
