@@ -1,6 +1,7 @@
 """Typed binary messages: msgpack by msgspec, numpy arrays as raw bytes. Decoding never runs code."""
 
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -24,11 +25,23 @@ def _encode_array(value: object) -> _RawArray:
 
 def _decode_array(kind: Any, value: object) -> Array:
     raw = msgspec.convert(value, _RawArray)
-    dtype = np.dtype(raw.dtype)
+    dtype, expected = np.dtype(raw.dtype), _element_type(kind)
     if dtype.hasobject:
         raise ValueError("arrays of objects are refused")
+    if expected is not None and dtype != expected:
+        raise ValueError(f"expected an array of {expected}, got {dtype}")
     # The copy makes the array writable, which torch wants of memory that it shares.
     return np.frombuffer(raw.data, dtype=dtype).reshape(raw.shape).copy()
+
+
+@cache
+def _element_type(kind: Any) -> "np.dtype[Any] | None":
+    """What `NDArray[...]` says of its elements; None where it leaves that open."""
+    for parameter in get_args(kind):
+        for element in get_args(parameter):
+            if isinstance(element, type) and issubclass(element, np.generic):
+                return np.dtype(element)
+    return None
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

@@ -65,7 +65,7 @@ class Orchestrator:
         self.training = TrainingWork(
             parts.sources,
             parts.fleet,
-            version=lambda: parts.fleet.version,
+            version=self._version,
             may_open=self._may_open,
             settled=self._settled,
             saw_episode=self._saw_episode,
@@ -178,7 +178,13 @@ class Orchestrator:
         if self.updating and self.trainer_bound:
             return False  # there is time to start with the new weights instead of the old
         coming = (open_episodes + self.collector.outstanding) * self.collector.useful_share
-        return may_open_group(self.step, self.parts.fleet.version, self.ready.episodes, coming, self.pace, self.limits)
+        return may_open_group(self.step, self._version(), self.ready.episodes, coming, self.pace, self.limits)
+
+    def _version(self) -> int:
+        """What episodes that start now are sampled from. Frozen samplers need no engine of the run's."""
+        if all(source.algorithm.sampler is not None for source in self.parts.sources):
+            return self.newest_version
+        return self.parts.fleet.version
 
     def _settled(self, group: OpenGroup) -> None:
         self.collector.add(group, self.training.sources[group.env])
