@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool
 from headway.rendering.chatml import ChatMLRenderer
+from headway.rendering.jinja import ChatTemplate
 from headway.rendering.load import agrees, load_renderer
 from headway.rendering.template import TemplateRenderer
 from headway.rendering.tiny import CHAT_TEMPLATE, TEMPLATE_MARK, save_tiny_tokenizer
@@ -143,3 +145,22 @@ def test_templates_that_use_tools_the_usual_ways(tmp_path):
     text = renderer.decode(renderer.render([Message("user", "ask")], (Tool("look"),)).token_ids)
     assert json.loads(text[:-1])["function"]["name"] == "look"
     assert text.endswith("4")
+
+
+@pytest.mark.parametrize(("scheme", "proven"), [("first", True), ("always", False)])
+def test_a_tokenizer_that_marks_words_is_extended_only_where_its_text_comes_back(scheme, proven):
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=200, show_progress=False)
+    tokenizer.train_from_iterator(["user: ask more assistant: answer"] * 20, trainer)
+    source = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant:"
+    end = tokenizer.token_to_id("</s>")
+    renderer = TemplateRenderer(tokenizer, ChatTemplate(source, {}), [end])
+    said = [Message("user", "ask"), Message("assistant", "answer")]
+    whole = renderer.render([*said, Message("user", "more")]).token_ids
+    before = whole[: [place for place, token in enumerate(whole) if token == end][1] + 1]
+    extension = renderer.extend(before, [Message("user", "more")], reply=3, history=said)
+    assert (extension is not None) == proven
+    if extension is not None:
+        assert [*before, *extension.token_ids] == whole
