@@ -12,6 +12,7 @@ from headway.config.trainer import TrainSettings
 from headway.models.bank import adapted_linears, init_adapters
 from headway.models.checkpoint import load_config, read_tensors
 from headway.models.config import ModelConfig
+from headway.models.cpu import tune_matmul
 from headway.models.decoder import DecoderLM
 from headway.models.lora import apply_lora
 from headway.models.registry import build_model
@@ -73,6 +74,8 @@ def make_state(
     policy = Policy(model, trainer.head_chunk, trainer.activations.offload)
     parallelize(policy, make_mesh(ranks, trainer.replicas), ParallelPolicy(dtype, trainer.activations, trainer.compile))
     policy.to_empty(device=ranks.device)
+    if ranks.device.type == "cpu":
+        tune_matmul(config.width)
     set_weights(model)
     for name, parameter in trained_parameters(model):
         if name in adapters:
