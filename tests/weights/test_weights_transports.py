@@ -87,9 +87,10 @@ def test_the_version_before_the_newest_can_still_be_fetched_and_older_ones_are_g
 
 
 @every_transport
-def test_received_tensors_outlive_later_versions(settings: WeightTransport, paths: RunPaths) -> None:
+def test_what_an_engine_copied_outlives_later_versions(settings: WeightTransport, paths: RunPaths) -> None:
     sender = make_sender(settings, paths)
-    received = _receive(sender.publish(0, _weights(0).items()))
+    update = sender.publish(0, _weights(0).items())
+    received = {name: tensor.clone() for name, tensor in make_receiver().receive(update)}
     for version in range(1, 4):
         sender.publish(version, _weights(version).items())
     sender.close()

@@ -26,7 +26,10 @@ class WeightReceiver(Protocol):
     """Lives in an engine."""
 
     def receive(self, update: WeightUpdate) -> "Iterator[tuple[str, Tensor]]":
-        """The tensors of an update, one by one, in any order. Raises HeadwayError if they can't be had whole."""
+        """The tensors of an update, one by one, in any order. Raises HeadwayError if they can't be had whole.
+
+        A tensor may be memory that the trainer will write again: copy it before the iterator ends.
+        """
         ...
 
     def close(self) -> None: ...

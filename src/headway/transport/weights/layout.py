@@ -80,16 +80,21 @@ class Assembler:
                 self._by_piece.setdefault((part.rank, part.piece), []).append((name, part))
 
     def piece(self, rank: int, piece: int, data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Take all parts of one piece (uint8 `data`) and yield the tensors that are complete now, as copies."""
+        """Take all parts of one piece (uint8 `data`) and yield the tensors that are complete now.
+
+        A tensor that lies in the piece as a whole is a view of it.
+        """
         for name, part in self._by_piece.get((rank, piece), []):
             whole = self._layout.sums[name]
             dtype = torch_dtype(whole.dtype)
-            count = prod(whole.shape)
-            tensor, missing = self._open.pop(name, (None, count))
+            elements = data[part.position : part.position + part.count * dtype.itemsize].view(dtype)
+            if part.count == prod(whole.shape):
+                yield name, elements.view(whole.shape)
+                continue
+            tensor, missing = self._open.pop(name, (None, prod(whole.shape)))
             if tensor is None:
-                tensor = torch.empty(count, dtype=dtype)
-            raw = data[part.position : part.position + part.count * dtype.itemsize]
-            tensor.view(torch.uint8)[part.offset * dtype.itemsize : (part.offset + part.count) * dtype.itemsize] = raw
+                tensor = torch.empty(missing, dtype=dtype)
+            tensor[part.offset : part.offset + part.count] = elements
             if missing == part.count:
                 yield name, tensor.view(whole.shape)
             else:

@@ -27,7 +27,7 @@ from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
 from headway.transport.weights.shards import shards
 
 _BUFFERS = 2
-_NAME = re.compile(r"headway-(?P<run>.+)-(?P<pid>\d+)-b\d+-.+")
+_NAME = re.compile(r"headway-.+-(?P<space>\d+)-(?P<pid>\d+)-b\d+-.+")
 
 
 class _Posted(msgspec.Struct):
@@ -50,7 +50,7 @@ class SharedMemorySender:
         self._rank, self._ranks = rank_and_ranks()
         _one_host(self._ranks)
         run = re.sub(r"[^\w.]+", "_", paths.root.name)
-        self._prefix = on_rank_zero(lambda: f"headway-{run}-{os.getpid()}")
+        self._prefix = on_rank_zero(lambda: f"headway-{run}-{_process_space()}-{os.getpid()}")
         on_rank_zero(sweep)
         self._arenas = [Arena(partial(self._slab, buffer), slab_bytes) for buffer in range(_BUFFERS)]
         self._last: tuple[WeightUpdate, Layout, Arena] | None = None
@@ -93,7 +93,7 @@ class SharedMemorySender:
 
 
 def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
-    """Copies of the tensors in the trainer's segments, which must not have been written over meanwhile."""
+    """Views of the trainer's segments; if these are written over before the last one was taken, HeadwayError."""
     prefix, buffer, host = (update.transport[key] for key in ("prefix", "buffer", "host"))
     if host != socket.gethostname():
         raise HeadwayError(
@@ -117,7 +117,7 @@ def sweep() -> None:
     """Remove segments of processes that are gone."""
     for path in _folder().glob("headway-*"):
         match = _NAME.fullmatch(path.name)
-        if match and not _alive(int(match["pid"])):
+        if match and match["space"] == _process_space() and not _alive(int(match["pid"])):
             path.unlink(missing_ok=True)
 
 
@@ -153,13 +153,21 @@ def _folder() -> Path:
     return folder if folder.is_dir() else Path(tempfile.gettempdir())
 
 
+def _process_space() -> str:
+    """Which processes our process numbers count: containers may share memory, but not numbers."""
+    try:
+        return re.sub(r"\D", "", str(Path("/proc/self/ns/pid").readlink()))
+    except OSError:
+        return "0"
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
