@@ -57,12 +57,13 @@ def test_prefix_cache_hits() -> None:
         assert mismatch(model, [*shared, n], result.choices[0]) < TOLERANCE
 
 
-def test_a_group_that_computes_its_shared_prompt_in_one_step() -> None:
+@pytest.mark.parametrize("length", [20, 21, 22, 23, 24])
+def test_a_group_that_computes_its_shared_prompt_in_one_step(length: int) -> None:
     model = make_model()
-    result = run_all(make_engine(model), [request(prompt(21), 15, n=8, seed=5)])[0]
+    result = run_all(make_engine(model), [request(prompt(length), 15, n=8, seed=5)])[0]
     assert len({tuple(c.token_ids) for c in result.choices}) > 1
     for choice in result.choices:
-        assert mismatch(model, prompt(21), choice) < TOLERANCE
+        assert mismatch(model, prompt(length), choice) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -30,7 +30,7 @@ class BlockCache:
     def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache
         self._users = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -54,7 +54,7 @@ class BlockCache:
         """
         blocks: list[int] = []
         hashes: list[bytes] = []
-        if not self._prefix_cache:
+        if not self.prefix_cache:
             return blocks, hashes
         parent, size = root, self.block_size
         for start in range(0, len(token_ids) - size, size):
@@ -89,7 +89,7 @@ class BlockCache:
 
     def register(self, block: int, name: bytes) -> None:
         """Make a full block findable. The first one under a name keeps it."""
-        if self._prefix_cache and name not in self._block_of:
+        if self.prefix_cache and name not in self._block_of:
             self._block_of[name] = block
             self._hash_of[block] = name
 

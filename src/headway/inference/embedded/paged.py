@@ -85,36 +85,37 @@ class PagedPlan:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where a step's tokens are: sequence i, in row `rows[i]` of the table `blocks`, runs `counts[i]` tokens from
-    position `starts[i]` on."""
+    position `starts[i]` on. `settled[i]` says that all before that was written in earlier steps."""
 
     blocks: Ints
     rows: Ints
     starts: Ints
     counts: Ints
     positions_T: Ints
-
-    @property
-    def decoding(self) -> bool:
-        """Every sequence has one token."""
-        return len(self.positions_T) == len(self.rows)
+    settled: NDArray[np.bool_]
 
 
 def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_kv: int) -> PagedPlan:
     """Decoding sequences use the window where there is one that fits; the rest is grouped by length."""
-    rows_T = layout.rows if layout.decoding else np.repeat(layout.rows, layout.counts)
-    size, positions = store.block_size, layout.positions_T
+    rows_T, size, positions = layout.rows, store.block_size, layout.positions_T
+    if len(positions) > len(rows_T):
+        rows_T = np.repeat(rows_T, layout.counts)
     slots = to_device(store, layout.blocks[rows_T, positions // size] * size + positions % size)
-    decoding = None if window is None else _window_group(window, layout, heads_per_kv)
-    if decoding is not None and layout.decoding:
-        return PagedPlan(store, slots, decoding, [])
-    members = np.arange(len(layout.rows)) if decoding is None else np.flatnonzero(layout.counts > 1)
-    return PagedPlan(store, slots, decoding, _block_groups(store, layout, members, heads_per_kv))
+    rest = np.arange(len(layout.rows))
+    decoding = None
+    if window is not None:
+        # What a sequence shares with another of this same step is not in the blocks yet, so no row can be filled.
+        alone = (layout.counts == 1) & layout.settled
+        decoding = _window_group(window, layout, alone, heads_per_kv)
+        rest = rest if decoding is None else np.flatnonzero(~alone)
+    groups = _block_groups(store, layout, rest, heads_per_kv) if len(rest) else []
+    return PagedPlan(store, slots, decoding, groups)
 
 
-def _window_group(window: Window, layout: Layout, heads_per_kv: int) -> WindowGroup | None:
-    if layout.decoding:
+def _window_group(window: Window, layout: Layout, alone: NDArray[np.bool_], heads_per_kv: int) -> WindowGroup | None:
+    if alone.all():
         return window.group(layout.rows, layout.blocks, layout.starts, None, heads_per_kv)
-    single = np.flatnonzero(layout.counts == 1)
+    single = np.flatnonzero(alone)
     if not len(single):
         return None
     tokens = torch.from_numpy((np.cumsum(layout.counts) - 1)[single])

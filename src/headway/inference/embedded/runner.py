@@ -54,7 +54,11 @@ class Runner:
         counts = np.array(step.counts, dtype=np.int64)
         ends = np.cumsum(counts)
         tokens, positions = _pack(step, starts, counts, ends)
-        hidden = self._forward(tokens, positions, which, starts, counts)
+        settled = np.ones(len(which), dtype=np.bool_)
+        if step.admitted:
+            settled = ~np.isin(which, [s.row for s in step.admitted])
+        layout = Layout(self.rows.blocks, which, starts, counts, positions, settled)
+        hidden = self._forward(tokens, layout)
         if any(s.wants_prompt_logprobs for s in sequences):
             self._score_prompts(step, hidden, ends)
         lengths = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
@@ -74,15 +78,14 @@ class Runner:
         picked: NDArray[np.integer] = self._experts[self._to_device(slots)].cpu().numpy()
         return picked
 
-    def _forward(self, tokens: list[int], positions: Ints, which: Ints, starts: Ints, counts: Ints) -> Tensor:
-        layout = Layout(self.rows.blocks, which, starts, counts, positions)
+    def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
         plan = make_plan(self.store, self.window, layout, self._heads_per_kv)
-        adapters = self.rows.adapter[which]
+        adapters = self.rows.adapter[layout.rows]
         packed = PackedTokens(
             torch.tensor(tokens, device=self.device),
-            self._to_device(positions),
+            self._to_device(layout.positions_T),
             plan,
-            adapters_T=self._to_device(np.repeat(adapters, counts)) if (adapters >= 0).any() else None,
+            adapters_T=self._to_device(np.repeat(adapters, layout.counts)) if (adapters >= 0).any() else None,
         )
         out = self.model(packed)
         if self._experts is not None and out.routed_experts_TLk is not None:

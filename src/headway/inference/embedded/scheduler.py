@@ -64,7 +64,7 @@ class Scheduler:
         step = Step()
         budget = self.limits.max_batched_tokens
         preempted = self.preemptions
-        for sequence in sorted(self.running, key=lambda s: s.pending > 1):
+        for sequence in self._decoding_first():
             if budget == 0 or sequence.row < 0:
                 continue
             count = min(sequence.pending, budget)
@@ -74,6 +74,10 @@ class Scheduler:
         if preempted == self.preemptions:
             self._admit(step, budget)
         return step
+
+    def _decoding_first(self) -> list[Sequence]:
+        partial = [s for s in self.running if s.pending > 1]
+        return [s for s in self.running if s.pending == 1] + partial if partial else self.running.copy()
 
     def _admit(self, step: Step, budget: int) -> None:
         while self._rows and budget > 0 and (sequence := self._first_in_line()):
@@ -93,7 +97,7 @@ class Scheduler:
             sequence.row = heappop(self._rows)
             insort(self.running, sequence, key=_order)
             count = min(sequence.pending, budget)
-            self._grow(sequence, count)
+            sequence.blocks += self.cache.take(self._missing(sequence, count))
             self._put(step, sequence, count)
             step.admitted.append(sequence)
             budget -= count
@@ -105,26 +109,24 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, count: int, step: Step) -> bool:
         """Get the blocks for `count` more tokens, preempting others or, as the last resort, the sequence itself."""
-        while self._missing(sequence, count) > self.cache.free_blocks:
+        while (missing := self._missing(sequence, count)) > self.cache.free_blocks:
             scheduled = set(map(id, step.sequences))
             victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._grow(sequence, count)
+        if missing > 0:
+            sequence.blocks += self.cache.take(missing)
         return True
 
     def _missing(self, sequence: Sequence, count: int) -> int:
-        return self.cache.blocks_for(sequence.computed + count) - len(sequence.blocks)
-
-    def _grow(self, sequence: Sequence, count: int) -> None:
-        missing = self._missing(sequence, count)
-        if missing > 0:
-            sequence.blocks.extend(self.cache.take(missing))
+        return -((sequence.computed + count) // -self.cache.block_size) - len(sequence.blocks)
 
     def _put(self, step: Step, sequence: Sequence, count: int) -> None:
         step.sequences.append(sequence)
         step.counts.append(count)
+        if not self.cache.prefix_cache:
+            return
         size = self.cache.block_size
         full = (sequence.computed + count) // size
         while len(sequence.hashes) < full:

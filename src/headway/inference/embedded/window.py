@@ -30,8 +30,7 @@ class Window:
         self._places = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.masks = torch.empty(0)
-        """Row p hides the places after p."""
+        self.places = torch.arange(0)
 
     def enter(self, row: int) -> None:
         """A new sequence has `row` now."""
@@ -57,11 +56,13 @@ class Window:
         """Make the window at least this large; False where that is over budget."""
         if rows <= self._rows and places <= self._places:
             return True
-        rows = max(self._rows, _round_up(rows, 16))
-        places = max(self._places, _round_up(places, 64))
         _, kv_heads, dim = self._store.keys[0].shape
         per_place = 2 * len(self._store.keys) * kv_heads * dim * self._store.keys[0].element_size()
-        if rows * places * per_place > self._budget:
+        room = self._budget // per_place
+        rows = max(self._rows, _power_of_two(rows)) if _power_of_two(rows) * places <= room else max(self._rows, rows)
+        # Twice as far as needed, so that growing is rare; near the budget, as far as there is room.
+        places = max(self._places, min(_power_of_two(places), room // rows), places)
+        if rows * places > room:
             return False
         shape = (rows, kv_heads, places, dim)
         dtype = self._store.keys[0].dtype
@@ -70,7 +71,7 @@ class Window:
         self.values = [torch.zeros(shape, dtype=dtype) for _ in self._store.values]
         for old, new in zip(old_keys + old_values, self.keys + self.values, strict=bool(old_keys)):
             new[: self._rows, :, : self._places] = old
-        self.masks = torch.full((places, places), -torch.inf, dtype=dtype).triu_(1)
+        self.places = torch.arange(places)
         self._rows, self._places = rows, places
         return True
 
@@ -109,7 +110,8 @@ class WindowGroup:
         if not in_order:
             last = np.zeros(span, dtype=np.int64)
             last[which] = positions
-        mask = window.masks.index_select(0, torch.from_numpy(last))[:, :reach]
+        hidden = window.places[:reach] > torch.from_numpy(last)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=window.keys[0].dtype).masked_fill_(hidden, -torch.inf)
         self._mask = mask[:, None, None, :].expand(-1, -1, heads_per_kv, -1)
 
     def attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, layer: int) -> Tensor:
@@ -132,6 +134,6 @@ class WindowGroup:
         return out.reshape(batch, -1, dim)
 
 
-def _round_up(count: int, least: int) -> int:
-    """The next power of two, so that growing is rare."""
-    return max(least, 1 << (count - 1).bit_length())
+def _power_of_two(count: int) -> int:
+    """The next one from `count` on, and at least 16."""
+    return max(16, 1 << (count - 1).bit_length())
