@@ -26,7 +26,7 @@ AGENT = {
 
 def play(engine: str, model: Path, id: str, args: dict[str, Any], episodes: int = 4) -> tuple[list[Episode], Relay]:
     async def main() -> tuple[list[Episode], Relay]:
-        pool = EnvPool(EnvSettings(id=id, args=args, workers=WorkerSettings(max=1)), model=model)
+        pool = EnvPool(EnvSettings(id=id, args=args, workers=WorkerSettings(max=1)), model=model, start_timeout=250.0)
         async with relay(engine) as kept:
             await pool.start()
             try:
@@ -37,7 +37,7 @@ def play(engine: str, model: Path, id: str, args: dict[str, Any], episodes: int 
                         pool.tasks[i % len(pool.tasks)],
                         [kept.url],
                         sampling=SamplingParams(max_tokens=6, seed=100 * i),
-                        timeout=120.0,
+                        timeout=250.0,
                     )
                     for i in range(episodes)
                 ]
