@@ -65,6 +65,10 @@ class RunPaths:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
+    def complete_checkpoints(self) -> list[int]:
+        """Steps whose checkpoint is whole, in order: the marker is written last."""
+        return sorted(int(mark.parent.name.removeprefix("step_")) for mark in self.checkpoints.glob("step_*/COMPLETE"))
+
     def version(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"
 

@@ -1,6 +1,5 @@
 """Starting a run from a checkpoint of another one."""
 
-import re
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ def parse_checkpoint(text: str) -> tuple[RunPaths, int]:
     paths = RunPaths(Path(folder))
     if not paths.root.is_dir():
         raise UsageError(f"{folder} is not a run folder")
-    steps = complete_checkpoints(paths)
+    steps = paths.complete_checkpoints()
     if not steps:
         raise UsageError(f"{folder} has no complete checkpoint yet")
     if not step:
@@ -23,12 +22,6 @@ def parse_checkpoint(text: str) -> tuple[RunPaths, int]:
     if not step.isdigit() or int(step) not in steps:
         raise UsageError(f"{folder} has no checkpoint at step {step}; it has {', '.join(map(str, steps))}")
     return paths, int(step)
-
-
-def complete_checkpoints(paths: RunPaths) -> list[int]:
-    """Steps whose checkpoint is whole, in order."""
-    marks = paths.checkpoints.glob("step_*/COMPLETE")
-    return sorted(int(re.sub(r"\D", "", mark.parent.name)) for mark in marks)
 
 
 def fork_run(origin: RunPaths, step: int, paths: RunPaths) -> None:

@@ -57,7 +57,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
 
     def restore(self, state: TrainState) -> bool:
-        """Load the newest complete checkpoint into `state`; False where there is none.
+        """Load the newest complete checkpoint into `state`; False where there is none. Unfinished ones are removed.
 
         Raises HeadwayError when it is of another model or optimizer.
         """
@@ -65,9 +65,13 @@ class Checkpoints:
             _remove_unfinished(self._paths)
         self._ranks.barrier()
         steps = complete_steps(self._paths)
-        if not steps:
-            return False
-        folder = self._paths.checkpoint(steps[-1])
+        if steps:
+            self.load(state, steps[-1])
+        return bool(steps)
+
+    def load(self, state: TrainState, step: int) -> None:
+        """Load the complete checkpoint of `step` into `state`. Only reads, so the run may be going on."""
+        folder = self._paths.checkpoint(step)
         try:
             marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
             _refuse_others(folder, marker.origin, origin_of(state, self._settings))
@@ -77,7 +81,6 @@ class Checkpoints:
                 f"{folder} is damaged ({_cause(error)}); remove it to continue from the checkpoint before it"
             ) from error
         state.step, state.optimizer.updates, state.bad_steps = marker.step, marker.updates, marker.bad_steps
-        return True
 
     def save(self, state: TrainState) -> None:
         """Take a copy of the state now and write it in the background, after the one that is being written."""

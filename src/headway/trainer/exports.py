@@ -11,12 +11,16 @@ from headway.trainer.state import TrainState
 
 
 def export(state: TrainState, paths: RunPaths, ranks: Ranks) -> Path:
-    """Write `exports/step_NNNNNN`, which transformers can load, in the precision of computation.
+    """Write the run's `exports/step_NNNNNN`. See `export_to`."""
+    return export_to(state, paths.exports / f"step_{state.step:06d}", ranks)
 
-    An adapter is merged into that, and also written by itself, to `exports/step_NNNNNN_adapter`. Every rank calls
-    this; the first one writes.
+
+def export_to(state: TrainState, folder: Path, ranks: Ranks) -> Path:
+    """Write a checkpoint that transformers can load, in the precision of computation.
+
+    An adapter is merged into that, and also written by itself, to a folder of that name and `_adapter`. Every rank
+    calls this; the first one writes.
     """
-    folder = paths.exports / f"step_{state.step:06d}"
     if state.lora is None:
         save_checkpoint(state.model, folder, dtype=state.compute_dtype, files_from=state.folder, write=ranks.is_main)
     else:
