@@ -8,7 +8,9 @@ from torch import Tensor
 from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
 from headway.models.lora import adapter_tensors
-from headway.models.weights import hf_tensors
+from headway.models.registry import FAMILIES
+from headway.models.weights import base_parameters
+from headway.trainer.sharding import full
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender
 
@@ -34,10 +36,21 @@ class Publisher:
 
 
 def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """One tensor at a time, whole; ranks that share the weights must iterate alike."""
-    tensors = hf_tensors(state.model) if state.model.adapters is None else adapter_tensors(state.model)
-    for name, tensor in tensors:
-        yield name, tensor.detach().to(state.compute_dtype)
+    """The tensors of a version, one parameter at a time; ranks that share the weights must iterate alike.
+
+    A sharded parameter goes out sharded, each rank its rows, unless it is spread over several tensors: those are cut
+    from the whole, which is gathered.
+    """
+    if state.model.adapters is not None:
+        yield from ((name, tensor.detach().to(state.compute_dtype)) for name, tensor in adapter_tensors(state.model))
+        return
+    for name, parameter in base_parameters(state.model):
+        tensor = parameter.detach().to(state.compute_dtype)
+        parts = FAMILIES[state.config.family].parts(name, state.config)
+        if any(part.at for part in parts):
+            tensor = full(tensor)
+        for part in parts:
+            yield part.name, tensor[part.at] if part.at else tensor
 
 
 class _Counted:
