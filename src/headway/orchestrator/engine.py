@@ -14,8 +14,11 @@ log = logging.getLogger("headway.orchestrator")
 POLL_SECONDS = 1.0
 STATE_TIMEOUT = 10.0
 UPDATE_TIMEOUT = 900.0
-FIRST_RETRY_SECONDS = 0.5
-LONGEST_RETRY_SECONDS = 30.0
+FIRST_RETRY_SECONDS = 0.25
+LONGEST_RETRY_SECONDS = 5.0
+"""Pause before an engine that is gone, or not there yet, is looked for again."""
+LONGEST_REST_SECONDS = 120.0
+"""Pause before an engine that answers, but wrongly, gets another chance."""
 STRIKES = 16
 """Episodes in a row that may fail because of an engine that otherwise answers."""
 MISSED_POLLS = 3
@@ -59,6 +62,7 @@ class Engine:
         self._wanted, self._changed = wanted, changed
         self._doubted = False
         self._strikes = 0
+        self._rest = FIRST_RETRY_SECONDS
 
     @property
     def version(self) -> int:
@@ -70,30 +74,28 @@ class Engine:
 
     def episode_ended(self, *, engine_failed: bool) -> None:
         """A failure that episodes blame on this engine is reason to look at it now."""
-        self._strikes = self._strikes + 1 if engine_failed else 0
-        if engine_failed:
-            self._doubted = True
-            self.nudge.set()
+        if not engine_failed:
+            self._strikes, self._rest = 0, FIRST_RETRY_SECONDS
+            return
+        self._strikes += 1
+        self._doubted = True
+        self.nudge.set()
 
     async def tend(self) -> None:
         """Forever: bring it into the fleet, watch it there, and start over after a pause when it fails."""
-        pause = FIRST_RETRY_SECONDS
         while True:
             try:
                 await self._serve()
-            except HeadwayError as error:
+            except UnfitEngineError as error:
                 reason = str(error)
-            except TimeoutError:
-                reason = "no answer in time"
-            if self.serving:
-                log.warning("engine %s is out: %s", self.name, reason)
-                pause = FIRST_RETRY_SECONDS
-            else:
-                log.debug("engine %s is not ready: %s", self.name, reason)
+                self._rest = min(2 * self._rest, LONGEST_REST_SECONDS)
+            except (HeadwayError, TimeoutError) as error:
+                reason = str(error) or "no answer in time"
+                self._rest = min(2 * self._rest, max(self._rest, LONGEST_RETRY_SECONDS))
+            log.log(logging.WARNING if self.serving else logging.DEBUG, "engine %s is out: %s", self.name, reason)
             self._set_serving(False)
             self.loaded = None
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_RETRY_SECONDS)
+            await asyncio.sleep(self._rest)
 
     async def _serve(self) -> None:
         missed = 0
