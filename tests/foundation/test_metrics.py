@@ -155,7 +155,7 @@ def test_prometheus_text() -> None:
     assert render({}) == ""
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.text(), st.floats(), max_size=5))
 def test_prometheus_text_is_well_formed_for_any_name(values: dict[str, float]) -> None:
     names = []
