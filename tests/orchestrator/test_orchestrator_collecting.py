@@ -207,6 +207,19 @@ def test_a_group_goes_on_with_fewer_but_never_alone() -> None:
     assert LEAST_SHARE < collector.useful_share < 1
 
 
+def test_episodes_with_numbers_that_make_no_sense_are_left_out() -> None:
+    wild = make_episode(float("nan"))
+    infinite = make_episode(0.0)
+    infinite.traces[0].nodes[1].logprobs = [-1.0, float("-inf"), -1.0]
+    uncovered = make_episode(0.0)
+    uncovered.traces[0].nodes[1].versions = [(3, 1)]
+    collector, queue, health = collect(Grpo(), make_episode(1.0), make_episode(0.0), wild, infinite)
+    assert queue.episodes == 2 and collector.tally.dropped == {"garbled": 2}
+    collector, queue, health = collect(Grpo(), make_episode(1.0), uncovered)
+    assert queue.episodes == 0 and collector.tally.dropped == {"garbled": 1, "failed": 4}
+    health.check()
+
+
 def test_a_teacher_that_is_gone_costs_the_group_and_a_bug_stops_the_run() -> None:
     collector, queue, health = collect(Unreachable(), make_episode(1.0), make_episode(0.0))
     assert queue.episodes == 0 and collector.tally.dropped == {"reference": 2}

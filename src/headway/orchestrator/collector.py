@@ -2,11 +2,16 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 
-from headway.algorithms.base import Group, Rollout
+import numpy as np
+
+from headway.algorithms.base import Group, Rollout, mean
 from headway.config.orchestrator import FilterSettings
+from headway.core.episodes import Episode, Trace
 from headway.core.errors import HeadwayError
+from headway.core.samples import Sample
 from headway.envs.samples import episode_samples
 from headway.orchestrator.filters import Gate, judge
 from headway.orchestrator.groups import OpenGroup
@@ -74,10 +79,14 @@ class Collector:
             self._changed()
 
     async def _judge(self, settled: OpenGroup, source: Source, version: int) -> None:
-        rollouts = [Rollout(episode, episode_samples(episode)) for episode in settled.finished]
+        rollouts = self._readable(settled.finished)
+        if len(rollouts) < source.at_least:
+            self.tally.dropped["failed"] += settled.size
+            self._learn_share(0, settled.size)
+            return
         group = Group(settled.id, settled.env, settled.task, rollouts)
         self.tally.saw_group(group)
-        source.curriculum.report(settled.task_index, sum(e.reward for e in settled.finished) / len(settled.finished))
+        source.curriculum.report(settled.task_index, mean([rollout.episode.reward for rollout in rollouts]))
         try:
             await source.algorithm.consult(group)
         except HeadwayError as error:
@@ -95,6 +104,17 @@ class Collector:
             return
         self._ready.add(ReadyGroup(group, verdict.samples, verdict.episodes, version, settled.task_index))
 
+    def _readable(self, episodes: Sequence[Episode]) -> list[Rollout]:
+        """Those whose tokens, logprobs, versions and rewards make sense: one NaN would spoil the whole model."""
+        rollouts = []
+        for episode in episodes:
+            try:
+                rollouts.append(Rollout(episode, checked_samples(episode)))
+            except ValueError as error:
+                log.warning("an episode of %s can't be trained: %s", episode.env, error)
+                self.tally.dropped["garbled"] += 1
+        return rollouts
+
     def _learn_share(self, useful: int, episodes: int) -> None:
         moved = self.useful_share + SHARE_WEIGHT * (useful / episodes - self.useful_share)
         self.useful_share = max(LEAST_SHARE, moved)
@@ -105,3 +125,14 @@ class Collector:
             # A bug in an algorithm or a gate: the run stops with it.
             self._health.failure = self._health.failure or error
             self._changed()
+
+
+def checked_samples(episode: Episode) -> list[tuple[Trace, Sample]]:
+    """Raises ValueError where streams don't fit together or hold numbers that aren't finite."""
+    parts = episode_samples(episode)
+    for trace, sample in parts:
+        if not math.isfinite(trace.reward):
+            raise ValueError(f"its reward is {trace.reward}")
+        if not np.isfinite(sample.logprobs).all():
+            raise ValueError("an engine sent logprobs that are not finite")
+    return parts
