@@ -33,6 +33,7 @@ def test_schedules_hold_all_rules() -> None:
     run_schedules(range(500))
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_ten_thousand_schedules_hold_all_rules() -> None:
     chunks = [range(start, start + 500) for start in range(500, 10_000, 500)]
