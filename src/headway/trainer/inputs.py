@@ -115,8 +115,8 @@ def check(micro: MicroBatch, config: ModelConfig) -> None:
         raise HeadwayError(
             f"micro-batch: lengths holds a sample of {max(micro.lengths)} tokens; the model ends at {config.max_len}"
         )
-    expected = np.concatenate([np.arange(n) for n in micro.lengths])
-    if not np.array_equal(micro.positions, expected):
+    starts_T = np.repeat(np.cumsum([0, *micro.lengths[:-1]]), micro.lengths)
+    if not np.array_equal(micro.positions, np.arange(size) - starts_T):
         raise HeadwayError("micro-batch: positions do not restart at every sample of lengths")
     if not (micro.temperatures > 0).all():
         raise HeadwayError("micro-batch: temperatures must be above 0 (greedy tokens have temperature 1)")
