@@ -138,10 +138,10 @@ def test_nothing_starts_while_admission_is_stopped_or_after_the_end() -> None:
     async def main() -> None:
         jobs = Jobs(Workers(), "t", ["fine"] * 4)
         dispatcher = Dispatcher(NoFleet(), [jobs], cap=2)
-        dispatcher.admit = False
+        dispatcher.cap = 0
         dispatcher.pump()
         assert dispatcher.in_flight == 0
-        dispatcher.admit = True
+        dispatcher.cap = 2
         dispatcher.pump_later(3.0)
         dispatcher.pump_later(1.0)
         await asyncio.sleep(1.5)

@@ -79,7 +79,7 @@ def load(in_flight: int = 20, finished: int = 20, waiting: int = 0, kv: float = 
     return Load(in_flight, finished, running=20, waiting=waiting, kv_usage=kv, preemptions=preemptions)
 
 
-BEFORE = Control(cap=20, last=load(finished=0))
+BEFORE = Control(cap=20, least=4, last=load(finished=0))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ def test_concurrency_never_leaves_its_bounds(loads: list[Load]) -> None:
         control = steer(control, now, SETTINGS)
         assert SETTINGS.min <= control.cap <= SETTINGS.max
         assert control.admit == (now.kv_usage < SETTINGS.kv_high)
+        assert control.limit == (control.cap if control.admit else SETTINGS.min), "a few always may fly"
 
 
 def test_environments_are_mixed_by_ratio() -> None:

@@ -34,15 +34,21 @@ class Control:
     """The state: what is allowed now, and what the next decision is compared with."""
 
     cap: int
+    least: int
     admit: bool = True
     cancel: int = 0
     """Youngest episodes to cancel now."""
     finished_at_change: int = 0
     last: Load | None = None
 
+    @property
+    def limit(self) -> int:
+        """Episodes that may be in flight. A few always may: a cache full of old prefixes must not stop the run."""
+        return self.cap if self.admit else min(self.least, self.cap)
+
 
 def start(settings: ConcurrencySettings) -> Control:
-    return Control(cap=min(max(settings.initial, settings.min), settings.max))
+    return Control(cap=min(max(settings.initial, settings.min), settings.max), least=settings.min)
 
 
 def steer(control: Control, load: Load, settings: ConcurrencySettings) -> Control:

@@ -63,7 +63,6 @@ class Dispatcher:
 
     def __init__(self, router: Router, works: Sequence[Work], cap: int) -> None:
         self.cap = cap
-        self.admit = True
         self.finished = 0
         self._router = router
         self._works = works
@@ -79,7 +78,7 @@ class Dispatcher:
     def pump(self) -> None:
         """Start as much as there is room for. Call it whenever something changed."""
         for _ in range(BURST):
-            if self._closed or not self.admit or self.in_flight >= self.cap:
+            if self._closed or self.in_flight >= self.cap:
                 return
             if not any(self._start_from(work) for work in self._hungriest_first()):
                 return

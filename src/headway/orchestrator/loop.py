@@ -76,7 +76,7 @@ class Orchestrator:
         self.evaluation = EvaluationWork(
             parts.evals, parts.fleet, lambda: parts.fleet.version, parts.new_id, self._round_finished
         )
-        self.dispatcher = Dispatcher(parts.fleet, [self.training, self.evaluation], self.control.cap)
+        self.dispatcher = Dispatcher(parts.fleet, [self.training, self.evaluation], self.control.limit)
         parts.fleet.changed = self._wake
 
     async def run(self) -> None:
@@ -156,7 +156,7 @@ class Orchestrator:
             "in_flight": self.tally.mean_in_flight(self.dispatcher.in_flight),
             "useful_share": self.collector.useful_share,
             "pace": self.pace,
-            "concurrency_cap": float(self.control.cap),
+            "concurrency_cap": float(self.dispatcher.cap),
             "ready_episodes": float(self.ready.episodes),
             "version": float(self.newest_version),
         }
@@ -230,7 +230,7 @@ class Orchestrator:
                 self._say_that_it_waits()
                 continue
             self.control = concurrency.steer(self.control, load, self.settings.concurrency)
-            self.dispatcher.cap, self.dispatcher.admit = self.control.cap, self.control.admit
+            self.dispatcher.cap = self.control.limit
             if self.control.cancel:
                 self.dispatcher.cancel(self.training.cancel_youngest(self.control.cancel))
             self.dispatcher.pump()
