@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ def get(url: str) -> dict[str, object]:
         return body
 
 
+def generate(url: str, tokens: int) -> int:
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": tokens, "ignore_eos": True}}
+    with urllib.request.urlopen(f"{url}/inference/v1/generate", json.dumps(body).encode(), timeout=60) as reply:
+        return len(json.loads(reply.read())["choices"][0]["token_ids"])
+
+
 def test_a_server_joins_a_run_with_its_latest_weights_and_leaves_on_sigterm(taught: Path, tmp_path: Path) -> None:
     paths = create_run(RunSettings(name="run", output_dir=tmp_path), "test")
     (paths.control / "token").write_text("of-the-run")
@@ -43,7 +50,12 @@ def test_a_server_joins_a_run_with_its_latest_weights_and_leaves_on_sigterm(taug
         record = json.loads((paths.control / "engines" / "first.json").read_text())
         state = get(record["url"] + "/state")
         assert (state["version"], state["fingerprint"]) == (5, update.fingerprint)
-        process.send_signal(signal.SIGTERM)
+        with ThreadPoolExecutor() as pool:
+            flight = pool.submit(generate, record["url"], 300)
+            while get(record["url"] + "/state")["running"] == 0 and not flight.done():
+                pass
+            process.send_signal(signal.SIGTERM)
+            assert flight.result() == 300, "what was in flight must end as it would have"
         assert process.wait(30) == 0
         assert not (paths.control / "engines" / "first.json").exists()
     finally:

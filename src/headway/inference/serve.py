@@ -26,10 +26,13 @@ logger = logging.getLogger("headway.inference")
 
 _GRACE = 10.0
 """Seconds that requests in flight get to end after a signal."""
+_SWITCH_SECONDS = 5e-4
 
 
 async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str = "inference") -> None:
     """Serve until SIGTERM or SIGINT. With `run`, become one of its engines, called `name`."""
+    # The engine's thread gives up the interpreter at every operation and must get it back soon from the event loop.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
     check_address(settings.inference.host, token)
     folder = resolve_model(settings.model.path)
@@ -54,7 +57,9 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
 
 
 def load_engine(settings: ServeSettings, folder: Path) -> Engine:
-    """The engine that the settings ask for."""
+    """The engine that the settings ask for; "auto" is the embedded one."""
+    if settings.inference.engine == "vllm":
+        raise UsageError("the vLLM engine is not part of this installation; use --engine embedded")
     from headway.inference.embedded.load import load_service
 
     return load_service(settings, folder)

@@ -58,6 +58,8 @@ class EmbeddedService:
         self._down: str | None = "starting"
         self._updating: str | None = None
         self._tickets: dict[str, Ticket] = {}
+        self._in_line = 0
+        """Sequences that were asked for and have not ended."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         self._paused = False
@@ -94,7 +96,7 @@ class EmbeddedService:
         try:
             item = await ticket.get()
         finally:
-            self._forget(request_id, ended=item is not None)
+            self._forget(request_id, request, ended=item is not None)
         if isinstance(item, Exception):
             raise item
         assert isinstance(item, Result)
@@ -112,7 +114,7 @@ class EmbeddedService:
                 if isinstance(item, Chunk):
                     yield item
         finally:
-            self._forget(request_id, ended=ended)
+            self._forget(request_id, request, ended=ended)
 
     def abort(self, request_id: str) -> bool:
         known = request_id in self._tickets
@@ -128,7 +130,7 @@ class EmbeddedService:
             version=self._weights.version,
             fingerprint=self._weights.fingerprint,
             running=running,
-            waiting=max(0, self._in_line() - running),
+            waiting=max(0, self._in_line - running),
             kv_usage=cache.usage,
             kv_capacity_tokens=cache.num_blocks * cache.block_size,
             preemptions=scheduler.preemptions,
@@ -175,23 +177,22 @@ class EmbeddedService:
     def _submit(self, request: GenerateRequest) -> tuple[str, Ticket]:
         if self._down is not None:
             raise FailedError(f"the engine does not serve: {self._down}")
-        waiting = self._in_line() - self._engine.limits.max_running
-        if waiting + request.sampling_params.n > self._max_waiting:
+        sequences = request.sampling_params.n
+        if self._in_line + sequences > self._engine.limits.max_running + self._max_waiting:
             raise BusyError(f"{self._max_waiting} requests are waiting already; try again later")
         request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
         if request_id in self._tickets:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
         ticket: Ticket = asyncio.Queue()
         self._tickets[request_id] = ticket
+        self._in_line += sequences
         self._post(lambda: self._add(request, request_id))
         return request_id, ticket
 
-    def _in_line(self) -> int:
-        return len(self._tickets)
-
-    def _forget(self, request_id: str, *, ended: bool) -> None:
+    def _forget(self, request_id: str, request: GenerateRequest, *, ended: bool) -> None:
         """Nobody waits for the request any more: if it goes on, it is aborted."""
         del self._tickets[request_id]
+        self._in_line -= request.sampling_params.n
         if not ended:
             self._post(lambda: self._deliver(self._engine.abort(request_id)))
 
