@@ -345,3 +345,23 @@ def test_training_logprobs_tell_models_apart() -> None:
     tokens = prompt(20)
     difference = training_logprobs(make_model(seed=0), tokens) - training_logprobs(make_model(seed=9), tokens)
     assert difference.abs().max() > 0.1
+
+
+def test_weights_that_are_not_finite_fail_requests_until_better_ones_come(tmp_path: Path) -> None:
+    broken = make_model()
+    with torch.no_grad():
+        broken.head_weight().fill_(torch.nan)
+    updates = [publish(tmp_path, 1, broken), publish(tmp_path, 2, make_model())]
+
+    async def body(service: EmbeddedService) -> None:
+        await service.update(updates[0])
+        for _ in range(3):
+            with pytest.raises(FailedError, match="not finite"):
+                await service.generate(request(prompt(9), 10))
+        assert service.problem is not None
+        await service.update(updates[1])
+        assert service.problem is None
+        choice = (await service.generate(request(prompt(20), 10))).choices[0]
+        assert mismatch(make_model(), prompt(20), choice) < TOLERANCE
+
+    with_service(make_service(make_model()), body)

@@ -1,5 +1,6 @@
 """From logits to tokens: temperature, filters, seeds, logprobs; all rows of a step at once."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,8 @@ def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Sequence[int])
 
     `positions[i]` is where the token will stand in its sequence. The draw depends on (seed, position) and the
     row's own distribution alone, so it is the same in any batch. Logprobs are those of the distribution that
-    was drawn from: after temperature and filters; of the plain one where decoding is greedy.
+    was drawn from: after temperature and filters; of the plain one where decoding is greedy. Raises
+    FloatingPointError where the logits are not finite, as those of a model that has diverged.
     """
     device = logits_NV.device
     greedy = rows.greedy[which]
@@ -49,7 +51,10 @@ def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Sequence[int])
     logprobs = logprobs_NV.gather(1, tokens[:, None])[:, 0]
     most = int(rows.top_logprobs[which].max())
     top = top_logprobs(logprobs_NV, rows.top_logprobs[which]) if most else None
-    return Sampled(tokens.tolist(), logprobs.tolist(), top)
+    drawn = logprobs.tolist()
+    if math.isnan(sum(drawn)):
+        raise FloatingPointError("the model's logits are not finite")
+    return Sampled(tokens.tolist(), drawn, top)
 
 
 def top_logprobs(logprobs_NV: Tensor, counts: Ints) -> list[TopLogprobs]:

@@ -64,6 +64,7 @@ class EmbeddedService:
         self._wake = threading.Event()
         self._paused = False
         self._closing = False
+        self._failures = 0
         self._when_drained: list[Callable[[], None]] = []
         self._update_lock = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -237,23 +238,26 @@ class EmbeddedService:
     # What the thread does.
 
     def _run(self) -> None:
-        failures = 0
         while not self._closing:
-            self._wake.clear()
-            while self._inbox:
-                self._inbox.popleft()()
-            if self._when_drained and self._engine.drained:
-                self._release()
-            if self._paused or self._engine.idle:
-                self._wake.wait()
-                continue
             try:
-                self._deliver(self._engine.step())
-                failures = 0
+                self._turn()
             except Exception as error:
-                failures += 1
-                self._recover(error, dead=failures >= _FAILURES_IN_A_ROW)
+                self._failures += 1
+                self._recover(error)
         self._deliver(self._engine.abort_all())
+
+    def _turn(self) -> None:
+        """Everything that was asked for, then one step; waits where there is nothing to do."""
+        self._wake.clear()
+        while self._inbox:
+            self._inbox.popleft()()
+        if self._when_drained and self._engine.drained:
+            self._release()
+        if self._paused or self._engine.idle:
+            self._wake.wait()
+            return
+        self._deliver(self._engine.step())
+        self._failures = 0
 
     def _release(self) -> None:
         self._engine.scheduler.hold = False
@@ -270,6 +274,9 @@ class EmbeddedService:
     def _take_over(self, staged: Staged) -> None:
         self._updater.take_over(staged)
         update = staged.update
+        if self._failures:
+            # What made steps fail may have been the weights.
+            self._failures, self._down = 0, None
         if update.adapter is not None:
             self._adapter_prints[update.adapter] = (update.version, update.fingerprint)
         if update.adapter in (None, POLICY):
@@ -285,12 +292,12 @@ class EmbeddedService:
         if events:
             self._loop.call_soon_threadsafe(self._receive, events)
 
-    def _recover(self, error: Exception, dead: bool) -> None:
+    def _recover(self, error: Exception) -> None:
         """A step failed: its requests fail, the engine goes on; several in a row mean that it can't."""
         logger.exception("a step failed", exc_info=error)
         failed = FailedError(f"the engine failed: {type(error).__name__}: {error}")
         jobs = self._engine.reset()
-        if dead:
+        if self._failures >= _FAILURES_IN_A_ROW:
             self._down = f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {error}"
         self._send([(job.request_id, failed) for job in jobs])
 
