@@ -14,7 +14,7 @@ exits. With placement.trainer_ranks above 1 it starts that many ranks on this ma
 
 Examples:
   headway sft --data.path chats.jsonl --model.path tiny --trainer.optim.lr 1e-3 --max_steps 100
-  headway sft @ examples/reverse_text/sft.toml --data.path chats/ --data.validation_path held_out.jsonl
+  headway sft @ examples/warm_up.toml --data.path chats/ --data.validation_path held_out.jsonl
   headway sft @ sft.toml --model.lora.rank 16 --placement.trainer_ranks 2
 """
 
