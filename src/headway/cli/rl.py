@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.cli.options import take
 from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 
@@ -39,10 +40,11 @@ def run(argv: list[str]) -> int:
     from headway.config.rl import RlSettings
     from headway.launch.fork import fork_run, parse_checkpoint
     from headway.launch.rl import run_rl
+    from headway.monitor.dry_run import write_dry_run
     from headway.monitor.runs import create_run, open_run
 
-    argv, resume = _take(argv, "--resume")
-    argv, parent = _take(argv, "--from")
+    argv, resume = take(argv, "--resume", "the folder of a run, such as outputs/my-run")
+    argv, parent = take(argv, "--from", "a run and a step, such as outputs/my-run@100")
     if resume and parent:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     if resume:
@@ -51,11 +53,13 @@ def run(argv: list[str]) -> int:
         origin, step = parse_checkpoint(parent)
         argv = ["@", str(origin.config / "rl.toml"), "--run.name", "none", *argv]
     resolved = load_settings(RlSettings, argv)
+    if resolved.dry_run and not resume:
+        print(*write_dry_run(resolved.settings, "rl"), sep="\n")
+        return 0
     paths = open_run(Path(resume)) if resume else create_run(resolved.settings.run, "rl")
     settings = _placed(resolved.settings, paths)
     if resolved.dry_run:
-        for file in write_process_settings(settings, paths.config):
-            print(file)
+        print(*write_process_settings(settings, paths.config), sep="\n")
         return 0
     if parent:
         fork_run(origin, step, paths)
@@ -63,17 +67,8 @@ def run(argv: list[str]) -> int:
 
 
 def _placed(settings: "RlSettings", paths: RunPaths) -> "RlSettings":
-    """The same settings with the run's folder written out, so that every process finds it from anywhere."""
-    root = paths.root.resolve()
+    """The same settings with the folders of run and model written out, so that they hold from anywhere."""
+    root, model = paths.root.resolve(), Path(settings.model.path)
     run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
-    return settings.model_copy(update={"run": run})
-
-
-def _take(argv: list[str], flag: str) -> tuple[list[str], str | None]:
-    """`argv` without `flag` and its value, and that value."""
-    if flag not in argv:
-        return argv, None
-    at = argv.index(flag)
-    if at + 1 >= len(argv) or argv[at + 1].startswith(("-", "@")):
-        raise UsageError(f"{flag} needs the folder of a run, such as {flag} outputs/my-run")
-    return argv[:at] + argv[at + 2 :], argv[at + 1]
+    folder = str(model.resolve()) if model.is_dir() else settings.model.path
+    return settings.model_copy(update={"run": run, "model": settings.model.model_copy(update={"path": folder})})

@@ -1,16 +1,22 @@
 """`headway sft`: supervised fine-tuning on conversations."""
 
+from pathlib import Path
+
+from headway.cli.options import take
+from headway.core.errors import UsageError
+
 HELP = """\
 usage: headway sft @ SFT.toml [@ MORE.toml ...] [--section.setting VALUE ...]
+       headway sft --resume RUN [--section.setting VALUE ...]
 
 Fine-tunes a model on rows with `messages` (and `tools`), or `prompt` and `completion`: JSONL or Parquet files, folders
-of them, or a Hugging Face dataset. Leaves checkpoints and a Hugging Face model in the run's folder. Started again with
-the same run.name, it continues from the newest complete checkpoint. Ctrl-C finishes the step, writes a checkpoint and
-exits. With placement.trainer_ranks above 1 it starts that many ranks on this machine.
+of them, or a Hugging Face dataset. Leaves checkpoints and a Hugging Face model in the run's folder. Ctrl-C finishes the
+step, writes a checkpoint and exits. With placement.trainer_ranks above 1 it starts that many ranks on this machine.
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
-  --dry-run         check the settings and exit
+  --dry-run         write the resolved settings and exit
+  --resume RUN      continue a run from its newest complete checkpoint
 
 Examples:
   headway sft --data.path chats.jsonl --model.path tiny --trainer.optim.lr 1e-3 --max_steps 100
@@ -25,18 +31,24 @@ def run(argv: list[str]) -> int:
         return 0
     from headway.config.loader import load_settings, write_settings
     from headway.config.sft import SftSettings
-    from headway.core.errors import UsageError
+    from headway.monitor.dry_run import write_dry_run
     from headway.monitor.logs import setup_logging
-    from headway.monitor.runs import join_run
+    from headway.monitor.runs import create_run, join_run, open_run
     from headway.trainer.group import in_group, rank_in_group, run_group
 
+    argv, resume = take(argv, "--resume", "the folder of a run, such as outputs/my-run")
+    if resume:
+        paths = open_run(Path(resume))
+        named = ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]
+        argv = ["@", str(paths.config / "sft.toml"), *named, *argv]
     resolved = load_settings(SftSettings, argv)
     settings = resolved.settings
     if not settings.data.path:
         raise UsageError("data.path is not set; give a JSONL or Parquet file, a folder of them, or a dataset's name")
     if resolved.dry_run:
+        print(*write_dry_run(settings, "sft"), sep="\n")
         return 0
-    paths = join_run(settings.run, "sft")
+    paths = join_run(settings.run, "sft") if resume or in_group() else create_run(settings.run, "sft")
     if rank_in_group() == 0:
         write_settings(settings, paths.config / "sft.toml")
     ranks = settings.placement.trainer_ranks
