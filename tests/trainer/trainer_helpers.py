@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection
@@ -183,5 +184,6 @@ def checkpoint_tensors(paths: RunPaths, step: int) -> dict[str, torch.Tensor]:
     reader = FileSystemReader(paths.checkpoint(step) / "trainer")
     metadata = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in metadata.items()}
-    load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):
+        load(tensors, storage_reader=reader, no_dist=True)
     return tensors
