@@ -10,7 +10,7 @@ from headway.algorithms.grpo import Grpo
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings, FilterSettings, OrchestratorSettings
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, Task, Trace
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
-from headway.orchestrator import dispatcher, loop
+from headway.orchestrator import courier, dispatcher
 from headway.orchestrator.curriculum import Shuffled
 from headway.orchestrator.evaluation import EvalEnv, Round
 from headway.orchestrator.fleet import Fleet
@@ -24,7 +24,7 @@ from headway.transport.inference import EngineError
 
 TIME_LIMIT = 3000.0
 dispatcher.GRACE_SECONDS = 1.0
-loop.ANNOUNCEMENT_SECONDS = 0.2
+courier.LOOK_SECONDS = 0.2
 ERRORS = ("environment", "timeout", "worker", "engine", "context", "tool")
 
 

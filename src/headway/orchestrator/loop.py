@@ -8,10 +8,11 @@ from typing import Any
 
 from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
 from headway.core.episodes import Episode
-from headway.core.protocol import WeightUpdate
+from headway.core.protocol import WeightReply, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.orchestrator import concurrency
 from headway.orchestrator.collector import Collector
+from headway.orchestrator.courier import Courier
 from headway.orchestrator.dispatcher import Dispatcher
 from headway.orchestrator.evaluation import EvaluationWork, Round, evaluation_due
 from headway.orchestrator.filters import load_gates
@@ -26,7 +27,6 @@ from headway.orchestrator.training import TrainingWork
 
 log = logging.getLogger("headway.orchestrator")
 
-ANNOUNCEMENT_SECONDS = 0.05
 STEER_SECONDS = 1.0
 WAITING_NEWS_SECONDS = 30.0
 
@@ -38,15 +38,14 @@ class Orchestrator:
         self.parts, self.settings = parts, settings
         self.limits = Limits(settings.batch_size, settings.max_lag, settings.run_ahead, max_steps)
         self.step = 1
-        self.announced: WeightUpdate | None = None
-        self.newest_version = -1
         self.evaluated = -1
-        self.trainer_bound = self.updating = False
+        self.trainer_bound = False
         self.pace = float(min(settings.run_ahead, settings.max_lag) + 1)
         self.ready = ReadyQueue()
         self.control = concurrency.start(settings.concurrency)
-        self._changed, self._news = asyncio.Event(), asyncio.Event()
+        self._changed = asyncio.Event()
         self._step_began = self._said_waiting = parts.clock()
+        self.courier = Courier(parts.announced, parts.fleet, noticed=self._wake, brought=self._weights_brought)
         self.health = Health(
             max_error_share=settings.max_error_share,
             max_empty_batches=settings.max_empty_batches,
@@ -84,11 +83,7 @@ class Orchestrator:
         self._restore()
         try:
             await first_to_end(
-                self._train(),
-                self._watch_announcements(),
-                self._bring_weights(),
-                self._steer(),
-                self.parts.fleet.watch(),
+                self._train(), self.courier.watch(), self.courier.bring(), self._steer(), self.parts.fleet.watch()
             )
         finally:
             await self.dispatcher.close()
@@ -164,6 +159,10 @@ class Orchestrator:
         return values
 
     @property
+    def newest_version(self) -> int:
+        return self.courier.newest_version
+
+    @property
     def tally(self) -> Tally:
         return self.collector.tally
 
@@ -175,7 +174,7 @@ class Orchestrator:
         self.training.cancelled.clear()
 
     def _may_open(self, open_episodes: int) -> bool:
-        if self.updating and self.trainer_bound:
+        if self.courier.busy and self.trainer_bound:
             return False  # there is time to start with the new weights instead of the old
         coming = (open_episodes + self.collector.outstanding) * self.collector.useful_share
         return may_open_group(self.step, self._version(), self.ready.episodes, coming, self.pace, self.limits)
@@ -195,30 +194,11 @@ class Orchestrator:
         if self.health.failure is not None:
             self._wake()
 
-    async def _watch_announcements(self) -> None:
-        """Forever: notice what the trainer announced last, also when that is an older version again."""
-        while True:
-            update = self.parts.announced()
-            if update is not None and update != self.announced:
-                self.announced, self.newest_version = update, update.version
-                self._news.set()
-                self._wake()
-            await asyncio.sleep(ANNOUNCEMENT_SECONDS)
-
-    async def _bring_weights(self) -> None:
-        """Forever: bring the fleet to the announced version, and evaluate it when that is due."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if (update := self.announced) is None:
-                continue
-            self.updating = True
-            replies = await self.parts.fleet.publish(update)
-            self.updating = False
-            self.tally.updates += replies
-            if evaluation_due(update.version, self.evaluated, self.settings.eval, self.limits.max_steps):
-                self._evaluate(update.version)
-            self._wake()
+    def _weights_brought(self, update: WeightUpdate, replies: list[WeightReply]) -> None:
+        self.tally.updates += replies
+        if evaluation_due(update.version, self.evaluated, self.settings.eval, self.limits.max_steps):
+            self._evaluate(update.version)
+        self._wake()
 
     async def _steer(self) -> None:
         """Forever: let what the engines report decide how many episodes are in flight."""
