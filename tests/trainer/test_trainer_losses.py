@@ -149,6 +149,17 @@ def test_components_add_up_by_global_counts() -> None:
     assert sums["rl/masked"].item() == pytest.approx((dropped & (case["weights"] != 0)).sum() / 100)
 
 
+def test_mismatch_is_seen_far_below_float32s_rounding_of_one() -> None:
+    case = make_case(3)
+    ones, zeros = np.ones(TOKENS, bool), np.zeros(TOKENS)
+    tokens = loss_tokens(case, zeros, zeros, ones)
+    tokens.old_logprobs_N = tokens.old_logprobs_N.float()
+    logprobs = (tokens.old_logprobs_N.double() + 1e-6).float()
+    gap = (logprobs.double() - tokens.old_logprobs_N.double()).numpy()
+    _, sums = total_loss(logprobs, torch.zeros(TOKENS), tokens, ComponentCounts(), make_loss(Dppo()))
+    np.testing.assert_allclose(sums["sampled/mismatch_kl"].item(), (gap**2 / 2).sum(), rtol=1e-3)
+
+
 @pytest.mark.parametrize("count", [0, 10])
 def test_empty_components_still_run_backward(count: int) -> None:
     case = make_case(1)

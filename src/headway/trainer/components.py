@@ -79,8 +79,9 @@ def ref_kl(logprobs_N: Tensor, tokens: LossTokens) -> tuple[Tensor, PerToken]:
 
 def _health(logprobs_N: Tensor, entropy_N: Tensor, tokens: LossTokens) -> Sums:
     """What to watch on sampled tokens, whatever the loss: how far the trainer is from who sampled them."""
-    log_ratio_N = logprobs_N - tokens.old_logprobs_N
-    mismatch_N = log_ratio_N.exp() - log_ratio_N - 1
+    # r - log r - 1 is the square of a small number: in float32 it would drown in the rounding of 1.
+    log_ratio_N = logprobs_N.double() - tokens.old_logprobs_N
+    mismatch_N = log_ratio_N.expm1() - log_ratio_N
     return {
         "tokens/sampled": tokens.sampled_N.sum(),
         "sampled/mismatch_kl": torch.where(tokens.sampled_N, mismatch_N, 0.0).sum(),
