@@ -2,23 +2,27 @@
 
 import asyncio
 import gc
+import json
+import shutil
+from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 from engine_common import make_model, make_service, prompt, request
 from engine_serving import LiveServer, start_server
+from safetensors.torch import load_file, save_file
 
-from headway.config.inference import InferenceSettings
+from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import GenerateRequest, SamplingParams
-from headway.inference.embedded.load import size_engine
+from headway.inference.embedded.load import load_service, size_engine
 from headway.inference.engine import BusyError
 from headway.transport.inference import EngineError, InferenceClient
 
 
-def test_beyond_the_line_requests_get_503_with_retry_after(taught: object) -> None:
-    live: LiveServer = start_server(taught, max_running=2, max_waiting=3)  # type: ignore[arg-type]
+def test_beyond_the_line_requests_get_503_with_retry_after(taught: Path) -> None:
+    live = start_server(taught, max_running=2, max_waiting=3)
 
     async def body() -> None:
         async with InferenceClient(live.url, token=live.token) as client:
@@ -61,6 +65,20 @@ def test_a_cache_too_small_for_one_sequence_names_what_would_do() -> None:
     settings = InferenceSettings(kv_memory_gb=1e-5)
     with pytest.raises(HeadwayError, match=r"raise --inference\.kv_memory_gb to"):
         size_engine(settings, make_model().config, 256, make_model().head_weight().dtype, 0)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(taught: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(taught, folder)
+    tensors = load_file(folder / "model.safetensors")
+    gone = tensors.pop("model.norm.weight")
+    save_file(tensors | {"model.surplus.weight": gone}, folder / "model.safetensors")
+    with pytest.raises(HeadwayError, match=r"missing: model\.norm\.weight.*extra: model\.surplus\.weight"):
+        load_service(ServeSettings(seq_len=64), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mystery"}))
+    with pytest.raises(HeadwayError, match=r"mystery.*llama, qwen3"):
+        load_service(ServeSettings(seq_len=64), folder)
 
 
 @pytest.mark.slow

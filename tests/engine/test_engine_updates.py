@@ -365,3 +365,37 @@ def test_weights_that_are_not_finite_fail_requests_until_better_ones_come(tmp_pa
         assert mismatch(make_model(), prompt(20), choice) < TOLERANCE
 
     with_service(make_service(make_model()), body)
+
+
+def test_an_update_whose_caller_goes_away_neither_breaks_nor_mixes_with_the_next(tmp_path: Path) -> None:
+    models = [make_model(seed=seed) for seed in range(6)]
+    updates = [publish(tmp_path, version, models[version]) for version in range(6)]
+
+    async def body(service: EmbeddedService) -> None:
+        flight = asyncio.create_task(service.generate(request(prompt(9), 100)))
+        await until_running(service, 1)
+        for version in range(1, 5):
+            call = asyncio.create_task(service.update(updates[version]))
+            await asyncio.sleep(0.001 * version)
+            call.cancel()
+        await service.update(updates[5])
+        assert service.weights().version == 5
+        choice = (await service.generate(request(prompt(20), 10))).choices[0]
+        assert choice.versions == [(5, 10)] and mismatch(models[5], prompt(20), choice) < TOLERANCE
+        assert len((await flight).choices[0].token_ids) == 100
+
+    with_service(make_service(make_model(seed=0)), body)
+
+
+def test_a_pause_that_is_given_up_leaves_the_engine_serving() -> None:
+    async def body(service: EmbeddedService) -> None:
+        flight = asyncio.create_task(service.generate(request(prompt(9), 100)))
+        await until_running(service, 1)
+        pause = asyncio.create_task(service.pause("wait"))
+        await until(lambda: service.problem is not None)
+        pause.cancel()
+        late = await service.generate(request(prompt(5), 5))
+        assert len(late.choices[0].token_ids) == 5 and len((await flight).choices[0].token_ids) == 100
+        assert service.problem is None and not service.state().paused
+
+    with_service(make_service(make_model()), body)

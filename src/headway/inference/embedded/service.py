@@ -67,6 +67,7 @@ class EmbeddedService:
         self._failures = 0
         self._when_drained: list[Callable[[], None]] = []
         self._update_lock = asyncio.Lock()
+        self._updates: set[asyncio.Task[WeightReply]] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # What the server calls, in the event loop.
@@ -146,6 +147,13 @@ class EmbeddedService:
         return self._weights
 
     async def update(self, update: WeightUpdate) -> WeightReply:
+        # Who asked may go away in the middle; the update must not, for the next one uses the same buffers.
+        task = asyncio.create_task(self._update(update))
+        self._updates.add(task)
+        task.add_done_callback(self._updates.discard)
+        return await asyncio.shield(task)
+
+    async def _update(self, update: WeightUpdate) -> WeightReply:
         started = time.perf_counter()
         async with self._update_lock:
             if self._serves(update):
@@ -303,6 +311,9 @@ class EmbeddedService:
 
 
 def _complete(future: "Future[Answer]", work: Callable[[], Answer]) -> None:
+    """Do the work, unless who asked for it is gone."""
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(work())
     except Exception as error:
