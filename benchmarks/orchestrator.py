@@ -37,7 +37,7 @@ from headway.config.orchestrator import Shuffled as ShuffledSettings
 from headway.config.shared import FilesystemRollouts
 from headway.core.protocol import SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.orchestrator.assemble import Pools, RunRecorder, open_session, resolve_folder
+from headway.orchestrator.assemble import Pools, RunRecorder, open_session, resolve_folder, spare_the_collector
 from headway.orchestrator.curriculum import make_curriculum
 from headway.orchestrator.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator, first_to_end
@@ -106,6 +106,7 @@ class Meter:
         self.lags: list[float] = []
         self.busy: list[float] = []
         self.peak_rss = 0
+        self.first_return = 0.0
         self.in_flight: list[int] = []
 
     async def watch(self, orchestrator: Orchestrator) -> None:
@@ -116,6 +117,8 @@ class Meter:
             self.lags.append(time.perf_counter() - before - 0.005)
             self.busy.append(time.thread_time() - cpu)
             self.in_flight.append(orchestrator.dispatcher.in_flight)
+            if orchestrator.dispatcher.finished and not self.first_return:
+                self.first_return = time.perf_counter()
             if len(self.lags) % 100 == 1:
                 self.peak_rss = max(self.peak_rss, process.memory_info().rss)
 
@@ -157,27 +160,31 @@ async def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[s
         )
         parts = Parts([source], [], fleet, outbox, recorder, announced)
         orchestrator = Orchestrator(parts, settings, max_steps=10**6, seq_len=4096)
+        spare_the_collector()
         cpu = psutil.Process().cpu_times()
         began = time.perf_counter()
         await first_to_end(orchestrator.run(), meter.watch(orchestrator), asyncio.sleep(options.seconds))
         seconds = time.perf_counter() - began
         used = psutil.Process().cpu_times()
         lines = [json.loads(line) for line in (paths.metrics / "orchestrator.jsonl").read_text().splitlines()]
-    tokens = sum(line["sampled_tokens"] for line in lines)
+    tokens = sum(line["sampled_tokens"] for line in lines) + orchestrator.tally.sampled_tokens
+    # Nothing comes back while the first episodes are under way.
+    steady = seconds - (meter.first_return - began)
     return {
         "episodes_in_flight": float(max(meter.in_flight)),
-        "episodes_per_second": orchestrator.dispatcher.finished / seconds,
+        "episodes_per_second": orchestrator.dispatcher.finished / steady,
         "batches": float(len(lines)),
         "loop_lag_p50_ms": 1000 * float(np.quantile(meter.lags, 0.5)),
         "loop_lag_p99_ms": 1000 * float(np.quantile(meter.lags, 0.99)),
         "loop_lag_max_ms": 1000 * max(meter.lags),
         # What the loop's own work takes between two turns; the lag above also counts waiting for a core.
         "loop_busy_p99_ms": 1000 * float(np.quantile(meter.busy, 0.99)),
+        "loop_busy_max_ms": 1000 * max(meter.busy),
         "peak_memory_mb": meter.peak_rss / 2**20,
         "cpu_ms_per_episode": 1000 * (used.user + used.system - cpu.user - cpu.system)
         / max(1, orchestrator.dispatcher.finished),
-        "tokens_per_second": tokens / seconds,
-        "trainers_fed": tokens / seconds / TRAINER_APPETITE,
+        "tokens_per_second": tokens / steady,
+        "trainers_fed": tokens / steady / TRAINER_APPETITE,
     }  # fmt: skip
 
 

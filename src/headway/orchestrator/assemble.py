@@ -1,6 +1,7 @@
 """A run's real parts, put together: worker pools, engines, transports, files."""
 
 import asyncio
+import gc
 import json
 import logging
 import signal
@@ -100,7 +101,15 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
         recorder = RunRecorder(paths, outbox.last_step())
         stack.callback(recorder.close)
         parts = Parts(sources, evals, fleet, outbox, recorder, lambda: latest(paths))
+        spare_the_collector()
         await Orchestrator(parts, options, max_steps=settings.max_steps, seq_len=settings.seq_len).run()
+
+
+def spare_the_collector() -> None:
+    """Keep the garbage collector from walking what lives as long as the process: its pauses stop the event loop."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 class Pools:
