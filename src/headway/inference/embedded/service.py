@@ -1,43 +1,26 @@
-"""The embedded engine as the server sees it: a thread that steps, and an event loop that waits for results."""
+"""The embedded engine as the server sees it: requests wait for their results, updates for their turn."""
 
 import asyncio
-import logging
-import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from typing import TypeVar
 
 from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
-from headway.inference.embedded.engine import EmbeddedEngine, Event
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates import Staged, Updater
-from headway.inference.engine import (
-    POLICY,
-    BusyError,
-    Chunk,
-    FailedError,
-    Mode,
-    RequestError,
-    Result,
-)
+from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, Mode, RequestError, Result
 
-logger = logging.getLogger("headway.inference")
-Answer = TypeVar("Answer")
-Item = Chunk | Result | Exception
 Ticket = asyncio.Queue[Item]
-
-_FAILURES_IN_A_ROW = 3
 
 
 class EmbeddedService:
-    """Implements `inference.engine.Engine`.
+    """Implements `inference.engine.Engine` in the event loop, over an engine that steps in a thread of its own.
 
-    The thread owns the engine: everything that touches it goes through the inbox and runs between two steps.
     Results of a step reach the event loop in one call, so that a token wakes nobody who waits for the whole.
+    `lora` says how adapters are scaled where an update does not say it itself.
     """
 
     def __init__(
@@ -51,6 +34,7 @@ class EmbeddedService:
         self.max_model_len = engine.limits.max_model_len
         self.vocab_size = engine.model.config.vocab_size
         self._engine = engine
+        self._thread = EngineThread(engine, self._send)
         self._updater = Updater(engine, lora)
         self._max_waiting = max_waiting
         self._weights = WeightState(engine.version, fingerprint, time.time())
@@ -60,17 +44,8 @@ class EmbeddedService:
         self._tickets: dict[str, Ticket] = {}
         self._in_line = 0
         """Sequences that were asked for and have not ended."""
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Event()
-        self._paused = False
-        self._closing = False
-        self._failures = 0
-        self._when_drained: list[Callable[[], None]] = []
         self._update_lock = asyncio.Lock()
         self._updates: set[asyncio.Task[WeightReply]] = set()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    # What the server calls, in the event loop.
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -79,15 +54,12 @@ class EmbeddedService:
 
     async def close(self) -> None:
         self._down = "shutting down"
-        self._closing = True
-        self._wake.set()
-        if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.close)
         self._updater.close()
 
     @property
     def problem(self) -> str | None:
-        return self._down or self._updating
+        return self._down or self._thread.failure or self._updating
 
     def models(self) -> dict[str, int]:
         return {POLICY: self._weights.version} | self._engine.adapters.versions()
@@ -121,7 +93,7 @@ class EmbeddedService:
     def abort(self, request_id: str) -> bool:
         known = request_id in self._tickets
         if known:
-            self._post(lambda: self._deliver(self._engine.abort(request_id)))
+            self._post_abort(request_id)
         return known
 
     def state(self) -> EngineState:
@@ -139,7 +111,7 @@ class EmbeddedService:
             tokens_per_second=engine.tokens_per_second(),
             max_model_len=self.max_model_len,
             generated_tokens=engine.generated_tokens,
-            paused=self._paused,
+            paused=self._thread.paused,
             adapters=engine.adapters.versions(),
         )
 
@@ -153,6 +125,45 @@ class EmbeddedService:
         task.add_done_callback(self._updates.discard)
         return await asyncio.shield(task)
 
+    async def drop_adapter(self, name: str) -> bool:
+        async with self._update_lock:
+            known = name in self._engine.adapters
+            if known:
+                await self._thread.ask(lambda: self._thread.deliver(self._engine.drop_adapter(name)))
+                self._adapter_prints.pop(name, None)
+            return known
+
+    async def pause(self, mode: Mode) -> None:
+        await self._between_steps(lambda: self._set_paused(True), mode)
+
+    async def resume(self) -> None:
+        await self._thread.ask(lambda: self._set_paused(False))
+
+    def _submit(self, request: GenerateRequest) -> tuple[str, Ticket]:
+        if down := self._down or self._thread.failure:
+            raise FailedError(f"the engine does not serve: {down}")
+        sequences = request.sampling_params.n
+        if self._in_line + sequences > self._engine.limits.max_running + self._max_waiting:
+            raise BusyError(f"{self._max_waiting} requests are waiting already; try again later")
+        request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
+        if request_id in self._tickets:
+            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
+        ticket: Ticket = asyncio.Queue()
+        self._tickets[request_id] = ticket
+        self._in_line += sequences
+        self._thread.post(lambda: self._add(request, request_id))
+        return request_id, ticket
+
+    def _forget(self, request_id: str, request: GenerateRequest, *, ended: bool) -> None:
+        """Nobody waits for the request any more: if it goes on, it is aborted."""
+        del self._tickets[request_id]
+        self._in_line -= request.sampling_params.n
+        if not ended:
+            self._post_abort(request_id)
+
+    def _post_abort(self, request_id: str) -> None:
+        self._thread.post(lambda: self._thread.deliver(self._engine.abort(request_id)))
+
     async def _update(self, update: WeightUpdate) -> WeightReply:
         started = time.perf_counter()
         async with self._update_lock:
@@ -163,115 +174,34 @@ class EmbeddedService:
             seconds = time.perf_counter() - started
             return WeightReply(update.version, update.fingerprint, seconds, staged.bytes)
 
-    async def drop_adapter(self, name: str) -> bool:
-        async with self._update_lock:
-            known = name in self._engine.adapters
-            if known:
-                await self._ask(lambda: self._deliver(self._engine.drop_adapter(name)))
-                self._adapter_prints.pop(name, None)
-            return known
-
-    async def pause(self, mode: Mode) -> None:
-        await self._between_steps(lambda: self._set_paused(True), mode)
-
-    async def resume(self) -> None:
-        await self._ask(lambda: self._set_paused(False))
-
     def _serves(self, update: WeightUpdate) -> bool:
         wanted = (update.version, update.fingerprint)
         if update.adapter is not None:
             return self._adapter_prints.get(update.adapter) == wanted
         return (self._weights.version, self._weights.fingerprint) == wanted
 
-    def _submit(self, request: GenerateRequest) -> tuple[str, Ticket]:
-        if self._down is not None:
-            raise FailedError(f"the engine does not serve: {self._down}")
-        sequences = request.sampling_params.n
-        if self._in_line + sequences > self._engine.limits.max_running + self._max_waiting:
-            raise BusyError(f"{self._max_waiting} requests are waiting already; try again later")
-        request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-        if request_id in self._tickets:
-            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
-        ticket: Ticket = asyncio.Queue()
-        self._tickets[request_id] = ticket
-        self._in_line += sequences
-        self._post(lambda: self._add(request, request_id))
-        return request_id, ticket
-
-    def _forget(self, request_id: str, request: GenerateRequest, *, ended: bool) -> None:
-        """Nobody waits for the request any more: if it goes on, it is aborted."""
-        del self._tickets[request_id]
-        self._in_line -= request.sampling_params.n
-        if not ended:
-            self._post(lambda: self._deliver(self._engine.abort(request_id)))
-
     async def _between_steps(self, work: Callable[[], None], mode: Mode) -> None:
         """Run `work` in the thread: at once (keep), after what runs has ended (wait) or was aborted (abort)."""
-        if mode == "wait" and not self._paused:
+        if mode == "wait" and not self._thread.paused:
             self._updating = "waiting for requests to end before it stops or updates"
             try:
-                await self._ask_when_drained(work)
+                await self._thread.ask_when_drained(work)
             finally:
                 self._updating = None
-        elif mode == "abort":
-            await self._ask(lambda: self._deliver(self._engine.abort_all()))
-            await self._ask(work)
-        else:
-            await self._ask(work)
+            return
+        if mode == "abort":
+            await self._thread.ask(lambda: self._thread.deliver(self._engine.abort_all()))
+        await self._thread.ask(work)
 
-    async def _ask(self, work: Callable[[], Answer]) -> Answer:
-        future: Future[Answer] = Future()
-        self._post(lambda: _complete(future, work))
-        return await asyncio.wrap_future(future)
-
-    async def _ask_when_drained(self, work: Callable[[], None]) -> None:
-        future: Future[None] = Future()
-
-        def hold() -> None:
-            self._engine.scheduler.hold = True
-            self._when_drained.append(lambda: _complete(future, work))
-
-        self._post(hold)
-        await asyncio.wrap_future(future)
-
-    def _post(self, work: Callable[[], None]) -> None:
-        self._inbox.append(work)
-        self._wake.set()
-
-    def _receive(self, events: list[tuple[str, Item]]) -> None:
-        for request_id, item in events:
+    def _receive(self, items: list[tuple[str, Item]]) -> None:
+        for request_id, item in items:
             if (ticket := self._tickets.get(request_id)) is not None:
                 ticket.put_nowait(item)
 
-    # What the thread does.
+    # From here on: called in the engine's thread.
 
-    def _run(self) -> None:
-        while not self._closing:
-            try:
-                self._turn()
-            except Exception as error:
-                self._failures += 1
-                self._recover(error)
-        self._deliver(self._engine.abort_all())
-
-    def _turn(self) -> None:
-        """Everything that was asked for, then one step; waits where there is nothing to do."""
-        self._wake.clear()
-        while self._inbox:
-            self._inbox.popleft()()
-        if self._when_drained and self._engine.drained:
-            self._release()
-        if self._paused or self._engine.idle:
-            self._wake.wait()
-            return
-        self._deliver(self._engine.step())
-        self._failures = 0
-
-    def _release(self) -> None:
-        self._engine.scheduler.hold = False
-        for work in self._when_drained:
-            work()
-        self._when_drained.clear()
+    def _send(self, items: list[tuple[str, Item]]) -> None:
+        self._loop.call_soon_threadsafe(self._receive, items)
 
     def _add(self, request: GenerateRequest, request_id: str) -> None:
         try:
@@ -281,40 +211,12 @@ class EmbeddedService:
 
     def _take_over(self, staged: Staged) -> None:
         self._updater.take_over(staged)
+        self._thread.forgive()
         update = staged.update
-        if self._failures:
-            # What made steps fail may have been the weights.
-            self._failures, self._down = 0, None
         if update.adapter is not None:
             self._adapter_prints[update.adapter] = (update.version, update.fingerprint)
         if update.adapter in (None, POLICY):
             self._weights = WeightState(update.version, update.fingerprint, time.time())
 
     def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
-
-    def _deliver(self, events: list[Event]) -> None:
-        self._send([(job.request_id, item) for job, item in events])
-
-    def _send(self, events: list[tuple[str, Item]]) -> None:
-        if events:
-            self._loop.call_soon_threadsafe(self._receive, events)
-
-    def _recover(self, error: Exception) -> None:
-        """A step failed: its requests fail, the engine goes on; several in a row mean that it can't."""
-        logger.exception("a step failed", exc_info=error)
-        failed = FailedError(f"the engine failed: {type(error).__name__}: {error}")
-        jobs = self._engine.reset()
-        if self._failures >= _FAILURES_IN_A_ROW:
-            self._down = f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {error}"
-        self._send([(job.request_id, failed) for job in jobs])
-
-
-def _complete(future: "Future[Answer]", work: Callable[[], Answer]) -> None:
-    """Do the work, unless who asked for it is gone."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
+        self._thread.paused = paused
