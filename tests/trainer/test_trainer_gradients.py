@@ -11,10 +11,12 @@ from trainer_helpers import reference_gradients, rich_batch, run_ranks, small_se
 
 from headway.models.checkpoint import load_model
 from headway.models.tiny import resolve_model
+from headway.trainer.feed import fake_micro_batch
 from headway.trainer.ranks import joined
 from headway.trainer.sharding import full, global_norm
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper
+from headway.transport.rollouts import RankBatch
 
 TOLERANCE = 1e-6
 MODELS = ("tiny", "tiny-llama", "tiny-moe")
@@ -37,6 +39,32 @@ def gradients(cases: list[dict[str, Any]]) -> list[Result]:
             whole = {name: full(p.grad).numpy() for name, p in state.trained() if p.grad is not None}
             results.append({"loss": loss, "norm": norm, "gradients": whole if ranks.is_main else {}})
     return results
+
+
+def idle_rank(model: str) -> tuple[float, dict[str, np.ndarray]]:
+    """Two ranks, of which the second has only the one token that fills a rank without work."""
+    settings = small_settings(model__path=model, placement__trainer_ranks=2)
+    with joined(settings.placement) as ranks:
+        state = build_state(settings, ranks)
+        batch = rich_batch(1, 1, state.config.vocab_size, [[9, 17]])
+        filler = fake_micro_batch([1], state.config.vocab_size, np.random.default_rng(0))
+        mine = [batch.ranks[0], [filler]][ranks.rank]
+        report = Stepper(settings, ranks).step(state, RankBatch(1, mine, batch.counts))
+        return report.metrics["tokens"], {name: full(p).numpy() for name, p in state.trained()}
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_a_rank_without_work_steps_along(model: str) -> None:
+    settings = small_settings(model__path=model)
+    with joined(settings.placement) as ranks:
+        state = build_state(settings, ranks)
+        batch = rich_batch(1, 1, state.config.vocab_size, [[9, 17]])
+        Stepper(settings, ranks).step(state, RankBatch(1, batch.ranks[0], batch.counts))
+        want = {name: p.detach().numpy() for name, p in state.trained()}
+    for tokens, got in run_ranks(2, idle_rank, model):
+        assert tokens == 26
+        for name, value in want.items():
+            np.testing.assert_allclose(got[name], value, atol=1e-7)
 
 
 def cases_for(ranks: int) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ class FakeFeed:
     def next(self, step: int) -> RankBatch | None:
         if self._ranks.any(self._stop.asked):
             return None
-        rng = np.random.default_rng((self._seed, step, self._ranks.rank))
+        rng = np.random.default_rng((self._seed % 2**32, step, self._ranks.rank))
         micro_batches = [
             fake_micro_batch(fake_lengths(rng, self._seq_len, self._fake.mean_len), self._config.vocab_size, rng)
             for _ in range(self._fake.micro_batches)

@@ -121,8 +121,8 @@ class Stepper:
 
 
 def seed_of(*place: int) -> int:
-    """One well-mixed seed per place."""
-    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0]) >> 1
+    """One well-mixed seed per place; any integers will do."""
+    return int(np.random.SeedSequence([number % 2**32 for number in place]).generate_state(1, np.uint64)[0]) >> 1
 
 
 def summarize(totals: Mapping[str, float]) -> dict[str, float]:
