@@ -1,5 +1,8 @@
 """Every loss and component against numpy written independently, and gradients by finite differences."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -186,6 +189,14 @@ def test_custom_loss_by_import_path() -> None:
     loss = make_loss(CustomLoss(path="headway.trainer.losses:aipo", args={"delta": 1.0}))
     value, _ = loss(torch.tensor([-0.5]), torch.tensor([-3.0]), torch.ones(1), torch.ones(1), torch.zeros(1).long())
     assert value.item() == pytest.approx(0.5)
+
+
+def test_custom_loss_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loss_of_a_user.py").write_text("def f(logprobs, old, advantages, weights, segments): return old, {}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    one = torch.ones(1)
+    assert make_loss(CustomLoss(path="loss_of_a_user:f"))(one, 2 * one, one, one, one)[0].item() == 2
 
 
 @pytest.mark.parametrize("path", ["nowhere", "headway.nowhere:f", "headway.trainer.losses:nothing", "math:pi"])

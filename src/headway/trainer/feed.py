@@ -1,5 +1,6 @@
 """Where batches come from: the rollout transport, or random tokens for benchmarks."""
 
+import logging
 import time
 from typing import Protocol
 
@@ -15,6 +16,10 @@ from headway.transport.rollouts import RankBatch, make_receiver
 
 # How long a rank waits before all ranks agree again on whether to go on waiting.
 POLL_SECONDS = 1.0
+# How long the trainer waits before it says that it does, again and again.
+QUIET_SECONDS = 120.0
+
+log = logging.getLogger("headway.trainer")
 
 
 class Feed(Protocol):
@@ -41,10 +46,14 @@ class RolloutFeed:
 
     def next(self, step: int) -> RankBatch | None:
         batch: RankBatch | None = None
+        quiet_until = time.monotonic() + QUIET_SECONDS
         while not self._ranks.any(self._stop.asked):
             batch = batch or self._receiver.receive(step, POLL_SECONDS)
             if self._ranks.all(batch is not None):
                 return batch
+            if time.monotonic() > quiet_until and batch is None:
+                log.info("still waiting for batch %d; is the orchestrator of this run alive?", step)
+                quiet_until = time.monotonic() + QUIET_SECONDS
         return None
 
     def close(self) -> None:

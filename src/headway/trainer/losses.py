@@ -5,8 +5,10 @@ T runs over tokens, μ is the policy that sampled them, π the live one, r = π/
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -194,6 +196,9 @@ def _import_loss(path: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     if not name:
         raise UsageError(f'trainer.loss.path: expected "package.module:function" (got "{path}")')
+    here = str(Path.cwd())
+    if here not in sys.path:  # console scripts do not have the current folder on their path
+        sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
