@@ -1,6 +1,5 @@
 """From a checkpoint folder and settings to an engine that is ready to start."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -27,8 +26,9 @@ def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
     device = pick_device(settings.placement.device)
     dtype = pick_dtype(settings.model.dtype, device)
     inference = settings.inference
-    if device.type == "cpu":
-        torch.set_num_threads(inference.threads or os.cpu_count() or 1)
+    if inference.threads is not None:
+        # Otherwise torch's own choice: all cores, or what OMP_NUM_THREADS left to this process.
+        torch.set_num_threads(inference.threads)
     model = _load_model(folder, device, dtype)
     limits = size_engine(inference, model.config, settings.seq_len, dtype, free_memory(device))
     engine = EmbeddedEngine(model, limits)
