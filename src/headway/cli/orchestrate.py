@@ -9,6 +9,7 @@ weights to the engines. It goes on after the last batch it sent, so it can be st
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
   --run.name NAME   the run to take part in, which is made if it doesn't exist
+  --dry-run         write the resolved settings and exit
 
 Examples:
   headway orchestrate @ outputs/my-run/config/orchestrator.toml
@@ -22,15 +23,17 @@ def run(argv: list[str]) -> int:
         return 0
     from headway.config.loader import load_settings
     from headway.config.orchestrator import OrchestrateSettings
+    from headway.monitor.dry_run import write_dry_run
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import join_run
     from headway.orchestrator.loop import orchestrate
 
     resolved = load_settings(OrchestrateSettings, argv)
-    if resolved.dry_run:
-        return 0
-    paths = join_run(resolved.settings.run, "orchestrate")
     settings = resolved.settings
+    if resolved.dry_run:
+        print(*write_dry_run(settings, "orchestrate"), sep="\n")
+        return 0
+    paths = join_run(settings.run, "orchestrate")
     setup_logging("orchestrator", paths, json=settings.log.json_lines, level=settings.log.level)
     orchestrate(settings, paths)
     return 0

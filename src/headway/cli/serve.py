@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headway.core.errors import UsageError
+from headway.cli.options import take
 
 HELP = """\
 usage: headway serve MODEL [--port 8000] [--host 127.0.0.1] [--dtype float32|bfloat16] [--device cpu|cuda]
@@ -43,29 +43,22 @@ def run(argv: list[str]) -> int:
 
     from headway.config.inference import ServeSettings
     from headway.config.loader import load_settings
+    from headway.monitor.dry_run import write_dry_run
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import open_run
 
-    argv, join = _take(argv, "--join")
-    argv, name = _take(argv, "--name")
-    if not argv[0].startswith(("-", "@")):
+    argv, join = take(argv, "--join", "the folder of a run, such as outputs/my-run")
+    argv, name = take(argv, "--name", "a name for this engine")
+    if argv and not argv[0].startswith(("-", "@")):
         argv = ["--model", *argv]
     resolved = load_settings(ServeSettings, argv, aliases=ALIASES)
+    settings = resolved.settings
     if resolved.dry_run:
+        print(*write_dry_run(settings, "serve"), sep="\n")
         return 0
     paths = open_run(Path(join)) if join else None
-    setup_logging(name or "inference", paths)
+    setup_logging(name or "inference", paths, json=settings.log.json_lines, level=settings.log.level)
     from headway.inference.serve import serve
 
-    asyncio.run(serve(resolved.settings, paths, name or "inference"))
+    asyncio.run(serve(settings, paths, name or "inference"))
     return 0
-
-
-def _take(argv: list[str], flag: str) -> tuple[list[str], str | None]:
-    """Remove `flag VALUE` from the arguments."""
-    if flag not in argv:
-        return argv, None
-    place = argv.index(flag)
-    if place + 1 >= len(argv):
-        raise UsageError(f"{flag} needs a value")
-    return argv[:place] + argv[place + 2 :], argv[place + 1]

@@ -16,11 +16,13 @@ import aiohttp
 from headway.algorithms.base import Context
 from headway.algorithms.registry import make_algorithm
 from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestrateSettings, SamplingSettings
+from headway.config.shared import TrackingSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.protocol import SamplingParams
 from headway.core.runs import RunPaths
 from headway.envs.pool import EnvPool
 from headway.monitor.metrics import MetricsWriter
+from headway.monitor.sinks import make_sinks
 from headway.orchestrator.curriculum import make_curriculum
 from headway.orchestrator.engines import admin_token, engine_finder
 from headway.orchestrator.evaluation import EvalEnv, Round, write_round
@@ -43,9 +45,10 @@ T = TypeVar("T")
 class RunRecorder:
     """Metrics and evaluation records in the run's folder."""
 
-    def __init__(self, paths: RunPaths, resume_step: int) -> None:
+    def __init__(self, paths: RunPaths, resume_step: int, tracking: TrackingSettings) -> None:
         self._paths = paths
-        self._metrics = MetricsWriter(paths, "orchestrator", resume_step=resume_step)
+        sinks = make_sinks(tracking, paths, "orchestrator")
+        self._metrics = MetricsWriter(paths, "orchestrator", resume_step=resume_step, sinks=sinks)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._metrics.log(step, values)
@@ -98,7 +101,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
             cost=Cost.of_width(model_width(model)),
             record=options.record_rollouts,
         )
-        recorder = RunRecorder(paths, outbox.last_step())
+        recorder = RunRecorder(paths, outbox.last_step(), settings.tracking)
         stack.callback(recorder.close)
         parts = Parts(sources, evals, fleet, outbox, recorder, lambda: latest(paths))
         spare_the_collector()
