@@ -35,7 +35,6 @@ COMMANDS = {
         "plot": "draw reward and staleness of runs",
         "rollouts": "read recorded episodes",
         "config": "show resolved settings with their origin, or the reference of all settings",
-        "bench": "measure this machine",
     },
     "Models": {
         "convert": "turn a checkpoint of another format into a Hugging Face one",
