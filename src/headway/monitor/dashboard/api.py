@@ -1,0 +1,198 @@
+"""The routes under /api: everything the page shows, as JSON, read from run folders."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from headway.monitor.dashboard import logs, rollouts, timeline
+from headway.monitor.dashboard.catalog import Catalog, RunView
+from headway.monitor.dashboard.index import Filter
+from headway.monitor.dashboard.live import Watcher
+from headway.monitor.dashboard.settings import view_settings
+
+SORTS = ("step", "reward", "advantage", "lag", "tokens", "seconds")
+Handler = Callable[[RunView, "Query"], Any]
+
+
+class Query:
+    """The parameters of a request; what cannot be read is a 400."""
+
+    def __init__(self, request: web.Request) -> None:
+        self.path, self._query = request.match_info, request.query
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._query.get(name, default)[:1000]
+
+    def texts(self, name: str) -> list[str]:
+        return self._query.getall(name, [])
+
+    def number(self, name: str, default: float) -> float:
+        try:
+            value = float(self._query.get(name) or default)
+        except ValueError:
+            raise web.HTTPBadRequest(text=f"{name} must be a number") from None
+        return default if math.isnan(value) else value
+
+    def integer(self, name: str, default: int, low: int = 0, high: int = 2**53) -> int:
+        return int(min(max(self.number(name, default), low), high))
+
+    def optional(self, name: str) -> int | None:
+        return self.integer(name, 0) if self._query.get(name) else None
+
+    def filter(self) -> Filter:
+        sort = self.text("sort", "step")
+        if sort not in SORTS:
+            raise web.HTTPBadRequest(text=f"sort must be one of {', '.join(SORTS)}")
+        return Filter(
+            step=self.optional("step"),
+            env=self.text("env"),
+            error=self.text("error"),
+            group=self.text("group"),
+            min_reward=self.number("min_reward", -math.inf),
+            max_reward=self.number("max_reward", math.inf),
+            sort=sort,
+            descending=self.text("order", "desc") != "asc",
+        )
+
+
+def detail(view: RunView, query: Query) -> Any:
+    tables = view.tables()
+    return {
+        "processes": {name: {"names": table.names, "rows": len(table)} for name, table in tables.items()},
+        "restarts": timeline.restarts(view.paths, tables),
+    }
+
+
+def series(view: RunView, query: Query) -> Any:
+    """`name` is given as often as wanted, as `process:metric`."""
+    wanted: dict[str, list[str]] = {}
+    for full in query.texts("name"):
+        process, _, name = full.partition(":")
+        wanted.setdefault(process, []).append(name)
+    points = query.integer("points", 600, 2, 200_000)
+    low, high = query.number("from", -math.inf), query.number("to", math.inf)
+    tables = view.tables()
+    return {p: tables[p].select(names, points, low, high) for p, names in wanted.items() if p in tables}
+
+
+def lanes(view: RunView, query: Query) -> Any:
+    tables = view.tables()
+    low, high = query.number("from", -math.inf), query.number("to", math.inf)
+    return {
+        "lanes": timeline.lanes(tables, low, high),
+        "levels": timeline.levels(tables, low, high, 1000),
+        "restarts": timeline.restarts(view.paths, tables),
+    }
+
+
+def heat(view: RunView, query: Query) -> Any:
+    view.index.refresh()
+    column = "reward" if query.text("column") == "reward" else "lag"
+    counted = view.index.heat(column, query.integer("buckets", 100, 1, 400), 24, query.text("env"))
+    return counted | {"progress": view.index.progress()}
+
+
+def rollout_page(view: RunView, query: Query) -> Any:
+    wanted, text = query.filter(), query.text("q")
+    view.index.refresh(wanted.step)
+    offset, limit = query.integer("offset", 0), query.integer("limit", 100, 1, 500)
+    if text:
+        answer = rollouts.search(view.index, wanted, text, offset, limit)
+    else:
+        answer = rollouts.page(view.index, wanted, offset, limit)
+    return answer | {"progress": view.index.progress()}
+
+
+def rollout(view: RunView, query: Query) -> Any:
+    record = rollouts.read_record(view.index, int(query.path["step"]), int(query.path["line"]))
+    return rollouts.view_record(record)
+
+
+def tokens(view: RunView, query: Query) -> Any:
+    record = rollouts.read_record(view.index, int(query.path["step"]), int(query.path["line"]))
+    tokenizer = rollouts.find_tokenizer(view.paths)
+    place = query.integer("trace", 0), query.integer("branch", 0)
+    return rollouts.view_tokens(
+        record, tokenizer, *place, query.integer("offset", 0), query.integer("limit", 2000, 1, 5000)
+    )
+
+
+def log_list(view: RunView, query: Query) -> Any:
+    return logs.log_files(view.paths.logs)
+
+
+def log(view: RunView, query: Query) -> Any:
+    name, text = query.path["log"], query.text("q")
+    if text:
+        return logs.search_log(view.paths.logs, name, text)
+    return logs.read_piece(view.paths.logs, name, query.optional("end"), query.optional("since"))
+
+
+def settings(view: RunView, query: Query) -> Any:
+    return view_settings(view.paths)
+
+
+ROUTES: dict[str, Handler] = {
+    "": detail,
+    "/series": series,
+    "/lanes": lanes,
+    "/heat": heat,
+    "/rollouts": rollout_page,
+    r"/rollouts/{step:\d{1,9}}/{line:\d{1,9}}": rollout,
+    r"/rollouts/{step:\d{1,9}}/{line:\d{1,9}}/tokens": tokens,
+    "/logs": log_list,
+    "/logs/{log}": log,
+    "/settings": settings,
+}
+
+
+def add_routes(app: web.Application, catalog: Catalog) -> None:
+    """Reading files blocks, so every answer is made in a thread."""
+    app.router.add_get("/api/runs", partial(_runs, catalog))
+    for path, handler in ROUTES.items():
+        app.router.add_get("/api/runs/{run}" + path, partial(_of_run, catalog, handler))
+    watcher = Watcher(catalog)
+    app.router.add_get("/api/events", partial(_events, watcher))
+
+    async def close(app: web.Application) -> None:
+        await watcher.close()
+        catalog.close()
+
+    app.on_shutdown.append(close)
+
+
+async def _runs(catalog: Catalog, request: web.Request) -> web.Response:
+    return _json({"folder": catalog.folder.name, "runs": await asyncio.to_thread(catalog.summaries)})
+
+
+async def _of_run(catalog: Catalog, handler: Handler, request: web.Request) -> web.Response:
+    query = Query(request)
+
+    def answer() -> Any:
+        return handler(catalog.view(request.match_info["run"]), query)
+
+    try:
+        return _json(await asyncio.to_thread(answer))
+    except KeyError as error:
+        raise web.HTTPNotFound(text=f"there is no {error.args[0]}") from None
+
+
+async def _events(watcher: Watcher, request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    await response.write(b"retry: 2000\n\n")
+    async for names in watcher.changes():
+        await response.write(b"data: " + msgspec.json.encode(names) + b"\n\n")
+    return response
+
+
+def _json(value: Any) -> web.Response:
+    response = web.Response(body=msgspec.json.encode(value), content_type="application/json")
+    response.headers["Cache-Control"] = "no-store"
+    response.enable_compression()
+    return response

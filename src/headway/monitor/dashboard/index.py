@@ -1,0 +1,277 @@
+"""An index of a run's rollouts: a few dozen bytes for each, built in the background, newest steps first."""
+
+import gzip
+import os
+import re
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.runs import RunPaths
+from headway.monitor.dashboard.tail import LONGEST_LINE
+
+FILE = re.compile(r"^step_(\d{6,})\.jsonl\.gz$")
+ROW = np.dtype(
+    [
+        ("step", "i4"),
+        ("line", "i4"),
+        ("reward", "f4"),
+        ("advantage", "f4"),
+        ("lag", "i2"),
+        ("tokens", "i4"),
+        ("seconds", "f4"),
+        ("env", "i2"),
+        ("error", "i2"),
+        ("group", "S8"),
+        ("task", "S16"),
+    ]
+)
+Rows = NDArray[np.void]
+
+
+class _Named(msgspec.Struct):
+    id: str = ""
+
+
+class _Error(msgspec.Struct):
+    kind: str = ""
+
+
+class _Sample(msgspec.Struct):
+    advantage: float = 0.0
+    tokens: int = 0
+
+
+class _Episode(msgspec.Struct):
+    task: _Named = msgspec.field(default_factory=_Named)
+    error: _Error | None = None
+    timings: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class _Line(msgspec.Struct):
+    """What the index wants of a record; the decoder skips the rest without building it."""
+
+    env: str
+    group: str
+    reward: float
+    lag: int = 0
+    episode: _Episode = msgspec.field(default_factory=_Episode)
+    samples: list[_Sample] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What to list. `sort` is step, reward, advantage, lag, tokens or seconds; `text` is searched by the caller."""
+
+    step: int | None = None
+    env: str = ""
+    error: str = ""
+    group: str = ""
+    min_reward: float = -np.inf
+    max_reward: float = np.inf
+    sort: str = "step"
+    descending: bool = True
+
+
+class RolloutIndex:
+    """Rows of all recorded rollouts. Queries answer from what has been read so far and say how much that is."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._folder = paths.rollouts
+        self._lock = threading.Lock()
+        self._rows: Rows = np.zeros(1024, dtype=ROW)
+        self._used = 0
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._stamps: dict[int, tuple[int, int]] = {}
+        self._names: dict[str, list[str]] = {"env": [], "error": [""]}
+        self._files = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._found: tuple[object, NDArray[np.intp]] = (None, np.zeros(0, dtype=np.intp))
+
+    def refresh(self, step: int | None = None) -> None:
+        """Look for new files; read `step` at once, and the others in the background."""
+        files = self._listing()
+        self._files = len(files)
+        missing = [(number, stamp) for number, stamp in files.items() if self._stamps.get(number) != stamp]
+        if step is None and not self._spans:
+            step = max(files, default=None)  # so that the first page is not empty
+        if step is not None and any(number == step for number, _ in missing):
+            self._read(step, files[step])
+        if missing and (self._thread is None or not self._thread.is_alive()) and not self._closed:
+            self._thread = threading.Thread(target=self._build, name="rollout-index", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until everything that was there at the last refresh is read."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def progress(self) -> dict[str, Any]:
+        with self._lock:
+            rows = sum(stop - start for start, stop in self._spans.values())
+            return {"steps": self._files, "indexed": len(self._spans), "rollouts": rows, **self._named()}
+
+    def select(self, wanted: Filter) -> NDArray[np.intp]:
+        """Row numbers that match, in order. The last answer is kept, so that paging through it is free."""
+        with self._lock:
+            key = (wanted, self._used, len(self._spans))
+            if self._found[0] == key:
+                return self._found[1]
+            rows = self._rows[: self._used]
+            keep = self._matching(rows, wanted)
+            found = np.flatnonzero(keep)
+            order = rows["step"][found].astype(np.int64) * (-1 << 32) + rows["line"][found]
+            if wanted.sort != "step":
+                values = rows[wanted.sort][found].astype(np.float64)
+                found = found[np.lexsort((order, -values if wanted.descending else values))]
+            else:
+                by_step = np.argsort(order, kind="stable")
+                found = found[by_step if wanted.descending else by_step[::-1]]
+            self._found = (key, found)
+            return found
+
+    def rows(self, numbers: NDArray[np.intp]) -> list[dict[str, Any]]:
+        with self._lock:
+            rows = self._rows[numbers]
+            return [self._as_dict(row) for row in rows]
+
+    def heat(self, column: str, buckets: int, bins: int, env: str = "") -> dict[str, Any]:
+        """How often values of `column` occur over steps: counts[bucket][bin], with the edges of both."""
+        with self._lock:
+            rows = self._rows[: self._used]
+            rows = rows[self._matching(rows, Filter(env=env))]
+            steps, values = rows["step"], rows[column].astype(np.float64)
+        if not len(rows):
+            return {"steps": [], "values": [], "counts": []}
+        first, last = int(steps.min()), int(steps.max()) + 1
+        across = np.linspace(first, last, min(buckets, last - first) + 1)
+        if column == "lag":
+            along = np.arange(0, min(int(values.max()), bins) + 2) - 0.5
+        else:
+            low, high = float(values.min()), float(values.max())
+            along = np.linspace(low, high if high > low else low + 1.0, bins + 1)
+        counts, _, _ = np.histogram2d(steps, np.clip(values, along[0], along[-1]), bins=(across, along))
+        return {"steps": across.tolist(), "values": along.tolist(), "counts": counts.astype(int).tolist()}
+
+    def records(self, step: int) -> Iterator[bytes]:
+        """The raw lines of a step; nothing where there is no readable file."""
+        if step in self._listing():
+            yield from _lines(self._folder / f"step_{step:06d}.jsonl.gz")
+
+    def _build(self) -> None:
+        for step, stamp in sorted(self._listing().items(), reverse=True):
+            if self._closed:
+                return
+            if self._stamps.get(step) != stamp:
+                self._read(step, stamp)
+
+    def _listing(self) -> dict[int, tuple[int, int]]:
+        try:
+            entries = [(FILE.match(entry.name), entry) for entry in _scan(self._folder)]
+            return {
+                int(name[1]): (entry.stat().st_mtime_ns, entry.stat().st_size)
+                for name, entry in entries
+                if name is not None
+            }
+        except OSError:
+            return {}
+
+    def _read(self, step: int, stamp: tuple[int, int]) -> None:
+        parsed: list[tuple[int, _Line]] = []
+        decode = msgspec.json.Decoder(_Line).decode
+        for number, line in enumerate(_lines(self._folder / f"step_{step:06d}.jsonl.gz")):
+            try:
+                parsed.append((number, decode(line)))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+        with self._lock:
+            if self._stamps.get(step) == stamp:
+                return
+            fresh = np.array([self._row(step, number, line) for number, line in parsed], dtype=ROW)
+            if step in self._spans:  # a later attempt replaced the file; the old rows stay, out of every answer
+                start, stop = self._spans[step]
+                self._rows["step"][start:stop] = -1
+            self._append(fresh)
+            self._spans[step] = (self._used - len(fresh), self._used)
+            self._stamps[step] = stamp
+
+    def _append(self, fresh: Rows) -> None:
+        need = self._used + len(fresh)
+        if need > len(self._rows):
+            grown = np.zeros(max(need, len(self._rows) * 3 // 2), dtype=ROW)
+            grown[: self._used] = self._rows[: self._used]
+            self._rows = grown
+        self._rows[self._used : need] = fresh
+        self._used = need
+
+    def _row(self, step: int, number: int, line: _Line) -> tuple[Any, ...]:
+        samples = line.samples
+        advantage = sum(sample.advantage for sample in samples) / len(samples) if samples else np.nan
+        return (
+            step,
+            number,
+            line.reward,
+            advantage,
+            min(line.lag, 2**15 - 1),
+            sum(sample.tokens for sample in samples),
+            line.episode.timings.get("total", np.nan),
+            self._number("env", line.env),
+            self._number("error", line.episode.error.kind if line.episode.error is not None else ""),
+            line.group.encode()[:8],
+            line.episode.task.id.encode()[:16],
+        )
+
+    def _number(self, kind: str, name: str) -> int:
+        names = self._names[kind]
+        if name not in names:
+            names.append(name)
+        return min(names.index(name), 2**15 - 1)
+
+    def _matching(self, rows: Rows, wanted: Filter) -> NDArray[np.bool_]:
+        keep: NDArray[np.bool_] = rows["step"] >= 0 if wanted.step is None else rows["step"] == wanted.step
+        for kind, name in (("env", wanted.env), ("error", wanted.error)):
+            if name == "any":
+                keep &= rows[kind] > 0
+            elif name:
+                keep &= rows[kind] == (self._names[kind].index(name) if name in self._names[kind] else -1)
+        if wanted.group:
+            keep &= rows["group"] == wanted.group.encode()[:8]
+        if np.isfinite(wanted.min_reward):
+            keep &= rows["reward"] >= wanted.min_reward - 1e-6
+        if np.isfinite(wanted.max_reward):
+            keep &= rows["reward"] <= wanted.max_reward + 1e-6
+        return keep
+
+    def _as_dict(self, row: Any) -> dict[str, Any]:
+        out = {name: row[name].item() for name in ("step", "line", "reward", "advantage", "lag", "tokens", "seconds")}
+        out |= {kind: self._names[kind][int(row[kind])] for kind in ("env", "error")}
+        return out | {name: row[name].decode(errors="replace") for name in ("group", "task")}
+
+    def _named(self) -> dict[str, list[str]]:
+        return {"envs": list(self._names["env"]), "errors": [name for name in self._names["error"] if name]}
+
+
+def _scan(folder: Path) -> list[Any]:
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines of a compressed file, up to where it is damaged; endless lines are cut."""
+    try:
+        with gzip.open(path, "rb") as file:
+            while line := file.readline(LONGEST_LINE):
+                yield line
+    except (OSError, EOFError, zlib.error):
+        return

@@ -1,0 +1,164 @@
+"""One rollout for a reader: the record as it is, and its tokens with what was recorded about each."""
+
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from headway.core.episodes import Episode, Node, Trace
+from headway.core.runs import RunPaths
+from headway.monitor.dashboard.index import Filter, RolloutIndex
+from headway.monitor.dashboard.summary import read_settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SEARCH_SECONDS = 1.5
+"""A search answers after this long with what it found, and goes on when asked to."""
+
+
+class Trained(msgspec.Struct):
+    """What was trained of one branch, as the orchestrator recorded it."""
+
+    agent: str = "policy"
+    tokens: int = 0
+    sampled: int = 0
+    advantage: float = 0.0
+
+
+class Record(msgspec.Struct):
+    """A line of a rollout file."""
+
+    step: int
+    env: str
+    group: str
+    reward: float
+    episode: Episode
+    lag: int = 0
+    samples: list[Trained] = msgspec.field(default_factory=list)
+
+
+def page(index: RolloutIndex, wanted: Filter, offset: int, limit: int) -> dict[str, Any]:
+    found = index.select(wanted)
+    return {"total": len(found), "offset": offset, "rows": index.rows(found[offset : offset + limit])}
+
+
+def search(index: RolloutIndex, wanted: Filter, text: str, offset: int, limit: int) -> dict[str, Any]:
+    """Rollouts that match and contain `text`, from match number `offset` on; `next` is where to go on, or None.
+
+    Looks into the files of matching rollouts one by one, for a bounded time.
+    """
+    found, until = index.select(wanted), time.monotonic() + SEARCH_SECONDS
+    needle = msgspec.json.encode(text)[1:-1].lower()
+    hits: list[int] = []
+    position, lines, step = offset, [b""], -1
+    while position < len(found) and len(hits) < limit and time.monotonic() < until:
+        row = index.rows(found[position : position + 1])[0]
+        if row["step"] != step:
+            step, lines = row["step"], [line.lower() for line in index.records(row["step"])]
+        if row["line"] < len(lines) and needle in lines[row["line"]]:
+            hits.append(int(found[position]))
+        position += 1
+    return {
+        "total": len(found),
+        "offset": offset,
+        "rows": index.rows(np.array(hits, dtype=np.intp)),
+        "next": position if position < len(found) else None,
+    }
+
+
+def read_record(index: RolloutIndex, step: int, line: int) -> Record:
+    """Raises KeyError when there is none, or it is damaged."""
+    raw = next(islice(index.records(step), max(line, 0), None), None)
+    if raw is None:
+        raise KeyError(f"{step}/{line}")
+    try:
+        return msgspec.json.decode(raw, type=Record)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise KeyError(f"{step}/{line}: {error}") from None
+
+
+def view_record(record: Record) -> dict[str, Any]:
+    """The record without the long lists of numbers, which `view_tokens` hands out in pieces."""
+    plain: dict[str, Any] = msgspec.to_builtins(record)
+    for trace, full in zip(plain["episode"]["traces"], record.episode.traces, strict=True):
+        trace["branches"] = full.branches()
+        for node, source in zip(trace["nodes"], full.nodes, strict=True):
+            node["tokens"], node["sampled"] = len(source.token_ids), source.sampled
+            for name in ("token_ids", "logprobs", "routed_experts"):
+                node.pop(name, None)
+    return plain
+
+
+def view_tokens(
+    record: Record, tokenizer: "Tokenizer | None", trace: int, branch: int, offset: int, limit: int
+) -> dict[str, Any]:
+    """Columns over the tokens of one branch: id, text, logprob, version (null where not sampled), and the advantage.
+
+    Raises KeyError when there is no such trace or branch.
+    """
+    try:
+        chosen = record.episode.traces[trace]
+        path = chosen.branches()[branch]
+    except IndexError:
+        raise KeyError(f"trace {trace}, branch {branch}") from None
+    every = [entry for number in path for entry in _tokens(chosen.nodes[number], number)]
+    part = every[offset : offset + limit]
+    return {
+        "total": len(every),
+        "offset": offset,
+        "ids": [entry[0] for entry in part],
+        "texts": _texts(tokenizer, [entry[0] for entry in part]),
+        "logprobs": [entry[1] for entry in part],
+        "versions": [entry[2] for entry in part],
+        "nodes": [entry[3] for entry in part],
+        "advantage": _advantage(record, chosen, trace, branch, len(every)),
+    }
+
+
+def _tokens(node: Node, number: int) -> Iterator[tuple[int, float | None, int | None, int]]:
+    versions = [version for version, count in node.versions for _ in range(min(count, len(node.token_ids)))]
+    for place, token in enumerate(node.token_ids):
+        logprob = node.logprobs[place] if node.logprobs is not None and place < len(node.logprobs) else None
+        yield token, logprob, versions[place] if place < len(versions) else None, number
+
+
+def _advantage(record: Record, trace: Trace, trace_number: int, branch: int, tokens: int) -> float | None:
+    """Of the sample that was trained on this branch: by place where all branches were trained, else by its length."""
+    before = sum(len(other.branches()) for other in record.episode.traces[:trace_number])
+    every = sum(len(other.branches()) for other in record.episode.traces)
+    if every == len(record.samples):
+        return record.samples[before + branch].advantage
+    same = [sample for sample in record.samples if sample.agent == trace.agent and sample.tokens == tokens]
+    return same[0].advantage if same else None
+
+
+def _texts(tokenizer: "Tokenizer | None", ids: list[int]) -> list[str]:
+    if tokenizer is None:
+        return [f"⟨{token}⟩" for token in ids]
+    return [tokenizer.decode([token], skip_special_tokens=False) or f"⟨{token}⟩" for token in ids]
+
+
+def find_tokenizer(paths: RunPaths) -> "Tokenizer | None":
+    """The tokenizer that a run's tokens belong to: of its exports, else of the model its settings name."""
+    candidates = sorted(paths.exports.glob("step_*/tokenizer.json"), reverse=True)[:1]
+    model = (read_settings(paths).get("model") or {}).get("path")
+    if isinstance(model, str):
+        candidates.append(Path(model) / "tokenizer.json")
+    return next((_load(path) for path in candidates if path.is_file()), None)
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path) -> "Tokenizer | None":
+    from headway.core.errors import HeadwayError
+    from headway.rendering.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(path.parent)
+    except (HeadwayError, OSError):
+        return None

@@ -1,0 +1,132 @@
+"""One line of the runs table: what a run is and how far it is, from the ends of its files only."""
+
+import socket
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from headway.core.runs import RunPaths
+from headway.monitor.dashboard.attempts import LOG
+from headway.monitor.dashboard.tail import last_lines
+
+FRESH_SECONDS = 180.0
+"""A run of another machine counts as running while its metrics are younger than this."""
+
+
+def summarize(paths: RunPaths) -> dict[str, Any]:
+    """Name, status, step, reward, speed, age and what to group by. Missing files leave fields empty."""
+    record = read_json(paths.record)
+    settings = read_settings(paths)
+    trainer, orchestrator = _latest(paths, "trainer"), _latest(paths, "orchestrator")
+    last = trainer or _latest(paths, "sft") or orchestrator
+    updated = max(float(line.get("time") or 0.0) for line in (trainer, orchestrator, last))
+    step, of = int(last.get("step") or 0), _integer(settings.get("max_steps"))
+    return {
+        "name": paths.root.name,
+        "command": _text(record.get("command")),
+        "status": _status(record, step, of, updated),
+        "step": step,
+        "max_steps": of,
+        "reward": orchestrator.get("reward/mean"),
+        "evaluation": next(
+            (v for k, v in sorted(orchestrator.items()) if k.endswith("/avg") and k[:5] == "eval/"), None
+        ),
+        "loss": last.get("loss"),
+        "lag": orchestrator.get("lag/mean"),
+        "tokens_per_second": last.get("tokens_per_second"),
+        "step_seconds": _step_seconds(paths),
+        "started_at": record.get("started_at"),
+        "updated_at": updated or record.get("started_at"),
+        "model": _text((settings.get("model") or {}).get("path")),
+        "envs": _env_names(settings),
+        "algorithm": _text(((settings.get("orchestrator") or {}).get("algorithm") or {}).get("type")),
+        "restarts": _restarts(paths),
+        "host": _text(record.get("host")),
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+
+
+def read_settings(paths: RunPaths) -> dict[str, Any]:
+    """The resolved settings of the run's command, or of the first process that wrote any."""
+    for name in ("rl", "sft", "train", "trainer", "orchestrate", "orchestrator"):
+        try:
+            return tomllib.loads((paths.config / f"{name}.toml").read_text("utf-8"))
+        except (OSError, ValueError):
+            continue
+    return {}
+
+
+def _latest(paths: RunPaths, process: str) -> dict[str, Any]:
+    """The newest value of every name in the last lines of a process, and the newest step and time."""
+    merged: dict[str, Any] = {}
+    for line in last_lines(paths.metrics / f"{process}.jsonl"):
+        try:
+            values = msgspec.json.decode(line, type=dict[str, float | None])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        step = max(merged.get("step") or 0, values.get("step") or 0)
+        merged |= values | {"step": step}
+    return merged
+
+
+def _step_seconds(paths: RunPaths) -> float | None:
+    """Seconds between the last steps, of whichever process ends a step."""
+    for process in ("trainer", "sft", "orchestrator"):
+        times = []
+        for line in last_lines(paths.metrics / f"{process}.jsonl"):
+            try:
+                values = msgspec.json.decode(line, type=dict[str, float | None])
+                times.append((float(values["step"] or 0), float(values["time"] or 0)))
+            except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
+                continue
+        if len(times) > 1 and times[-1][0] > times[0][0]:
+            return (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
+    return None
+
+
+def _status(record: dict[str, Any], step: int, of: int | None, updated: float) -> str:
+    if of is not None and step >= of:
+        return "finished"
+    if record.get("host") == socket.gethostname() and _alive(record):
+        return "running"
+    return "running" if time.time() - updated < FRESH_SECONDS else "stopped"
+
+
+def _alive(record: dict[str, Any]) -> bool:
+    """Whether the process that began the run still lives, and is not another one with its number."""
+    try:
+        began = psutil.Process(int(record["pid"])).create_time()
+    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
+        return False
+    return bool(began <= float(record.get("started_at") or 0.0) + 1.0)
+
+
+def _restarts(paths: RunPaths) -> int:
+    try:
+        names = [LOG.match(path.name) for path in paths.logs.iterdir()]
+    except OSError:
+        return 0
+    return sum(int(name["attempt"]) > 1 for name in names if name is not None)
+
+
+def _env_names(settings: dict[str, Any]) -> list[str]:
+    envs = (settings.get("orchestrator") or {}).get("envs") or []
+    return [_text(env.get("name") or env.get("id")) for env in envs if isinstance(env, dict)]
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
