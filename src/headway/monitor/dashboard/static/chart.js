@@ -108,7 +108,7 @@ export class Chart {
     return {
       ...this.size(), series, bands,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 16, 0, 0],
       cursor: { sync: { key: board.sync }, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
         bind: { dblclick: () => () => { board.reset(); return null; } } },
       scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { distr: this.log ? 3 : 1 } },

@@ -73,6 +73,7 @@ class Lanes {
     const ctx = canvas.getContext("2d");
     ctx.scale(ratio, ratio);
     ctx.font = `12px ${color("--sans")}`;
+    this.paints = Object.fromEntries(Object.entries(KINDS).map(([kind, name]) => [kind, color(name)]));
     data.lanes.forEach((lane, row) => this.lane(ctx, lane, row * ROW));
     data.levels.forEach((level, row) => this.level(ctx, level, data.lanes.length * ROW + row * LEVEL));
     this.axis(ctx, height);
@@ -85,7 +86,7 @@ class Lanes {
     for (const [from, to, kind] of lane.spans) {
       const [start, end] = [Math.max(left, this.x(from)), Math.min(right, this.x(to))];
       if (end < left || start > right) continue;
-      ctx.fillStyle = color(KINDS[kind] ?? "--c8");
+      ctx.fillStyle = this.paints[kind];
       ctx.fillRect(start, top + 5, Math.max(0.6, end - start), ROW - 10);
     }
   }

@@ -10,12 +10,12 @@ const each = (process, pattern, extra = {}) => ({ process, pattern, extra });
 
 const PANELS = [
   { section: "Learning" },
-  { title: "Reward", lines: [line(O, "reward/mean", "mean", { main: true }), each(O, /^reward\/(.+)\/mean$/), line(O, "reward/p50", "median", { off: true })],
+  { title: "Reward", lines: [line(O, "reward/mean", "mean", { main: true }), each(O, /^reward\/(.+)\/mean$/, { several: true }), line(O, "reward/p50", "median", { off: true })],
     band: [line(O, "reward/p10", "10 %"), line(O, "reward/p90", "90 %")] },
   { title: "Evaluation", lines: [each(O, /^eval\/(.+\/(?:avg|pass@\d+))$/, { points: true })] },
   { title: "Pass rate", lines: [line(O, "pass_rate", "solved")] },
   { title: "Parts of the reward", lines: [each(O, /^env\/(.+)$/)] },
-  { title: "Loss", lines: [line(T, "loss", "loss", { main: true }), each(T, /^loss\/(.+)$/), line("sft", "loss", "loss"), each(T, /^(validation\/.+)$/, { points: true })] },
+  { title: "Loss", lines: [line(T, "loss", "loss", { main: true }), each(T, /^loss\/(.+)$/, { several: true }), line("sft", "loss", "loss"), each(T, /^(validation\/.+)$/, { points: true })] },
   { title: "Entropy", lines: [line(T, "entropy", "entropy")] },
   { title: "Gradient norm", lines: [line(T, "grad_norm", "norm")], log: true },
   { title: "Learning rate", lines: [line(T, "lr", "lr")] },
@@ -53,10 +53,11 @@ export function panelsFor(processes) {
   };
   const spell = (one) => {
     if (one.key) return has(one.key) ? [one] : [];
-    return (processes[one.process]?.names ?? []).flatMap((name) => {
+    const found = (processes[one.process]?.names ?? []).flatMap((name) => {
       const caught = one.pattern.exec(name);
       return caught ? [line(one.process, name, caught[1], one.extra)] : [];
     });
+    return one.extra.several && found.length < 2 ? [] : found; // a part that is the whole
   };
   const out = [];
   for (const panel of PANELS) {

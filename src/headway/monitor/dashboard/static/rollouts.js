@@ -78,7 +78,7 @@ class Rollouts {
     const sort = wanted.sort || "step";
     this.options(this.env, answer.progress.envs);
     this.options(this.error, answer.progress.errors.length ? ["any", ...answer.progress.errors] : []);
-    replace(this.head, COLUMNS.map(([key, title]) => h("th", { class: WIDE.has(title) ? "wide" : "" }, key
+    replace(this.head, COLUMNS.map(([key, title]) => h("th", { class: `${key ? "num" : ""} ${WIDE.has(title) ? "wide" : ""}` }, key
       ? h("button", { "aria-label": `sort by ${title}`, onclick: () => { this.wanted.order = sort === key && wanted.order !== "asc" ? "asc" : ""; this.set("sort", key); } }, title, sort === key ? (wanted.order === "asc" ? " ↑" : " ↓") : "")
       : title)));
     this.at = Math.min(this.at, Math.max(0, answer.rows.length - 1));
@@ -97,7 +97,7 @@ class Rollouts {
   line(row, place) {
     return h("tr", { class: place === this.at ? "at" : "" },
       h("td", { class: "num" }, h("a", { href: this.link(row) }, row.step)), h("td", { class: "wide" }, row.env), h("td", { class: "mono" }, row.task),
-      h("td", { class: "mono wide" }, h("button", { title: "only this group", onclick: () => { this.box.querySelector("[data-field=group]").value = row.group; this.set("group", row.group); } }, row.group)),
+      h("td", { class: "mono wide" }, h("button", { class: "link mono", title: "only this group", onclick: () => { this.box.querySelector("[data-field=group]").value = row.group; this.set("group", row.group); } }, row.group)),
       h("td", { class: "num" }, number(row.reward)), h("td", { class: `num ${row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : ""}` }, number(row.advantage)),
       h("td", { class: "num wide" }, row.lag), h("td", { class: "num" }, row.tokens), h("td", { class: "num wide" }, duration(row.seconds)), h("td", { class: "bad" }, row.error));
   }
