@@ -10,13 +10,13 @@ TORCH := torch==2.13.0
 # Built for another torch, these make `import transformers` fail; nothing here needs them.
 TRAPS := torchvision torchaudio torchcodec
 
-.PHONY: help quickstart test test-fast lint bench clean setup setup-dev
+.PHONY: help quickstart test test-slow lint bench clean setup setup-dev
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make quickstart  train a tiny model on this machine and plot its reward'
-	@echo 'make test        style, types and all tests (what .ci/run runs)'
-	@echo 'make test-fast   tests without the slow ones'
+	@echo 'make test        style, types and tests'
+	@echo 'make test-slow   whole runs: learning, kills, resumes (.ci/run runs these too)'
 	@echo 'make lint        style and types'
 	@echo 'make bench       measure'
 	@echo 'make clean       remove the virtual environment and caches; runs in outputs/ stay'
@@ -25,10 +25,10 @@ quickstart: setup
 	$(BIN)/python examples/reverse_text/quickstart.py
 
 test: lint
-	$(BIN)/python -m pytest
-
-test-fast: setup-dev
 	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: setup-dev
+	$(BIN)/python -m pytest -m slow
 
 lint: setup-dev
 	$(BIN)/ruff check .
