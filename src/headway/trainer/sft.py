@@ -68,7 +68,9 @@ class _FineTuning:
         )
         self.order.skip(self.state.step)
         self.stepper = Stepper(settings, ranks)
-        self.recorder = stack.enter_context(closing(Recorder(paths, ranks, self.state.step, settings.max_steps)))
+        self.recorder = stack.enter_context(
+            closing(Recorder(paths, ranks, self.state.step, settings.max_steps, settings.tracking))
+        )
 
     def run(self) -> Path:
         with _few_lines(), progress_bar("fine-tuning", self.settings.max_steps) as advance:

@@ -36,7 +36,7 @@ class Updater:
         self._engine = engine
         self._lora = lora
         self._spare: DecoderLM | None = None
-        self._receiver = make_receiver()
+        self._receiver = make_receiver(engine.runner.device.type)
 
     def stage(self, update: WeightUpdate) -> Staged:
         """Fetch and check; what serves is not touched. Raises UpdateError that says what was wrong."""
