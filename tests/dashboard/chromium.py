@@ -101,6 +101,14 @@ class Page:
                 raise AssertionError(f"never true: {expression}; errors: {self.errors}; {await self.text()}")
             await asyncio.sleep(0.05)
 
+    async def until_requested(self, part: str) -> None:
+        """Wait until an address that contains `part` was asked for."""
+        for _ in range(400):
+            if any(part in url for url in self.requests):
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"never asked for {part}; the last were {[url[-60:] for url in self.requests[-5:]]}")
+
     async def text(self) -> str:
         return str(await self.ask("document.body?.innerText.slice(0, 500)"))
 

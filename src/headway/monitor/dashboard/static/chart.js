@@ -109,7 +109,8 @@ export class Chart {
       ...this.size(), series, bands,
       legend: { show: false },
       padding: [8, 16, 0, 0],
-      cursor: { sync: { key: board.sync }, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
+      // Only moves are shared: the board itself carries a selection to the other charts.
+      cursor: { sync: { key: board.sync, filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } }, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
         bind: { dblclick: () => () => { board.reset(); return null; } } },
       scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { distr: this.log ? 3 : 1 } },
       axes: [{ ...axis, values: board.options.x === "time" ? (u, values) => values.map(hours) : undefined, size: 28 },

@@ -16,7 +16,7 @@ class Lanes {
     Object.assign(this, { box, run, range: null, data: null, drag: null });
     this.canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": "timeline of processes; arrows move, plus and minus zoom, zero shows all" });
     this.tip = h("div", { class: "tip", hidden: true });
-    this.stalls = h("div", { class: "card pad" });
+    this.stalls = h("div", { class: "card pad scroll" });
   }
 
   async start() {
