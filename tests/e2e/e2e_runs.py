@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,3 +72,20 @@ def warm_up(folder: Path, rows: list[dict[str, Any]], *flags: str) -> Path:
     place = ("--run.output_dir", str(folder), "--run.name", "sft")
     headway("sft", "@", str(EXAMPLES / "warm_up.toml"), "--data.path", str(data), *place, *flags)
     return sorted((folder / "sft" / "exports").iterdir())[-1]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """A server while it serves; its address."""
+    server = start("serve", *arguments, "--port", "0")
+    assert server.stdout is not None
+    try:
+        for line in server.stdout:
+            if found := re.search(r"http://\S+", line):
+                yield found[0]
+                break
+        else:
+            raise AssertionError("the server ended before it served")
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)

@@ -1,13 +1,11 @@
 """Every algorithm learns: short seeded runs on a CPU whose own signal rises well above its start."""
 
-import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import RunRl
-from e2e_runs import Run, start, warm_up
+from e2e_runs import Run, serving, warm_up
 
 from headway.envs.bundled import calculator, reverse_text
 
@@ -73,17 +71,8 @@ def teacher(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     rows = reverse_text.demonstrations(10_000, seed=1)
     short = ("--max_steps", "250", "--trainer.schedule.decay_steps", "150", "--trainer.optim.lr", "1e-3")
     model = warm_up(tmp_path_factory.mktemp("teacher"), rows, "--model.path", str(warm_model), *short)
-    server = start("serve", str(model), "--port", "0")
-    assert server.stdout is not None
-    for line in server.stdout:
-        if found := re.search(r"http://\S+", line):
-            yield found[0]
-            break
-    server.terminate()
-    try:
-        server.communicate(timeout=20)
-    except subprocess.TimeoutExpired:
-        server.kill()
+    with serving(str(model)) as address:
+        yield address
 
 
 @pytest.mark.parametrize("algorithm", ["opd", "sft"])

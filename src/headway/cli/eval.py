@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 HELP = """\
 usage: headway eval --url URL --env NAME [--args.NAME VALUE ...] [--env NAME ...] [options]
 
-Runs every task of the environments against a server that speaks the inference protocol (`headway serve`, or vLLM with
---enable-scale-out) and prints mean rewards, pass@k, errors and lengths.
+Runs every task of the environments against a server and prints mean rewards, pass@k, errors and lengths. The server
+speaks the inference protocol (`headway serve`, or vLLM with --enable-scale-out) or, with --api chat, only OpenAI's chat
+API; its key, where it wants one, is read from OPENAI_API_KEY.
 
   --url URL           the server; may be given several times, episodes go to the least loaded
   --env NAME          a name of `headway env list`, `module:Name` or `file.py:Name`; may be given several times
   --args.NAME VALUE   an argument of the last named environment, such as --args.split eval
   --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (tiny)
   --name NAME         what the server calls the model (policy)
+  --api chat          the server speaks only OpenAI's chat API
   --tasks N           tasks per environment (all)
   --samples K         episodes per task: the k of avg@k and pass@k (1)
   --temperature T     how the model draws (1.0)
@@ -46,6 +48,7 @@ class Options:
     envs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     model: str = "tiny"
     name: str = "policy"
+    api: str = "tokens"
     tasks: int | None = None
     samples: int = 1
     temperature: float = 1.0
@@ -59,6 +62,7 @@ class Options:
 VALUES: dict[str, tuple[str, type]] = {
     "--model": ("model", str),
     "--name": ("name", str),
+    "--api": ("api", str),
     "--tasks": ("tasks", int),
     "--samples": ("samples", int),
     "--temperature": ("temperature", float),
@@ -112,6 +116,8 @@ def parse(argv: Sequence[str]) -> Options:
             raise UsageError(f"unknown option {word}; see `headway eval --help`")
     if not options.urls:
         raise UsageError("name a server with --url, such as --url http://127.0.0.1:8000; `headway serve` starts one")
+    if options.api not in ("tokens", "chat"):
+        raise UsageError(f"--api is tokens or chat, not {options.api!r}")
     if not options.envs:
         raise UsageError("name an environment with --env; `headway env list` shows them")
     return options
@@ -172,6 +178,7 @@ async def _evaluate(options: Options) -> "tuple[Round, list[EvalEnv]]":
         model=resolve_folder(options.model),
         renderer="auto",
         policy=options.name,
+        api="chat" if options.api == "chat" else "tokens",
         concurrency=options.concurrency,
         progress=lambda total: progress_bar("evaluating", total),
     )

@@ -90,7 +90,10 @@ class EpisodeError(msgspec.Struct, frozen=True):
 
 
 class EpisodeRequest(msgspec.Struct, omit_defaults=True):
-    """Everything a worker needs to run one episode. `engines` are base URLs in order of preference."""
+    """Everything a worker needs to run one episode. `engines` are base URLs in order of preference.
+
+    `api` says what they speak: the inference protocol, whose tokens can be trained, or only OpenAI's chat.
+    """
 
     episode_id: str
     group_id: str
@@ -103,6 +106,7 @@ class EpisodeRequest(msgspec.Struct, omit_defaults=True):
     cache_salt: str | None = None
     priority: int = 0
     evaluation: bool = False
+    api: Literal["tokens", "chat"] = "tokens"
 
 
 class Episode(msgspec.Struct, omit_defaults=True):

@@ -33,12 +33,15 @@ class Engines:
 
     def client(self, url: str) -> InferenceClient:
         if url not in self._clients:
-            if self._session is None:
-                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-                timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-                self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-            self._clients[url] = InferenceClient(url, session=self._session)
+            self._clients[url] = InferenceClient(url, session=self.session())
         return self._clients[url]
+
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        return self._session
 
     async def learn_context(self, url: str) -> int | None:
         """The longest sequence that the engine at `url` takes, or None where it does not say."""

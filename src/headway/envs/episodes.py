@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Trace
 from headway.envs.base import Environment
+from headway.envs.chat_endpoint import ChatEndpoint, ChatPolicy
 from headway.envs.engines import EnginePolicy, Engines, Sampler
 from headway.envs.failures import as_error
 from headway.envs.policy import Policy
@@ -25,8 +26,7 @@ class EpisodeRunner:
 
     async def run(self, request: EpisodeRequest) -> Episode:
         """Never raises: errors, timeouts and cancellation are in the episode, beside what was said by then."""
-        sampler = Sampler(request, self._engines, self._renderer.stop_token_ids)
-        policy = EnginePolicy(self._renderer, sampler)
+        sampler, policy = self._policy(request)
         episode = blank_episode(request, self._name)
         episode.started_at = time.time()
         clock = time.perf_counter()
@@ -40,6 +40,13 @@ class EpisodeRunner:
             "environment": max(0.0, total - sampler.seconds - rewarding),
         }
         return episode
+
+    def _policy(self, request: EpisodeRequest) -> tuple[Sampler | ChatEndpoint, Policy]:
+        if request.api == "chat":
+            endpoint = ChatEndpoint(request, self._engines.session())
+            return endpoint, ChatPolicy(endpoint)
+        sampler = Sampler(request, self._engines, self._renderer.stop_token_ids)
+        return sampler, EnginePolicy(self._renderer, sampler)
 
     async def _attempt(self, request: EpisodeRequest, policy: Policy, timings: dict[str, float]) -> EpisodeError | None:
         limit = asyncio.timeout(request.timeout)

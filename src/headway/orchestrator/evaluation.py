@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -59,6 +60,7 @@ class EvaluationWork:
     finished: Callable[[Round], None]
     advanced: Callable[[Episode], None] = lambda episode: None
     policy: str = "policy"
+    api: Literal["tokens", "chat"] = "tokens"
     rounds: deque[Round] = field(default_factory=deque)
     _flying: dict[str, int] = field(default_factory=dict)
 
@@ -104,6 +106,7 @@ class EvaluationWork:
             sampling=env.sampling,
             timeout=env.timeout,
             evaluation=True,
+            api=self.api,
         )
         self._flying[env.name] = self._flying.get(env.name, 0) + 1
 

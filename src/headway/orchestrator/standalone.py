@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
+from typing import Literal
 
 from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
 from headway.core.errors import HeadwayError
@@ -46,12 +47,14 @@ async def evaluate(
     model: Path,
     renderer: str,
     policy: str,
+    api: Literal["tokens", "chat"],
     concurrency: int,
     progress: Callable[[int], AbstractContextManager[Callable[[float], None]]],
 ) -> tuple[Round, list[EvalEnv]]:
     """One round on all environments. `progress(episodes)` opens a bar, which is advanced as they finish."""
     endpoints = Endpoints(urls)
-    await endpoints.check()
+    if api == "tokens":
+        await endpoints.check()
     async with AsyncExitStack() as stack:
         pools = Pools(stack, model, renderer)
         envs = await together([eval_env(env, SamplingSettings(), pools) for env in settings])
@@ -66,6 +69,7 @@ async def evaluate(
             finished=finished.set_result,
             advanced=lambda episode: advance(1),
             policy=policy,
+            api=api,
         )
         dispatcher = Dispatcher(endpoints, [work], concurrency)
         stack.push_async_callback(dispatcher.close)
