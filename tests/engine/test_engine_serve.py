@@ -68,7 +68,7 @@ def test_a_server_joins_a_run_with_its_latest_weights_and_leaves_on_sigterm(taug
     [
         (("serve", "no-such-model"), "neither a folder"),
         (("serve", "tiny", "--host", "0.0.0.0"), "HEADWAY_TOKEN"),
-        (("serve", "tiny", "--join"), "--join needs a value"),
+        (("serve", "tiny", "--join"), "--join needs the folder of a run"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], message: str) -> None:
