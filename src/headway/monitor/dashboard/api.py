@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
@@ -186,8 +187,10 @@ async def _events(watcher: Watcher, request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await response.prepare(request)
     await response.write(b"retry: 2000\n\n")
-    async for names in watcher.changes():
-        await response.write(b"data: " + msgspec.json.encode(names) + b"\n\n")
+    async with aclosing(watcher.changes()) as changes:
+        with suppress(ConnectionResetError):  # the page was closed
+            async for names in changes:
+                await response.write(b"data: " + msgspec.json.encode(names) + b"\n\n")
     return response
 
 

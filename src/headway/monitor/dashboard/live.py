@@ -1,7 +1,7 @@
 """Telling pages that a run has grown: server-sent events from one look per second, however many watch."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from headway.core.runs import RunPaths
@@ -19,7 +19,7 @@ class Watcher:
         self._listeners: set[asyncio.Queue[list[str]]] = set()
         self._task: asyncio.Task[None] | None = None
 
-    async def changes(self) -> AsyncIterator[list[str]]:
+    async def changes(self) -> AsyncGenerator[list[str], None]:
         """Names of runs that changed since the last time; an empty list now and then shows that the link is alive."""
         queue: asyncio.Queue[list[str]] = asyncio.Queue()
         self._listeners.add(queue)

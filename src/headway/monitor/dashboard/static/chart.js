@@ -33,6 +33,9 @@ export class Chart {
     this.u = null;
     this.watch = new ResizeObserver(() => this.u && this.u.setSize(this.size()));
     this.watch.observe(this.plot);
+    this.near = false;
+    this.sight = new IntersectionObserver(([seen]) => { this.near = seen.isIntersecting; if (this.stale) this.draw(); }, { rootMargin: "200px" });
+    this.sight.observe(this.node);
   }
 
   // data: [x, ...one column per line, low and high of the band if there is one]
@@ -43,7 +46,8 @@ export class Chart {
   }
 
   draw() {
-    if (!this.data) return;
+    this.stale = !this.near; // what nobody can see is drawn when it comes into sight
+    if (!this.data || this.stale) return;
     const shown = this.columns();
     const shape = `${shown.series.length}|${this.log}|${this.board.options.x}|${this.board.options.smoothing > 0}`;
     if (this.u && this.shape === shape) {
@@ -190,6 +194,7 @@ export class Chart {
 
   destroy() {
     this.watch.disconnect();
+    this.sight.disconnect();
     this.u?.destroy();
     this.u = null;
   }
