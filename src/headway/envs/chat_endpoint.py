@@ -68,13 +68,8 @@ class ChatPolicy(Policy):
     """One agent of an episode whose replies come from a chat endpoint. Its nodes hold messages without tokens."""
 
     def __init__(self, endpoint: ChatEndpoint, agent: str = "policy") -> None:
+        super().__init__(Trace(agent))
         self._endpoint = endpoint
-        self._trace = Trace(agent)
-        self._agents: dict[tuple[str, int], ChatPolicy] = {(agent, 0): self}
-
-    @property
-    def trace(self) -> Trace:
-        return self._trace
 
     async def chat(
         self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
@@ -85,16 +80,9 @@ class ChatPolicy(Policy):
             body["tools"] = [describe(tool).to_openai() for tool in tools]
         changes = {"max_tokens": max_tokens, "temperature": temperature}
         reply, reason = await self._endpoint.reply(body | {k: v for k, v in changes.items() if v is not None})
-        self._trace.truncated |= reason == "length"
-        self._trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
+        self.trace.truncated |= reason == "length"
+        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
         return reply
 
-    def agent(self, name: str, index: int = 0) -> Policy:
-        if (name, index) not in self._agents:
-            other = ChatPolicy(self._endpoint, name)
-            other._agents = self._agents
-            self._agents[name, index] = other
-        return self._agents[name, index]
-
-    def agents(self) -> list[Policy]:
-        return [agent for agent in self._agents.values() if agent.trace.nodes or agent.trace.rewards]
+    def another(self, name: str) -> Policy:
+        return ChatPolicy(self._endpoint, name)

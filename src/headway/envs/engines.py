@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from headway.core.episodes import EpisodeRequest, RoutedExperts, Trace
+from headway.core.episodes import EpisodeRequest, RoutedExperts
 from headway.core.messages import Message, Messages, as_messages
 from headway.core.protocol import GenerateChoice, GenerateRequest, SamplingParams
 from headway.envs.failures import ContextLimit, EpisodeFailure
@@ -145,13 +145,9 @@ class EnginePolicy(Policy):
 
     def __init__(self, renderer: Renderer, sampler: Sampler, agent: str = "policy") -> None:
         self.tree = TraceTree(renderer, agent)
+        super().__init__(self.tree.trace)
         self._renderer = renderer
         self._sampler = sampler
-        self._agents: dict[tuple[str, int], EnginePolicy] = {(agent, 0): self}
-
-    @property
-    def trace(self) -> Trace:
-        return self.tree.trace
 
     async def chat(
         self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
@@ -160,15 +156,8 @@ class EnginePolicy(Policy):
         reply = await self._sampler.sample(prompt.token_ids, max_tokens, temperature)
         return self.tree.record(prompt, reply)
 
-    def agent(self, name: str, index: int = 0) -> Policy:
-        if (name, index) not in self._agents:
-            other = EnginePolicy(self._renderer, self._sampler, name)
-            other._agents = self._agents
-            self._agents[name, index] = other
-        return self._agents[name, index]
-
-    def agents(self) -> list[Policy]:
-        return [agent for agent in self._agents.values() if agent.trace.nodes or agent.trace.rewards]
+    def another(self, name: str) -> Policy:
+        return EnginePolicy(self._renderer, self._sampler, name)
 
 
 def _reply(choice: GenerateChoice, temperature: float, version: int) -> Reply:

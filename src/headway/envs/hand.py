@@ -22,14 +22,9 @@ class HandPolicy(Policy):
     """
 
     def __init__(self, source: TextIO, show: Callable[[str], None], paint: Paint, agent: str = "policy") -> None:
+        super().__init__(Trace(agent))
         self._source, self._show, self._paint = source, show, paint
-        self._trace = Trace(agent=agent)
         self._seen: list[Message] = []
-        self._agents: dict[tuple[str, int], HandPolicy] = {(agent, 0): self}
-
-    @property
-    def trace(self) -> Trace:
-        return self._trace
 
     async def chat(
         self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
@@ -44,22 +39,15 @@ class HandPolicy(Policy):
             self._show(self._paint("dim", f'to call one: {CALL} {described[0].name} {{"argument": "value"}}'))
         reply = self._read()
         self._seen = [*said, reply]
-        self._trace.nodes = [Node(i - 1, [], message) for i, message in enumerate(self._seen)]
+        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate(self._seen)]
         return reply
 
-    def agent(self, name: str, index: int = 0) -> Policy:
-        if (name, index) not in self._agents:
-            other = HandPolicy(self._source, self._show, self._paint, name)
-            other._agents = self._agents
-            self._agents[name, index] = other
-        return self._agents[name, index]
-
-    def agents(self) -> list[Policy]:
-        return [agent for agent in self._agents.values() if agent.trace.nodes or agent.trace.rewards]
+    def another(self, name: str) -> Policy:
+        return HandPolicy(self._source, self._show, self._paint, name)
 
     def _read(self) -> Message:
         if self._source.isatty():
-            print(self._paint("sampled", f"{self._trace.agent}> "), end="", file=sys.stderr, flush=True)
+            print(self._paint("sampled", f"{self.trace.agent}> "), end="", file=sys.stderr, flush=True)
         line = self._source.readline()
         if not line:
             raise EpisodeFailure("cancelled", "the input ended")

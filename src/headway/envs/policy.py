@@ -12,12 +12,14 @@ Tools = Sequence[Tool | ToolFunction | Callable[..., Any]]
 
 
 class Policy(ABC):
-    """One agent of one episode. Environments are handed the default agent and may ask for others."""
+    """One agent of one episode. Environments are handed the default agent and may ask for others.
 
-    @property
-    @abstractmethod
-    def trace(self) -> Trace:
-        """What this agent saw and said so far."""
+    `trace` is what this agent saw and said so far.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._agents: dict[tuple[str, int], Policy] = {(trace.agent, 0): self}
 
     @abstractmethod
     async def chat(
@@ -31,12 +33,20 @@ class Policy(ABC):
         """
 
     @abstractmethod
+    def another(self, name: str) -> "Policy":
+        """A policy like this one, with an empty trace, for an agent called `name`."""
+
     def agent(self, name: str, index: int = 0) -> "Policy":
         """The agent called `name`, with a trace of its own. `index` tells several of one name apart."""
+        if (name, index) not in self._agents:
+            other = self.another(name)
+            other._agents = self._agents
+            self._agents[name, index] = other
+        return self._agents[name, index]
 
-    @abstractmethod
     def agents(self) -> "list[Policy]":
         """All agents of this episode that have spoken or were rewarded, in order of appearance."""
+        return [agent for agent in self._agents.values() if agent.trace.nodes or agent.trace.rewards]
 
     def reward(self, name: str, value: float, weight: float = 1.0) -> None:
         """Give this agent a reward from within `run`: for games whose score is known only there."""
@@ -55,18 +65,17 @@ class ScriptedPolicy(Policy):
     name and the conversation.
     """
 
-    def __init__(self, answers: Iterable[str | Message] | Callable[[str, list[Message]], str | Message]) -> None:
+    def __init__(
+        self,
+        answers: Iterable[str | Message] | Callable[[str, list[Message]], str | Message],
+        agent: str = "policy",
+    ) -> None:
+        super().__init__(Trace(agent))
         if callable(answers):
             self._answer = answers
         else:
             script = iter(answers)
             self._answer = lambda _name, _messages: next(script)
-        self._trace = Trace()
-        self._agents: dict[tuple[str, int], ScriptedPolicy] = {(self._trace.agent, 0): self}
-
-    @property
-    def trace(self) -> Trace:
-        return self._trace
 
     async def chat(
         self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
@@ -74,18 +83,10 @@ class ScriptedPolicy(Policy):
         said = as_messages(messages)
         for tool in tools:
             describe(tool)
-        answer = self._answer(self._trace.agent, said)
+        answer = self._answer(self.trace.agent, said)
         reply = answer if isinstance(answer, Message) else Message("assistant", answer)
-        self._trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
+        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
         return reply
 
-    def agent(self, name: str, index: int = 0) -> Policy:
-        if (name, index) not in self._agents:
-            other = ScriptedPolicy(self._answer)
-            other._trace.agent = name
-            other._agents = self._agents
-            self._agents[name, index] = other
-        return self._agents[name, index]
-
-    def agents(self) -> list[Policy]:
-        return [agent for agent in self._agents.values() if agent.trace.nodes or agent.trace.rewards]
+    def another(self, name: str) -> Policy:
+        return ScriptedPolicy(self._answer, name)
