@@ -82,7 +82,7 @@ def test_an_input_that_ends_early_is_one_line(
 def test_a_served_model_plays_and_its_tokens_are_marked(
     capsys: pytest.CaptureFixture[str], engine: str, tiny: Path
 ) -> None:
-    words = ("try", "reverse-text", "--url", engine, "--tokens", "--max-tokens", "3", "--task", "2")
+    words = ("try", "reverse-text", "--url", engine, "--tokens", "--max-tokens", "3", "--temperature", "0")
     code, out, _ = headway(capsys, *words)
     assert code == 0
     assert "tokens, 3 sampled, mean logprob -" in out
