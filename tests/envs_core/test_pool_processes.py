@@ -30,8 +30,19 @@ def ask(number: int, url: str, timeout: float = 20.0, **data) -> EpisodeRequest:
     return EpisodeRequest(f"e{number}", "g", Task(str(number), {"word": "w", **data}), [url], timeout=timeout)
 
 
+others: set[psutil.Process] = set()
+
+
+@pytest.fixture(autouse=True)
+def _note_others() -> None:
+    """Processes that are there before a test belong to other tests' fixtures."""
+    others.clear()
+    others.update(psutil.Process().children(recursive=True))
+
+
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    started = set(psutil.Process().children(recursive=True)) - others
+    return [p for p in started if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def workers_of(pool: EnvPool) -> list[int]:

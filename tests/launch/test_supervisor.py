@@ -27,8 +27,18 @@ def supervise(specs: list[ProcessSpec], logs: Path) -> tuple[Supervisor, list[st
     return Supervisor(processes, progress=lambda: 0, on_event=events.append), events
 
 
+others: set[psutil.Process] = set()
+
+
+@pytest.fixture(autouse=True)
+def _note_others() -> None:
+    """Processes that are there before a test belong to other tests' fixtures."""
+    others.clear()
+    others.update(psutil.Process().children(recursive=True))
+
+
 def assert_no_children() -> None:
-    assert psutil.Process().children(recursive=True) == []
+    assert set(psutil.Process().children(recursive=True)) <= others
 
 
 def test_ends_when_the_work_is_done_and_stops_the_servers(tmp_path: Path) -> None:
