@@ -54,9 +54,9 @@ def wait_for_step(run: Run, step: int, process: "subprocess.Popen[str]") -> None
 def assert_whole(run: Run, steps: int) -> None:
     """One line per step, in order; every batch trained once; nothing left running."""
     for process in ("trainer", "orchestrator"):
-        trained = [line["step"] for line in run.metrics(process) if "loss" in line or "reward/mean" in line]
+        trained = [line["step"] for line in run.metrics(process) if "loss" in line or "batch/episodes" in line]
         assert trained == list(range(1, steps + 1)), process
-    versions = [line["version"] for line in run.metrics("orchestrator") if "reward/mean" in line]
+    versions = [line["version"] for line in run.metrics("orchestrator") if "batch/episodes" in line]
     assert versions == sorted(versions)
     assert run.processes() == []
 

@@ -79,8 +79,9 @@ class RunView:
             return
         self._next_look = time.monotonic() + 0.3
         for line in self._tails["orchestrator"].read():
-            if "reward/mean" in line:  # other lines are evaluations
+            if "batch/episodes" in line:  # other lines are evaluations
                 self._newest["orchestrator"] = line
+            if "reward/mean" in line:
                 self._rewards[int(line["step"])] = line["reward/mean"]
         for line in self._tails["trainer"].read():
             self._newest["trainer"] = line

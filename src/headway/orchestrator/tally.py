@@ -67,8 +67,6 @@ class Tally:
             "tokens_per_second": self.sampled_tokens / seconds if seconds > 0 else 0.0,
             "sampled_tokens": float(self.sampled_tokens),
             "episodes": float(self.episodes),
-            "pass_rate": self.solved / len(every) if every else 0.0,
-            "truncated": self.truncated / len(self.turns) if self.turns else 0.0,
             "wait_for_trainer_seconds": self.wait_seconds,
             "step_seconds": seconds,
             **_summary("reward", every),
@@ -77,6 +75,11 @@ class Tally:
             **{f"reward/{env}/mean": float(np.mean(rewards)) for env, rewards in self.rewards.items()},
             **{f"env/{name}": float(np.mean(values)) for name, values in self.parts.items()},
         }
+        # A batch may be formed of what was there already; then there is nothing to say about new episodes.
+        if every:
+            out["pass_rate"] = self.solved / len(every)
+        if self.turns:
+            out["truncated"] = self.truncated / len(self.turns)
         started = max(1, self.episodes)
         for prefix, counts in (("dropped", self.dropped), ("errors", self.errors), ("cancelled", self.cancelled)):
             out[f"{prefix}/share"] = sum(counts.values()) / started
