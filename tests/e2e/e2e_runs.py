@@ -54,7 +54,9 @@ def _mentions(process: psutil.Process, mark: str) -> bool:
 
 def start(*arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "headway.cli.main", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # One thread: several wait for each other, which takes forever where something else runs beside the tests.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def headway(*arguments: str) -> str:
