@@ -108,6 +108,7 @@ async def measure(url: str, pid: int, steps: int) -> dict[str, Any]:
         painted = "document.querySelectorAll('.u-over').length >= 6"
         out["first_paint_seconds"] = await first_paint(page, url + "#/run/long", painted)
         out["again_paint_seconds"] = await first_paint(page, url + "#/run/long", painted)
+        out["charts_first_scroll"] = await scroll(page)
         out["charts_scroll"] = await scroll(page)
         out["while_indexing"] = await indexing(url, steps)
         await page.goto(url + "#/run/long/rollouts")
@@ -142,7 +143,8 @@ async def first_paint(page: Page, url: str, painted: str) -> float:
 async def scroll(page: Page) -> dict[str, float]:
     """Frames per second, and the longest time between two frames, while a page scrolls for two seconds."""
     frames = await page.ask(
-        "new Promise(done => { const times = []; const tick = now => { times.push(now); scrollBy(0, 24);"
+        "new Promise(done => { scrollTo(0, 0); const times = [];"
+        " const tick = now => { times.push(now); scrollBy(0, 24);"
         " times.at(-1) - times[0] < 2000 ? requestAnimationFrame(tick) : done(times); };"
         " requestAnimationFrame(tick); })"
     )

@@ -129,6 +129,7 @@ class Page:
         places = [("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)]
         for kind, (x, y) in places:
             await self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+        await self.send("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # out of the way of what comes next
 
     async def size(self, width: int, height: int, scale: float = 1.0, mobile: bool = False) -> None:
         await self.send(

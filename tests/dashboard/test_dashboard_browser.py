@@ -77,7 +77,7 @@ def test_runs_are_listed_filtered_and_compared_by_keyboard(visit: Callable[[Body
             await page.press(key)
         await page.until("document.body.dataset.ready.startsWith('#/compare/')")
         await page.until(f"{PAINTED} > 5")
-        assert await page.ask("document.querySelector('.chart .keys').childElementCount") == 2
+        await page.until("document.querySelector('.chart .keys').childElementCount === 2")
 
     visit(body)
 

@@ -17,7 +17,7 @@ from headway.monitor.dashboard.attempts import attempts, line_time
 from headway.monitor.dashboard.catalog import Catalog
 from headway.monitor.dashboard.index import Filter, RolloutIndex
 from headway.monitor.dashboard.logs import PIECE, read_piece, search_log
-from headway.monitor.dashboard.rollouts import page, read_record, search, view_record, view_tokens
+from headway.monitor.dashboard.rollouts import find_tokenizer, page, read_record, search, view_record, view_tokens
 from headway.monitor.dashboard.settings import view_settings
 from headway.monitor.dashboard.summary import summarize
 from headway.monitor.dashboard.table import MetricTable, Thinner
@@ -147,6 +147,16 @@ def test_a_record_is_shown_with_its_tokens(tmp_path: Path) -> None:
             read_record(index, *wrong)
     with pytest.raises(KeyError):
         view_tokens(record, None, 0, 7, 0, 5)
+
+
+def test_tokens_get_their_text_from_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=1)
+    assert find_tokenizer(RunPaths(folder)) is None
+    (folder / "config" / "rl.toml").write_text('[model]\npath = "tiny"\n')
+    write_rollouts(folder, 1, [rollout(1)])
+    record = read_record(RolloutIndex(RunPaths(folder)), 1, 0)
+    tokens = view_tokens(record, find_tokenizer(RunPaths(folder)), 0, 0, 0, 3)
+    assert tokens["texts"] == ["<|im_start|>", "user\n", "g"]
 
 
 def test_restarts_are_found_in_logs_and_placed_on_steps(tmp_path: Path) -> None:

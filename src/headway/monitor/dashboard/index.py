@@ -4,6 +4,7 @@ import gzip
 import os
 import re
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ ROW = np.dtype(
     ]
 )
 Rows = NDArray[np.void]
+SETTLED = 2_000_000_000
+"""Nanoseconds after which a folder's time tells that nothing has changed since; clocks of file systems are coarse."""
+BLOCK = 1 << 16
+"""Rows are kept in blocks of this many, so that growing never copies what is there."""
 
 
 class _Named(msgspec.Struct):
@@ -86,12 +91,13 @@ class RolloutIndex:
     def __init__(self, paths: RunPaths) -> None:
         self._folder = paths.rollouts
         self._lock = threading.Lock()
-        self._rows: Rows = np.zeros(1024, dtype=ROW)
+        self._blocks: list[Rows] = []
         self._used = 0
         self._spans: dict[int, tuple[int, int]] = {}
         self._stamps: dict[int, tuple[int, int]] = {}
         self._names: dict[str, list[str]] = {"env": [], "error": [""]}
         self._files = 0
+        self._listed: tuple[int, dict[int, tuple[int, int]]] = (0, {})
         self._thread: threading.Thread | None = None
         self._closed = False
         self._found: tuple[object, NDArray[np.intp]] = (None, np.zeros(0, dtype=np.intp))
@@ -128,12 +134,9 @@ class RolloutIndex:
             key = (wanted, self._used, len(self._spans))
             if self._found[0] == key:
                 return self._found[1]
-            rows = self._rows[: self._used]
-            keep = self._matching(rows, wanted)
-            found = np.flatnonzero(keep)
-            order = rows["step"][found].astype(np.int64) * (-1 << 32) + rows["line"][found]
+            found, order = self._matching_rows(wanted, "step")
             if wanted.sort != "step":
-                values = rows[wanted.sort][found].astype(np.float64)
+                _, values = self._matching_rows(wanted, wanted.sort)
                 found = found[np.lexsort((order, -values if wanted.descending else values))]
             else:
                 by_step = np.argsort(order, kind="stable")
@@ -143,26 +146,27 @@ class RolloutIndex:
 
     def rows(self, numbers: NDArray[np.intp]) -> list[dict[str, Any]]:
         with self._lock:
-            rows = self._rows[numbers]
-            return [self._as_dict(row) for row in rows]
+            return [self._as_dict(self._blocks[number // BLOCK][number % BLOCK]) for number in numbers.tolist()]
 
     def heat(self, column: str, buckets: int, bins: int, env: str = "") -> dict[str, Any]:
         """How often values of `column` occur over steps: counts[bucket][bin], with the edges of both."""
         with self._lock:
-            rows = self._rows[: self._used]
-            rows = rows[self._matching(rows, Filter(env=env))]
-            steps, values = rows["step"], rows[column].astype(np.float64)
-        if not len(rows):
+            kept = [(rows, self._matching(rows, Filter(env=env))) for rows in self._filled()]
+            parts = [(rows["step"][keep], rows[column][keep]) for rows, keep in kept if keep.any()]
+        if not parts:
             return {"steps": [], "values": [], "counts": []}
-        first, last = int(steps.min()), int(steps.max()) + 1
-        across = np.linspace(first, last, min(buckets, last - first) + 1)
+        first, last = min(int(steps.min()) for steps, _ in parts), max(int(steps.max()) for steps, _ in parts) + 1
+        low, high = min(float(values.min()) for _, values in parts), max(float(values.max()) for _, values in parts)
         if column == "lag":
-            along = np.arange(0, min(int(values.max()), bins) + 2) - 0.5
-        else:
-            low, high = float(values.min()), float(values.max())
-            along = np.linspace(low, high if high > low else low + 1.0, bins + 1)
-        counts, _, _ = np.histogram2d(steps, np.clip(values, along[0], along[-1]), bins=(across, along))
-        return {"steps": across.tolist(), "values": along.tolist(), "counts": counts.astype(int).tolist()}
+            low, bins = -0.5, min(int(high), bins) + 1
+            high = low + bins
+        across, along = np.linspace(first, last, min(buckets, last - first) + 1), np.linspace(low, high, bins + 1)
+        counts = np.zeros((len(across) - 1) * bins, dtype=np.int64)
+        for steps, values in parts:
+            bucket = (steps - first) * (len(across) - 1) // (last - first)
+            place = ((values - low) * (bins / ((high - low) or 1.0))).astype(np.int32).clip(0, bins - 1)
+            counts += np.bincount(bucket * bins + place, minlength=len(counts))
+        return {"steps": across.tolist(), "values": along.tolist(), "counts": counts.reshape(-1, bins).tolist()}
 
     def records(self, step: int) -> Iterator[bytes]:
         """The raw lines of a step; nothing where there is no readable file."""
@@ -177,15 +181,16 @@ class RolloutIndex:
                 self._read(step, stamp)
 
     def _listing(self) -> dict[int, tuple[int, int]]:
+        """Steps with a mark of their files. Looked up again when the folder has changed, or did so just now."""
         try:
-            entries = [(FILE.match(entry.name), entry) for entry in _scan(self._folder)]
-            return {
-                int(name[1]): (entry.stat().st_mtime_ns, entry.stat().st_size)
-                for name, entry in entries
-                if name is not None
-            }
+            changed = self._folder.stat().st_mtime_ns
+            if changed != self._listed[0] or time.time_ns() - changed < SETTLED:
+                entries = [(FILE.match(entry.name), entry.stat()) for entry in _scan(self._folder)]
+                files = {int(name[1]): (mark.st_mtime_ns, mark.st_size) for name, mark in entries if name is not None}
+                self._listed = (changed, files)
         except OSError:
-            return {}
+            self._listed = (0, {})
+        return self._listed[1]
 
     def _read(self, step: int, stamp: tuple[int, int]) -> None:
         parsed: list[tuple[int, _Line]] = []
@@ -200,20 +205,33 @@ class RolloutIndex:
                 return
             fresh = np.array([self._row(step, number, line) for number, line in parsed], dtype=ROW)
             if step in self._spans:  # a later attempt replaced the file; the old rows stay, out of every answer
-                start, stop = self._spans[step]
-                self._rows["step"][start:stop] = -1
+                for number in range(*self._spans[step]):
+                    self._blocks[number // BLOCK]["step"][number % BLOCK] = -1
             self._append(fresh)
             self._spans[step] = (self._used - len(fresh), self._used)
             self._stamps[step] = stamp
 
     def _append(self, fresh: Rows) -> None:
-        need = self._used + len(fresh)
-        if need > len(self._rows):
-            grown = np.zeros(max(need, len(self._rows) * 3 // 2), dtype=ROW)
-            grown[: self._used] = self._rows[: self._used]
-            self._rows = grown
-        self._rows[self._used : need] = fresh
-        self._used = need
+        while len(fresh):
+            if self._used == len(self._blocks) * BLOCK:
+                self._blocks.append(np.zeros(BLOCK, dtype=ROW))
+            start = self._used % BLOCK
+            fits = min(BLOCK - start, len(fresh))
+            self._blocks[-1][start : start + fits] = fresh[:fits]
+            self._used, fresh = self._used + fits, fresh[fits:]
+
+    def _filled(self) -> list[Rows]:
+        return [block[: self._used - place * BLOCK] for place, block in enumerate(self._blocks)]
+
+    def _matching_rows(self, wanted: Filter, column: str) -> tuple[NDArray[np.intp], NDArray[Any]]:
+        """Numbers of the rows that match, and a column of theirs; steps become a key of newest first, then by line."""
+        numbers, values = [np.zeros(0, dtype=np.intp)], [np.zeros(0, dtype=np.int64)]
+        for place, rows in enumerate(self._filled()):
+            found = np.flatnonzero(self._matching(rows, wanted))
+            numbers.append(found + place * BLOCK)
+            chosen = rows[column][found]
+            values.append(chosen.astype(np.int64) * (-1 << 32) + rows["line"][found] if column == "step" else chosen)
+        return np.concatenate(numbers), np.concatenate(values if column == "step" else values[1:] or values)
 
     def _row(self, step: int, number: int, line: _Line) -> tuple[Any, ...]:
         samples = line.samples

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from headway.core.episodes import Episode, Node, Trace
+from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.index import Filter, RolloutIndex
 from headway.monitor.dashboard.summary import read_settings
@@ -18,6 +20,8 @@ from headway.monitor.dashboard.summary import read_settings
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+BUILT_IN = ("tiny", "tiny-llama", "tiny-moe")
+"""Models that come with the package and share one tokenizer."""
 SEARCH_SECONDS = 1.5
 """A search answers after this long with what it found, and goes on when asked to."""
 
@@ -146,19 +150,31 @@ def _texts(tokenizer: "Tokenizer | None", ids: list[int]) -> list[str]:
 
 def find_tokenizer(paths: RunPaths) -> "Tokenizer | None":
     """The tokenizer that a run's tokens belong to: of its exports, else of the model its settings name."""
-    candidates = sorted(paths.exports.glob("step_*/tokenizer.json"), reverse=True)[:1]
+    folders = [file.parent for file in sorted(paths.exports.glob("step_*/tokenizer.json"), reverse=True)[:1]]
     model = (read_settings(paths).get("model") or {}).get("path")
     if isinstance(model, str):
-        candidates.append(Path(model) / "tokenizer.json")
-    return next((_load(path) for path in candidates if path.is_file()), None)
+        folders.append(Path(model).expanduser())
+    found = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+    if found is not None:
+        return _load(found)
+    return _built_in() if model in BUILT_IN else None
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path) -> "Tokenizer | None":
-    from headway.core.errors import HeadwayError
+def _load(folder: Path) -> "Tokenizer | None":
     from headway.rendering.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(path.parent)
-    except (HeadwayError, OSError):
+        return load_tokenizer(folder)
+    except HeadwayError:
         return None
+
+
+@lru_cache(maxsize=1)
+def _built_in() -> "Tokenizer | None":
+    """That of the built-in models, made anew: a page that only reads does not fill the cache of models."""
+    from headway.rendering.tiny import save_tiny_tokenizer
+
+    with TemporaryDirectory() as folder:
+        save_tiny_tokenizer(Path(folder))
+        return _load(Path(folder))

@@ -96,10 +96,17 @@ class MetricTable:
         elif all(name.startswith("eval/") for name in values if name != "time"):
             values.pop("time", None)  # the step's own time stays
         for name, value in values.items():
-            if name in self._columns or len(self._columns) < MOST_COLUMNS:
-                column = self._columns.setdefault(name, array("d"))
+            column = self._columns.get(name)
+            if column is None:
+                if len(self._columns) >= MOST_COLUMNS:
+                    continue
+                column = self._columns[name] = array("d")
+            number = math.nan if value is None else value
+            if len(column) == row:
+                column.append(number)
+            else:
                 column.extend([math.nan] * (row + 1 - len(column)))
-                column[row] = math.nan if value is None else value
+                column[row] = number
 
     def _order(self) -> NDArray[np.intp]:
         if self._sorted:

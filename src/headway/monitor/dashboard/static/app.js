@@ -1,7 +1,7 @@
 // The page: a header, one view at a time chosen by the address, and the keyboard.
 
 import { connected, Gone, onChange } from "./api.js";
-import { h, replace } from "./dom.js";
+import { forgetColors, h, replace } from "./dom.js";
 import { lanesView } from "./lanes.js";
 import { logsView } from "./logs.js";
 import { parse, runLink } from "./route.js";
@@ -69,6 +69,11 @@ function theme() {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   localStorage.setItem("theme", root.dataset.theme);
+  repaint();
+}
+
+function repaint() {
+  forgetColors();
   show();
 }
 
@@ -108,5 +113,6 @@ if (saved === "light" || saved === "dark") document.documentElement.dataset.them
 document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); document.getElementById("main").focus(); });
 addEventListener("hashchange", show);
 addEventListener("keydown", pressed);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 onChange(() => {});
 show();

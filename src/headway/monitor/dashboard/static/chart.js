@@ -16,6 +16,22 @@ export function smooth(values, weight) {
   });
 }
 
+// Charts that came into sight, drawn one per frame so that scrolling stays smooth.
+const waiting = new Set();
+
+function drawNext() {
+  const [chart] = waiting;
+  if (!chart) return;
+  waiting.delete(chart);
+  if (chart.stale && chart.near) chart.draw();
+  requestAnimationFrame(drawNext);
+}
+
+function drawLater(chart) {
+  waiting.add(chart);
+  if (waiting.size === 1) requestAnimationFrame(drawNext);
+}
+
 export class Chart {
   // lines: [{ label, color, points, dashed, off }]; board: { zoom(min, max), reset(), options, sync, marks }
   constructor(title, lines, board, { log = false, raw = false, band = null, csv = null } = {}) {
@@ -34,20 +50,21 @@ export class Chart {
     this.watch = new ResizeObserver(() => this.u && this.u.setSize(this.size()));
     this.watch.observe(this.plot);
     this.near = false;
-    this.sight = new IntersectionObserver(([seen]) => { this.near = seen.isIntersecting; if (this.stale) this.draw(); }, { rootMargin: "200px" });
+    this.sight = new IntersectionObserver(([seen]) => { this.near = seen.isIntersecting; if (this.stale && this.near) drawLater(this); }, { rootMargin: "300px" });
     this.sight.observe(this.node);
   }
 
-  // data: [x, ...one column per line, low and high of the band if there is one]
-  setData(data, range) {
-    this.data = data;
+  // makeData() gives [x, ...one column per line, low and high of the band if there is one]; asked when in sight.
+  setData(makeData, range) {
+    this.makeData = makeData;
     this.range = range;
     this.draw();
   }
 
   draw() {
     this.stale = !this.near; // what nobody can see is drawn when it comes into sight
-    if (!this.data || this.stale) return;
+    if (!this.makeData || this.stale) return;
+    this.data = this.makeData();
     const shown = this.columns();
     const shape = `${shown.series.length}|${this.log}|${this.board.options.x}|${this.board.options.smoothing > 0}`;
     if (this.u && this.shape === shape) {
@@ -195,6 +212,7 @@ export class Chart {
   destroy() {
     this.watch.disconnect();
     this.sight.disconnect();
+    waiting.delete(this);
     this.u?.destroy();
     this.u = null;
   }

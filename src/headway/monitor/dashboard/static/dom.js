@@ -75,7 +75,16 @@ export function duration(seconds) {
 }
 
 export const clock = (time) => new Date(1000 * time).toLocaleTimeString([], { hour12: false });
-export const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// Values of CSS variables. Asking the browser makes it lay out the page, so each is asked for once per theme.
+const colors = new Map();
+
+export function color(name) {
+  if (!colors.has(name)) colors.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
+  return colors.get(name);
+}
+
+export const forgetColors = () => colors.clear();
 
 // Control and direction characters made visible: a model may sample any of them to fool a reader.
 export function visible(text) {

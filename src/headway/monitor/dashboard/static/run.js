@@ -26,11 +26,11 @@ class Board {
     await Promise.all([this.load(), this.summaries()]);
     replace(this.box, this.tiles, this.bar(), this.grid);
     this.draw();
-    this.loadHeats();
+    setTimeout(() => this.loadHeats(), 500); // reading rollouts is work for the server; charts come first
     const off = onChange(async (names) => {
       if (!this.runs.some((run) => names.has(run))) return;
       await Promise.all([this.load(), this.summaries()]).catch(() => {});
-      this.loadHeats();
+      if (!this.closed) this.loadHeats();
     });
     return { close: () => { off(); this.closed = true; this.clear(); }, back: "#/" };
   }
@@ -88,7 +88,7 @@ class Board {
     if (!this.grid.isConnected) return;
     const wanted = this.panels.map((panel) => panel.section ?? `${panel.title}:${panel.heat ?? this.lines(panel).map((line) => line.label)}`).join("|");
     if (wanted !== this.built) this.build(wanted);
-    for (const { chart, panel } of this.charts.values()) chart.setData(this.table(panel, this.series), this.range);
+    for (const { chart, panel } of this.charts.values()) chart.setData(() => this.table(panel, this.series), this.range);
     if (this.unzoom) this.unzoom.disabled = this.range === null;
     this.filter();
   }
@@ -109,7 +109,6 @@ class Board {
         this.grid.append(chart.node);
       }
     }
-    this.loadHeats();
   }
 
   // One line per metric; with several runs one per run, of the panel's main metric.
@@ -166,8 +165,9 @@ class Board {
   }
 
   async loadHeats() {
+    clearTimeout(this.timer);
     const done = await Promise.all(this.heats.map((heat) => heat.load().catch(() => true)));
-    if (!this.closed && done.includes(false)) setTimeout(() => this.loadHeats(), 1500);
+    if (!this.closed && done.includes(false)) this.timer = setTimeout(() => this.loadHeats(), 3000);
   }
 
   async csv(panel) {
