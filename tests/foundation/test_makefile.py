@@ -59,5 +59,5 @@ def test_only_a_change_of_dependencies_installs_again(clone: Path) -> None:
 
 def test_help_names_every_target_a_newcomer_needs(clone: Path) -> None:
     text = make(clone).stdout
-    for target in ("quickstart", "test", "test-fast", "lint", "bench", "clean"):
+    for target in ("quickstart", "test", "test-slow", "lint", "bench", "clean"):
         assert f"make {target} " in text
