@@ -170,8 +170,8 @@ export class Chart {
     if (!this.u) return;
     const place = at ?? this.data[0].length - 1;
     const value = (line) => {
-      const number_ = this.u.series.findIndex((one) => one.main === this.lines.indexOf(line));
-      const column = this.u.data[number_] ?? [];
+      const drawn = this.u.series.findIndex((one) => one.main === this.lines.indexOf(line));
+      const column = this.u.data[drawn] ?? [];
       for (let row = place; row >= 0; row--) if (column[row] !== null && column[row] !== undefined) return column[row];
       return null;
     };

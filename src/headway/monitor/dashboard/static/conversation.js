@@ -8,7 +8,7 @@ export function conversation(record) {
     episode.error ? h("div", { class: "card pad bad" }, h("b", {}, `${episode.error.kind}: `), longText(episode.error.message ?? ""), episode.error.detail ? longText(episode.error.detail) : null) : null,
     episode.traces.map((trace, place) => h("section", { class: "card pad" },
       h("h3", {}, trace.agent ?? "policy", " ", h("span", { class: "soft" }, rewards(trace))),
-      trace.branches.map((branch, number_) => [trace.branches.length > 1 ? h("h3", { class: "soft" }, `branch ${number_ + 1}`) : null, branch.map((node) => turn(trace.nodes[node]))]),
+      trace.branches.map((branch, order) => [trace.branches.length > 1 ? h("h3", { class: "soft" }, `branch ${order + 1}`) : null, branch.map((node) => turn(trace.nodes[node]))]),
       place < episode.traces.length - 1 ? h("hr") : null)),
   ];
 }

@@ -37,7 +37,7 @@ class Board {
 
   bar() {
     const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: this.options.smoothing, "aria-label": "smoothing",
-      oninput: (event) => { this.options.smoothing = Number(event.target.value); localStorage.setItem("smoothing", event.target.value); this.redraw(); } });
+      oninput: (event) => { this.options.smoothing = Number(event.target.value); localStorage.setItem("smoothing", event.target.value); this.draw(); } });
     const axis = h("select", { "aria-label": "x axis", onchange: (event) => { this.options.x = event.target.value; localStorage.setItem("x", event.target.value); this.range = null; this.load(); } },
       [["step", "by step"], ["time", "by time"]].map(([value, title]) => h("option", { value, selected: value === this.options.x }, title)));
     this.unzoom = h("button", { disabled: true, onclick: () => this.reset() }, "Reset zoom");
@@ -146,17 +146,13 @@ class Board {
 
   zoom(min, max) {
     this.range = [min, max];
-    this.redraw();
+    this.draw();
     this.loadSoon();
   }
 
   reset() {
     this.range = null;
     this.load();
-  }
-
-  redraw() {
-    this.draw();
   }
 
   filter() {

@@ -1,0 +1,64 @@
+"""Makes the pictures of the page from real runs, in a headless Chromium.
+
+python docs/images/dashboard_pictures.py outputs RUN --restarted OTHER_RUN --step 60
+"""
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "dashboard"))
+
+from chromium import Page, open_page
+
+from headway.monitor.dashboard import start_in_thread
+
+HERE = Path(__file__).parent
+LARGEST = 300_000
+"""Bytes of a picture."""
+
+
+async def take(page: Page, url: str, name: str, wait: str = "true") -> None:
+    await page.goto(url)
+    await page.until(wait)
+    await asyncio.sleep(1.0)  # canvases are painted a frame or two after the page is there
+    data = await page.picture()
+    if len(data) > LARGEST:
+        raise SystemExit(f"{name} has {len(data)} bytes; make the window smaller")
+    (HERE / f"{name}.png").write_bytes(data)
+    print(f"{HERE / name}.png", len(data))
+
+
+async def main(outputs: Path, run: str, restarted: str, step: int) -> None:
+    url = start_in_thread(outputs)
+    charts = "document.querySelectorAll('.u-over').length >= 6"
+    async with open_page() as page:
+        await page.size(1280, 860)
+        await take(page, f"{url}#/run/{run}", "dashboard-charts", charts)
+        await take(
+            page, f"{url}#/run/{run}/rollouts", "dashboard-rollouts", "document.querySelectorAll('tr').length > 50"
+        )
+        await page.size(1280, 560)
+        await take(page, f"{url}#/run/{restarted}/lanes", "dashboard-lanes")
+        await page.size(1280, 440)
+        await take(page, f"{url}#/run/{run}/rollout/{step}/0", "dashboard-rollout")
+        await page.press("d")
+        await page.until("document.querySelector('del, ins') !== null")
+        await take(page, f"{url}{await page.ask('location.hash')}", "dashboard-diff")
+        await page.ask("localStorage.setItem('theme', 'dark'), localStorage.setItem('smoothing', '0.8')")
+        await page.send("Page.reload")
+        await page.size(1280, 860)
+        await take(page, f"{url}#/compare/{run}%2C{restarted}", "dashboard-compare", charts)
+        if page.errors:
+            raise SystemExit(f"the page reported errors: {page.errors}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("outputs", type=Path)
+    parser.add_argument("run")
+    parser.add_argument("--restarted", required=True, help="a run whose processes were restarted, for the lanes")
+    parser.add_argument("--step", type=int, default=1, help="the step to take the rollout from")
+    options = parser.parse_args()
+    asyncio.run(main(options.outputs, options.run, options.restarted, options.step))
