@@ -83,7 +83,7 @@ def _engines(table: MetricTable) -> tuple[Floats, Spans]:
     """Updates are recorded by the step in which they ended; the slowest one is drawn at its end."""
     end, update = table.column("time"), _seconds(table, "weights/update_seconds")
     begin = end - np.maximum(_seconds(table, "step_seconds"), update)
-    return table.steps(), [(begin, end - update, "sample"), (end - update, end, "update weights")]
+    return table.steps(), [(begin, end - update, "serve"), (end - update, end, "update weights")]
 
 
 def _seconds(table: MetricTable, name: str) -> Floats:

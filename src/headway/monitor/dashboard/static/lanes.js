@@ -4,7 +4,7 @@ import { ofRun, onChange } from "./api.js";
 import { alpha } from "./chart.js";
 import { clock, color, duration, h, number, replace, swatch } from "./dom.js";
 
-const KINDS = { step: "--c1", publish: "--c4", collect: "--c3", sample: "--c6", "update weights": "--c5", "wait for rollouts": "--c2", "wait for trainer": "--c7" };
+const KINDS = { step: "--c1", publish: "--c4", collect: "--c3", serve: "--c6", "update weights": "--c5", "wait for rollouts": "--c2", "wait for trainer": "--c7" };
 const LEFT = 110;
 const ROW = 34;
 const LEVEL = 52;
@@ -100,7 +100,11 @@ class Lanes {
     ctx.fillStyle = alpha(color("--c8"), 0.45);
     ctx.beginPath();
     ctx.moveTo(LEFT, top + LEVEL - 4);
-    times.forEach((time, row) => ctx.lineTo(Math.max(LEFT, this.x(time)), top + LEVEL - 4 - (values[row] / most) * (LEVEL - 12)));
+    times.forEach((time, row) => { // a value is the mean of the step that ended then
+      const y = top + LEVEL - 4 - (values[row] / most) * (LEVEL - 12);
+      ctx.lineTo(Math.max(LEFT, this.x(times[row - 1] ?? time)), y);
+      ctx.lineTo(Math.max(LEFT, this.x(time)), y);
+    });
     if (times.length) ctx.lineTo(this.x(times[times.length - 1]), top + LEVEL - 4);
     ctx.fill();
   }
