@@ -36,7 +36,8 @@ def test_chunked_equals_full(rows: int, width: int, vocab: int, chunk: int, seed
     expected = torch.autograd.grad((expected_logprobs * upstream).sum(), [hidden, weight])
 
     torch.testing.assert_close(logprobs, expected_logprobs.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy, expected_entropy.float(), rtol=1e-5, atol=1e-5)
+    # A small entropy is the difference of two numbers as large as the logits, so it has their rounding.
+    torch.testing.assert_close(entropy, expected_entropy.float(), rtol=1e-5, atol=1e-4)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
