@@ -1,15 +1,12 @@
 """What whole runs share: a warmed-up tiny model, and settings for a short run from it."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_runs import EXAMPLES, Run, headway, warm_up
+from e2e_runs import EXAMPLES, Run, RunRl, headway, warm_up
 
 from headway.core.runs import RunPaths
 from headway.envs.bundled import reverse_text
-
-RunRl = Callable[..., Run]
 
 
 @pytest.fixture

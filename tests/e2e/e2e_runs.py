@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,10 @@ class Run:
         """Everything alive that was started for this run, by the run's folder in its command or environment."""
         mark = str(self.paths.root)
         return [process for process in psutil.process_iter() if _mentions(process, mark) and process.pid != os.getpid()]
+
+
+RunRl = Callable[..., Run]
+"""Runs `headway rl` with more flags to its end."""
 
 
 def _mentions(process: psutil.Process, mark: str) -> bool:

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import RunRl
-from e2e_runs import Run, headway, start
+from e2e_runs import Run, RunRl, headway, start
 
 from headway.core.runs import RunPaths
 

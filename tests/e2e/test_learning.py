@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import RunRl
-from e2e_runs import Run, serving, warm_up
+from e2e_runs import Run, RunRl, serving, warm_up
 
 from headway.envs.bundled import calculator, reverse_text
 
