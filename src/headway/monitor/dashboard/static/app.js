@@ -11,11 +11,26 @@ import { compareView, runView } from "./run.js";
 import { runsView } from "./runs.js";
 import { settingsView } from "./settings.js";
 
-const TABS = [["", "Charts", runView], ["lanes", "Lanes", lanesView], ["rollouts", "Rollouts", rolloutsView],
-  ["logs", "Logs", logsView], ["settings", "Settings", settingsView]];
-const KEYS = [["?", "this list"], ["1 – 5", "charts, lanes, rollouts, logs, settings of a run"], ["h", "all runs"],
-  ["/", "search or filter"], ["j k", "next and previous line"], ["Enter", "open the line"], ["x", "mark a run"],
-  ["c", "compare marked runs"], ["[ ]", "previous and next page, or rollout of the group"], ["t", "light or dark"], ["Esc", "back, or leave a field"]];
+const TABS = [
+  ["", "Charts", runView],
+  ["lanes", "Lanes", lanesView],
+  ["rollouts", "Rollouts", rolloutsView],
+  ["logs", "Logs", logsView],
+  ["settings", "Settings", settingsView],
+];
+const KEYS = [
+  ["?", "this list"],
+  ["1 – 5", "charts, lanes, rollouts, logs, settings of a run"],
+  ["h", "all runs"],
+  ["/", "search or filter"],
+  ["j k", "next and previous line"],
+  ["Enter", "open the line"],
+  ["x", "mark a run"],
+  ["c", "compare marked runs"],
+  ["[ ]", "previous and next page, or rollout of the group"],
+  ["t", "light or dark"],
+  ["Esc", "back, or leave a field"],
+];
 
 let shown = null; // the view on display: { close?, keys?, back? }
 let turn = 0;
@@ -52,16 +67,32 @@ function choose([kind, name, tab = "", ...rest], query, box) {
 
 function header([kind, name, tab = ""]) {
   const current = tab === "rollout" ? "rollouts" : tab;
-  const tabs = kind === "run" && name
-    ? [h("b", {}, name), h("nav", { "aria-label": "Run" }, TABS.map(([path, title]) =>
-      h("a", { href: path ? runLink(name, path) : runLink(name), "aria-current": path === current ? "page" : null }, title)))]
-    : [];
-  replace(document.getElementById("top"),
+  const tabs =
+    kind === "run" && name
+      ? [
+          h("b", {}, name),
+          h(
+            "nav",
+            { "aria-label": "Run" },
+            TABS.map(([path, title]) =>
+              h(
+                "a",
+                { href: path ? runLink(name, path) : runLink(name), "aria-current": path === current ? "page" : null },
+                title,
+              ),
+            ),
+          ),
+        ]
+      : [];
+  replace(
+    document.getElementById("top"),
     h("a", { class: "home", href: "#/" }, h("img", { src: "/static/icon.svg", alt: "" }), "Headway"),
-    tabs, h("span", { class: "grow" }),
+    tabs,
+    h("span", { class: "grow" }),
     h("span", { class: connected() ? "live on" : "live", title: "live: new lines appear by themselves" }),
     h("button", { id: "theme", title: "light or dark (t)", onclick: theme }, "◐"),
-    h("button", { title: "keyboard (?)", onclick: help }, "?"));
+    h("button", { title: "keyboard (?)", onclick: help }, "?"),
+  );
 }
 
 function theme() {
@@ -79,9 +110,20 @@ function repaint() {
 
 function help() {
   const dialog = document.getElementById("help");
-  replace(dialog, h("h2", {}, "Keyboard"),
-    h("table", {}, h("tbody", {}, KEYS.map(([keys, text]) => h("tr", {}, h("td", {}, h("kbd", {}, keys)), h("td", {}, text))))),
-    h("form", { method: "dialog" }, h("button", {}, "Close")));
+  replace(
+    dialog,
+    h("h2", {}, "Keyboard"),
+    h(
+      "table",
+      {},
+      h(
+        "tbody",
+        {},
+        KEYS.map(([keys, text]) => h("tr", {}, h("td", {}, h("kbd", {}, keys)), h("td", {}, text))),
+      ),
+    ),
+    h("form", { method: "dialog" }, h("button", {}, "Close")),
+  );
   dialog.showModal();
 }
 
@@ -110,7 +152,10 @@ function pressed(event) {
 
 const saved = localStorage.getItem("theme");
 if (saved === "light" || saved === "dark") document.documentElement.dataset.theme = saved;
-document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); document.getElementById("main").focus(); });
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  document.getElementById("main").focus();
+});
 addEventListener("hashchange", show);
 addEventListener("keydown", pressed);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);

@@ -39,18 +39,38 @@ export class Chart {
     this.hidden = new Set(lines.filter((line) => line.off).map((line) => line.label));
     this.plot = h("div", { class: "plot" });
     this.keys = h("div", { class: "keys" });
-    this.logButton = h("button", { "aria-pressed": String(log), title: "logarithmic scale", onclick: () => this.toggleLog() }, "log");
-    this.node = h("section", { class: "card chart", "aria-label": title },
-      h("div", { class: "head" }, h("h3", {}, title), h("span", { class: "grow" }), this.logButton,
+    this.logButton = h(
+      "button",
+      { "aria-pressed": String(log), title: "logarithmic scale", onclick: () => this.toggleLog() },
+      "log",
+    );
+    this.node = h(
+      "section",
+      { class: "card chart", "aria-label": title },
+      h(
+        "div",
+        { class: "head" },
+        h("h3", {}, title),
+        h("span", { class: "grow" }),
+        this.logButton,
         h("button", { title: "save the picture", onclick: () => this.png() }, "PNG"),
-        h("button", { title: "save the numbers", onclick: () => this.csv?.() }, "CSV")),
-      this.plot, this.keys);
+        h("button", { title: "save the numbers", onclick: () => this.csv?.() }, "CSV"),
+      ),
+      this.plot,
+      this.keys,
+    );
     this.data = null;
     this.u = null;
     this.watch = new ResizeObserver(() => this.u && this.u.setSize(this.size()));
     this.watch.observe(this.plot);
     this.near = false;
-    this.sight = new IntersectionObserver(([seen]) => { this.near = seen.isIntersecting; if (this.stale && this.near) drawLater(this); }, { rootMargin: "300px" });
+    this.sight = new IntersectionObserver(
+      ([seen]) => {
+        this.near = seen.isIntersecting;
+        if (this.stale && this.near) drawLater(this);
+      },
+      { rootMargin: "300px" },
+    );
     this.sight.observe(this.node);
   }
 
@@ -91,7 +111,8 @@ export class Chart {
   columns() {
     const [x, ...columns] = this.data;
     const { smoothing } = this.board.options;
-    const positive = (column) => (this.log ? column.map((value) => (value > 0 ? value : value === undefined ? value : null)) : column);
+    const positive = (column) =>
+      this.log ? column.map((value) => (value > 0 ? value : value === undefined ? value : null)) : column;
     const data = [x];
     const series = [{}];
     const bands = [];
@@ -99,7 +120,10 @@ export class Chart {
       const [low, high] = columns.slice(this.lines.length);
       const fill = alpha(color(this.lines[0].color), 0.14);
       data.push(positive(high), positive(low));
-      series.push({ label: "90 %", stroke: "transparent", points: { show: false }, spanGaps: true }, { label: "10 %", stroke: "transparent", points: { show: false }, spanGaps: true });
+      series.push(
+        { label: "90 %", stroke: "transparent", points: { show: false }, spanGaps: true },
+        { label: "10 %", stroke: "transparent", points: { show: false }, spanGaps: true },
+      );
       bands.push({ series: [1, 2], fill });
     }
     this.lines.forEach((line, place) => {
@@ -109,11 +133,27 @@ export class Chart {
       const smoothed = smoothing > 0 && !line.points && !this.raw;
       if (smoothed) {
         data.push(values);
-        series.push({ label: line.label, show, stroke: alpha(stroke, 0.25), width: 1, points: { show: false }, spanGaps: true, faint: true });
+        series.push({
+          label: line.label,
+          show,
+          stroke: alpha(stroke, 0.25),
+          width: 1,
+          points: { show: false },
+          spanGaps: true,
+          faint: true,
+        });
       }
       data.push(smoothed ? smooth(values, smoothing) : values);
-      series.push({ label: line.label, show, stroke, width: 1.75, spanGaps: true, dash: line.dashed ? [5, 4] : undefined,
-        points: { show: line.points || values.length < 3, size: 6 }, main: place });
+      series.push({
+        label: line.label,
+        show,
+        stroke,
+        width: 1.75,
+        spanGaps: true,
+        dash: line.dashed ? [5, 4] : undefined,
+        points: { show: line.points || values.length < 3, size: 6 },
+        main: place,
+      });
     });
     return { data, series, bands };
   }
@@ -124,24 +164,44 @@ export class Chart {
 
   config({ series, bands }) {
     const { board } = this;
-    const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: `11px ${color("--sans")}` };
+    const axis = {
+      stroke: color("--soft"),
+      grid: { stroke: color("--line"), width: 1 },
+      ticks: { stroke: color("--line"), width: 1 },
+      font: `11px ${color("--sans")}`,
+    };
     const shown = (u, values) => values.map((value) => (value === null ? "" : number(value)));
     return {
-      ...this.size(), series, bands,
+      ...this.size(),
+      series,
+      bands,
       legend: { show: false },
       padding: [8, 16, 0, 0],
       // Only moves are shared: the board itself carries a selection to the other charts.
-      cursor: { sync: { key: board.sync, filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } }, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
-        bind: { dblclick: () => () => { board.reset(); return null; } } },
+      cursor: {
+        sync: { key: board.sync, filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } },
+        drag: { x: true, y: false, setScale: false },
+        points: { size: 6 },
+        bind: {
+          dblclick: () => () => {
+            board.reset();
+            return null;
+          },
+        },
+      },
       scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { distr: this.log ? 3 : 1 } },
-      axes: [{ ...axis, values: board.options.x === "time" ? (u, values) => values.map(hours) : undefined, size: 28 },
-        { ...axis, values: shown, size: 52 }],
+      axes: [
+        { ...axis, values: board.options.x === "time" ? (u, values) => values.map(hours) : undefined, size: 28 },
+        { ...axis, values: shown, size: 52 },
+      ],
       hooks: {
-        setSelect: [(u) => {
-          if (u.select.width < 4) return;
-          board.zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x"));
-          u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        }],
+        setSelect: [
+          (u) => {
+            if (u.select.width < 4) return;
+            board.zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x"));
+            u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          },
+        ],
         setCursor: [(u) => this.legend(u.cursor.idx)],
         draw: [(u) => this.marks(u)],
       },
@@ -176,10 +236,24 @@ export class Chart {
       return null;
     };
     const x = this.data[0][place];
-    replace(this.keys,
-      at === null || at === undefined ? null : h("span", {}, this.board.options.x === "time" ? hours(x) : `step ${number(x, 6)}`),
-      this.lines.map((line) => h("button", { class: this.hidden.has(line.label) ? "off" : "", title: "show or hide", onclick: () => this.toggle(line.label) },
-        swatch(color(line.color), line.dashed), `${line.label} ${number(value(line))}`)));
+    replace(
+      this.keys,
+      at === null || at === undefined
+        ? null
+        : h("span", {}, this.board.options.x === "time" ? hours(x) : `step ${number(x, 6)}`),
+      this.lines.map((line) =>
+        h(
+          "button",
+          {
+            class: this.hidden.has(line.label) ? "off" : "",
+            title: "show or hide",
+            onclick: () => this.toggle(line.label),
+          },
+          swatch(color(line.color), line.dashed),
+          `${line.label} ${number(value(line))}`,
+        ),
+      ),
+    );
   }
 
   toggle(label) {
@@ -218,7 +292,11 @@ export class Chart {
   }
 }
 
-export const fileName = (title) => title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "");
+export const fileName = (title) =>
+  title
+    .toLowerCase()
+    .replace(/[^a-z0-9]+/g, "-")
+    .replace(/^-|-$/g, "");
 
 export function saveCsv(title, names, columns) {
   const cell = (text) => (/[",\n]|^[=+@-](?![\d.])/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);

@@ -5,16 +5,34 @@ import { h, longText, number, visible } from "./dom.js";
 export function conversation(record) {
   const { episode } = record;
   return [
-    episode.error ? h("div", { class: "card pad bad" }, h("b", {}, `${episode.error.kind}: `), longText(episode.error.message ?? ""), episode.error.detail ? longText(episode.error.detail) : null) : null,
-    episode.traces.map((trace, place) => h("section", { class: "card pad" },
-      h("h3", {}, trace.agent ?? "policy", " ", h("span", { class: "soft" }, rewards(trace))),
-      trace.branches.map((branch, order) => [trace.branches.length > 1 ? h("h3", { class: "soft" }, `branch ${order + 1}`) : null, branch.map((node) => turn(trace.nodes[node]))]),
-      place < episode.traces.length - 1 ? h("hr") : null)),
+    episode.error
+      ? h(
+          "div",
+          { class: "card pad bad" },
+          h("b", {}, `${episode.error.kind}: `),
+          longText(episode.error.message ?? ""),
+          episode.error.detail ? longText(episode.error.detail) : null,
+        )
+      : null,
+    episode.traces.map((trace, place) =>
+      h(
+        "section",
+        { class: "card pad" },
+        h("h3", {}, trace.agent ?? "policy", " ", h("span", { class: "soft" }, rewards(trace))),
+        trace.branches.map((branch, order) => [
+          trace.branches.length > 1 ? h("h3", { class: "soft" }, `branch ${order + 1}`) : null,
+          branch.map((node) => turn(trace.nodes[node])),
+        ]),
+        place < episode.traces.length - 1 ? h("hr") : null,
+      ),
+    ),
   ];
 }
 
 export function rewards(trace) {
-  const parts = Object.entries({ ...trace.rewards, ...trace.metrics }).map(([name, value]) => `${name} ${number(value)}`);
+  const parts = Object.entries({ ...trace.rewards, ...trace.metrics }).map(
+    ([name, value]) => `${name} ${number(value)}`,
+  );
   return [`reward ${number(trace.reward ?? 0)}`, ...parts, ...(trace.truncated ? ["truncated"] : [])].join("  ");
 }
 
@@ -23,12 +41,24 @@ export const versions = (node) => (node.versions ?? []).map(([version, count]) =
 export function turn(node, text = longText) {
   const { message } = node;
   if (!message) return null;
-  return h("div", { class: node.sampled ? "turn sampled" : "turn" },
-    h("div", { class: "who" }, h("b", {}, message.role), message.name ? h("span", {}, visible(message.name)) : null, h("span", {}, `${node.tokens} tokens`),
-      node.sampled ? h("span", {}, versions(node)) : null, node.finish_reason ? h("span", {}, node.finish_reason) : null),
+  return h(
+    "div",
+    { class: node.sampled ? "turn sampled" : "turn" },
+    h(
+      "div",
+      { class: "who" },
+      h("b", {}, message.role),
+      message.name ? h("span", {}, visible(message.name)) : null,
+      h("span", {}, `${node.tokens} tokens`),
+      node.sampled ? h("span", {}, versions(node)) : null,
+      node.finish_reason ? h("span", {}, node.finish_reason) : null,
+    ),
     message.reasoning ? longText(message.reasoning, "text reason") : null,
     message.content ? text(message.content) : null,
-    (message.tool_calls ?? []).map((call) => h("div", { class: "call" }, h("b", {}, visible(call.name)), longText(pretty(call.arguments)))));
+    (message.tool_calls ?? []).map((call) =>
+      h("div", { class: "call" }, h("b", {}, visible(call.name)), longText(pretty(call.arguments))),
+    ),
+  );
 }
 
 function pretty(text) {

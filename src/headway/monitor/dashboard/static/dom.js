@@ -35,7 +35,12 @@ export function swatch(color, dashed = false) {
   box.setAttribute("preserveAspectRatio", "none");
   box.setAttribute("aria-hidden", "true");
   const shape = document.createElementNS(SVG, "rect");
-  for (const [name, value] of [["width", dashed ? 5 : 12], ["height", 12], ["fill", color]]) shape.setAttribute(name, value);
+  for (const [name, value] of [
+    ["width", dashed ? 5 : 12],
+    ["height", 12],
+    ["fill", color],
+  ])
+    shape.setAttribute(name, value);
   box.append(shape);
   return box;
 }
@@ -46,9 +51,17 @@ export function meter(share) {
   box.setAttribute("viewBox", "0 0 100 10");
   box.setAttribute("preserveAspectRatio", "none");
   box.setAttribute("aria-hidden", "true");
-  for (const [width, fill] of [[100, "var(--line)"], [100 * Math.min(1, Math.max(0, share)), "var(--accent)"]]) {
+  for (const [width, fill] of [
+    [100, "var(--line)"],
+    [100 * Math.min(1, Math.max(0, share)), "var(--accent)"],
+  ]) {
     const bar = document.createElementNS(SVG, "rect");
-    for (const [name, value] of [["width", width], ["height", 10], ["fill", fill]]) bar.setAttribute(name, value);
+    for (const [name, value] of [
+      ["width", width],
+      ["height", 10],
+      ["fill", fill],
+    ])
+      bar.setAttribute(name, value);
     box.append(bar);
   }
   return box;
@@ -88,8 +101,13 @@ export const forgetColors = () => colors.clear();
 
 // Control and direction characters made visible: a model may sample any of them to fool a reader.
 export function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
-    (char) => (char < " " ? String.fromCharCode(0x2400 + char.charCodeAt(0)) : `⟨U+${char.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`));
+  return text.replace(
+    /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
+    (char) =>
+      char < " "
+        ? String.fromCharCode(0x2400 + char.charCodeAt(0))
+        : `⟨U+${char.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`,
+  );
 }
 
 const SHOWN = 20_000;
@@ -102,8 +120,16 @@ export function longText(text, className = "text") {
     return box;
   }
   box.textContent = visible(text.slice(0, SHOWN));
-  const more = h("button", { onclick: () => { box.textContent = visible(text); more.remove(); } },
-    `show all ${text.length.toLocaleString("en")} characters`);
+  const more = h(
+    "button",
+    {
+      onclick: () => {
+        box.textContent = visible(text);
+        more.remove();
+      },
+    },
+    `show all ${text.length.toLocaleString("en")} characters`,
+  );
   return h("div", {}, box, more);
 }
 
@@ -119,5 +145,8 @@ export function notice(text) {
 
 export function debounce(action, wait) {
   let timer = 0;
-  return (...args) => { clearTimeout(timer); timer = setTimeout(() => action(...args), wait); };
+  return (...args) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => action(...args), wait);
+  };
 }

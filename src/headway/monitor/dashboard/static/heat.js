@@ -9,11 +9,24 @@ export class Heat {
     Object.assign(this, { title, run, column, data: null });
     this.canvas = h("canvas", { role: "img", "aria-label": `${title} over steps` });
     this.note = h("div", { class: "keys" });
-    this.node = h("section", { class: "card chart", "aria-label": title },
-      h("div", { class: "head" }, h("h3", {}, title), h("span", { class: "grow" }),
-        h("button", { title: "save the picture", onclick: () => this.canvas.toBlob((blob) => download(`${column}.png`, blob)) }, "PNG"),
-        h("button", { title: "save the numbers", onclick: () => this.csv() }, "CSV")),
-      h("div", { class: "plot" }, this.canvas), this.note);
+    this.node = h(
+      "section",
+      { class: "card chart", "aria-label": title },
+      h(
+        "div",
+        { class: "head" },
+        h("h3", {}, title),
+        h("span", { class: "grow" }),
+        h(
+          "button",
+          { title: "save the picture", onclick: () => this.canvas.toBlob((blob) => download(`${column}.png`, blob)) },
+          "PNG",
+        ),
+        h("button", { title: "save the numbers", onclick: () => this.csv() }, "CSV"),
+      ),
+      h("div", { class: "plot" }, this.canvas),
+      this.note,
+    );
     this.canvas.addEventListener("mousemove", (event) => this.hover(event));
     this.watch = new ResizeObserver(() => this.draw());
     this.watch.observe(this.canvas);
@@ -60,7 +73,11 @@ export class Heat {
     ctx.textAlign = "center";
     for (let part = 0; part <= 4; part++) {
       const at = steps[0] + (part / 4) * (steps[steps.length - 1] - 1 - steps[0]);
-      ctx.fillText(number(Math.round(at), 6), left + (part / 4) * (width - left - 24 * ratio) + 8 * ratio, height - 6 * ratio);
+      ctx.fillText(
+        number(Math.round(at), 6),
+        left + (part / 4) * (width - left - 24 * ratio) + 8 * ratio,
+        height - 6 * ratio,
+      );
     }
   }
 
@@ -77,7 +94,10 @@ export class Heat {
   csv() {
     const { counts, values, steps } = this.data;
     const names = ["step", ...values.slice(0, -1).map((low, y) => `${this.column} ${low} to ${values[y + 1]}`)];
-    saveCsv(this.title, names, [steps.slice(0, -1), ...values.slice(0, -1).map((_, y) => counts.map((column) => column[y]))]);
+    saveCsv(this.title, names, [
+      steps.slice(0, -1),
+      ...values.slice(0, -1).map((_, y) => counts.map((column) => column[y])),
+    ]);
   }
 
   destroy() {

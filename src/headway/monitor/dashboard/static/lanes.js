@@ -4,7 +4,15 @@ import { ofRun, onChange } from "./api.js";
 import { alpha } from "./chart.js";
 import { clock, color, duration, h, number, replace, swatch } from "./dom.js";
 
-const KINDS = { step: "--c1", publish: "--c4", collect: "--c3", serve: "--c6", "update weights": "--c5", "wait for rollouts": "--c2", "wait for trainer": "--c7" };
+const KINDS = {
+  step: "--c1",
+  publish: "--c4",
+  collect: "--c3",
+  serve: "--c6",
+  "update weights": "--c5",
+  "wait for rollouts": "--c2",
+  "wait for trainer": "--c7",
+};
 const LEFT = 110;
 const ROW = 34;
 const LEVEL = 52;
@@ -14,25 +22,57 @@ export const lanesView = (box, run) => new Lanes(box, run).start();
 class Lanes {
   constructor(box, run) {
     Object.assign(this, { box, run, range: null, data: null, drag: null });
-    this.canvas = h("canvas", { tabindex: 0, role: "img", "aria-label": "timeline of processes; arrows move, plus and minus zoom, zero shows all" });
+    this.canvas = h("canvas", {
+      tabindex: 0,
+      role: "img",
+      "aria-label": "timeline of processes; arrows move, plus and minus zoom, zero shows all",
+    });
     this.tip = h("div", { class: "tip", hidden: true });
     this.stalls = h("div", { class: "card pad scroll" });
   }
 
   async start() {
     await this.load();
-    replace(this.box,
-      h("div", { class: "bar" }, h("h1", {}, "Who did what, when"), h("button", { onclick: () => this.zoom(null) }, "Show all"),
-        h("button", { onclick: () => this.zoom(this.last(120)) }, "Last 2 minutes"), h("span", { class: "soft wide" }, "drag to zoom; ← → + − with the keyboard")),
-      h("div", { class: "legend" }, Object.entries(KINDS).map(([kind, name]) => h("span", {}, swatch(color(name)), kind)), h("span", {}, swatch(color("--mark"), true), "restart")),
-      h("div", { class: "card lanes" }, this.canvas, this.tip), h("h2", { class: "pad" }, "Longest waits"), this.stalls);
+    replace(
+      this.box,
+      h(
+        "div",
+        { class: "bar" },
+        h("h1", {}, "Who did what, when"),
+        h("button", { onclick: () => this.zoom(null) }, "Show all"),
+        h("button", { onclick: () => this.zoom(this.last(120)) }, "Last 2 minutes"),
+        h("span", { class: "soft wide" }, "drag to zoom; ← → + − with the keyboard"),
+      ),
+      h(
+        "div",
+        { class: "legend" },
+        Object.entries(KINDS).map(([kind, name]) => h("span", {}, swatch(color(name)), kind)),
+        h("span", {}, swatch(color("--mark"), true), "restart"),
+      ),
+      h("div", { class: "card lanes" }, this.canvas, this.tip),
+      h("h2", { class: "pad" }, "Longest waits"),
+      this.stalls,
+    );
     this.listen();
     this.draw();
     this.longest();
     const watch = new ResizeObserver(() => this.draw());
     watch.observe(this.canvas.parentElement);
-    const off = onChange(async (names) => { if (names.has(this.run)) { await this.load().catch(() => {}); this.draw(); this.longest(); } });
-    return { close: () => { off(); watch.disconnect(); }, keys: (key) => this.key(key), back: "#/" };
+    const off = onChange(async (names) => {
+      if (names.has(this.run)) {
+        await this.load().catch(() => {});
+        this.draw();
+        this.longest();
+      }
+    });
+    return {
+      close: () => {
+        off();
+        watch.disconnect();
+      },
+      keys: (key) => this.key(key),
+      back: "#/",
+    };
   }
 
   async load() {
@@ -40,12 +80,18 @@ class Lanes {
     this.data = await ofRun(this.run, "/lanes", zoom);
     if (!this.range) {
       const spans = this.data.lanes.flatMap((lane) => lane.spans);
-      this.whole = spans.length ? [Math.min(...spans.map((span) => span[0])), Math.max(...spans.map((span) => span[1]))] : [0, 1];
+      this.whole = spans.length
+        ? [Math.min(...spans.map((span) => span[0])), Math.max(...spans.map((span) => span[1]))]
+        : [0, 1];
     }
   }
 
-  get view() { return this.range ?? this.whole; }
-  last(seconds) { return [Math.max(this.whole[0], this.whole[1] - seconds), this.whole[1]]; }
+  get view() {
+    return this.range ?? this.whole;
+  }
+  last(seconds) {
+    return [Math.max(this.whole[0], this.whole[1] - seconds), this.whole[1]];
+  }
 
   async zoom(range) {
     this.range = range;
@@ -100,7 +146,8 @@ class Lanes {
     ctx.fillStyle = alpha(color("--c8"), 0.45);
     ctx.beginPath();
     ctx.moveTo(LEFT, top + LEVEL - 4);
-    times.forEach((time, row) => { // a value is the mean of the step that ended then
+    times.forEach((time, row) => {
+      // a value is the mean of the step that ended then
       const y = top + LEVEL - 4 - (values[row] / most) * (LEVEL - 12);
       ctx.lineTo(Math.max(LEFT, this.x(times[row - 1] ?? time)), y);
       ctx.lineTo(Math.max(LEFT, this.x(time)), y);
@@ -133,7 +180,10 @@ class Lanes {
 
   listen() {
     const { canvas } = this;
-    canvas.addEventListener("pointerdown", (event) => { this.drag = event.offsetX; canvas.setPointerCapture(event.pointerId); });
+    canvas.addEventListener("pointerdown", (event) => {
+      this.drag = event.offsetX;
+      canvas.setPointerCapture(event.pointerId);
+    });
     canvas.addEventListener("pointermove", (event) => (this.drag === null ? this.hover(event) : this.select(event)));
     canvas.addEventListener("pointerup", (event) => {
       const [from, to] = [this.drag, event.offsetX].sort((a, b) => a - b);
@@ -141,7 +191,9 @@ class Lanes {
       if (to - from > 5) this.zoom([this.time(from), this.time(to)]);
     });
     canvas.addEventListener("dblclick", () => this.zoom(null));
-    canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
+    canvas.addEventListener("pointerleave", () => {
+      this.tip.hidden = true;
+    });
   }
 
   select(event) {
@@ -155,21 +207,55 @@ class Lanes {
     const lane = this.data.lanes[Math.floor(event.offsetY / ROW)];
     const time = this.time(event.offsetX);
     const span = lane?.spans.find(([from, to]) => from <= time && time <= to);
-    const restart = this.data.restarts.find((one) => one.time !== null && Math.abs(this.x(one.time) - event.offsetX) < 4);
+    const restart = this.data.restarts.find(
+      (one) => one.time !== null && Math.abs(this.x(one.time) - event.offsetX) < 4,
+    );
     this.tip.hidden = !span && !restart;
     if (this.tip.hidden) return;
-    this.tip.textContent = restart ? `${restart.process} started again (${restart.attempt})\n${clock(restart.time)}`
+    this.tip.textContent = restart
+      ? `${restart.process} started again (${restart.attempt})\n${clock(restart.time)}`
       : `${lane.name}: ${span[2]}\n${duration(span[1] - span[0])}, step ${span[3]}\n${clock(span[0])}`;
     this.tip.style.left = `${Math.min(event.offsetX + 14, this.canvas.clientWidth - 170)}px`;
     this.tip.style.top = `${event.offsetY + 14}px`;
   }
 
   longest() {
-    const waits = this.data.lanes.flatMap((lane) => lane.spans.filter((span) => span[2].startsWith("wait")).map((span) => [lane.name, ...span]))
-      .sort((a, b) => b[2] - b[1] - (a[2] - a[1])).slice(0, 5);
-    replace(this.stalls, waits.length ? h("table", {}, h("tbody", {}, waits.map(([name, from, to, kind, step]) => h("tr", {},
-      h("td", {}, name), h("td", {}, kind), h("td", { class: "num" }, duration(to - from)), h("td", {}, `step ${step}`),
-      h("td", {}, h("button", { onclick: () => this.zoom([from - (to - from) * 0.3 - 1, to + (to - from) * 0.3 + 1]) }, "Show")))))) : "Nobody waited.");
+    const waits = this.data.lanes
+      .flatMap((lane) => lane.spans.filter((span) => span[2].startsWith("wait")).map((span) => [lane.name, ...span]))
+      .sort((a, b) => b[2] - b[1] - (a[2] - a[1]))
+      .slice(0, 5);
+    replace(
+      this.stalls,
+      waits.length
+        ? h(
+            "table",
+            {},
+            h(
+              "tbody",
+              {},
+              waits.map(([name, from, to, kind, step]) =>
+                h(
+                  "tr",
+                  {},
+                  h("td", {}, name),
+                  h("td", {}, kind),
+                  h("td", { class: "num" }, duration(to - from)),
+                  h("td", {}, `step ${step}`),
+                  h(
+                    "td",
+                    {},
+                    h(
+                      "button",
+                      { onclick: () => this.zoom([from - (to - from) * 0.3 - 1, to + (to - from) * 0.3 + 1]) },
+                      "Show",
+                    ),
+                  ),
+                ),
+              ),
+            ),
+          )
+        : "Nobody waited.",
+    );
   }
 
   key(key) {

@@ -10,34 +10,100 @@ const each = (process, pattern, extra = {}) => ({ process, pattern, extra });
 
 const PANELS = [
   { section: "Learning" },
-  { title: "Reward", lines: [line(O, "reward/mean", "mean", { main: true }), each(O, /^reward\/(.+)\/mean$/, { several: true }), line(O, "reward/p50", "median", { off: true })],
-    band: [line(O, "reward/p10", "10 %"), line(O, "reward/p90", "90 %")] },
+  {
+    title: "Reward",
+    lines: [
+      line(O, "reward/mean", "mean", { main: true }),
+      each(O, /^reward\/(.+)\/mean$/, { several: true }),
+      line(O, "reward/p50", "median", { off: true }),
+    ],
+    band: [line(O, "reward/p10", "10 %"), line(O, "reward/p90", "90 %")],
+  },
   { title: "Evaluation", lines: [each(O, /^eval\/(.+\/(?:avg|pass@\d+))$/, { points: true })] },
   { title: "Pass rate", lines: [line(O, "pass_rate", "solved")] },
   { title: "Parts of the reward", lines: [each(O, /^env\/(.+)$/)] },
-  { title: "Loss", lines: [line(T, "loss", "loss", { main: true }), each(T, /^loss\/(.+)$/, { several: true }), line("sft", "loss", "loss"), each(T, /^(validation\/.+)$/, { points: true })] },
+  {
+    title: "Loss",
+    lines: [
+      line(T, "loss", "loss", { main: true }),
+      each(T, /^loss\/(.+)$/, { several: true }),
+      line("sft", "loss", "loss"),
+      each(T, /^(validation\/.+)$/, { points: true }),
+    ],
+  },
   { title: "Entropy", lines: [line(T, "entropy", "entropy")] },
   { title: "Gradient norm", lines: [line(T, "grad_norm", "norm")], log: true },
   { title: "Learning rate", lines: [line(T, "lr", "lr")] },
   { section: "Staleness" },
   { title: "Mismatch KL, trainer against engines", lines: [line(T, "mismatch_kl", "KL", { main: true })] },
   { title: "Masked tokens", lines: [line(T, "rl/masked", "share")] },
-  { title: "Lag (versions)", lines: [line(O, "lag/mean", "mean", { main: true }), line(O, "lag/max", "max"), line(O, "lag/in_flight_mean", "in flight"), line(O, "lag/in_queue_mean", "in queue"), line(O, "lag/in_flight_max", "in flight, max", { off: true }), line(O, "lag/in_queue_max", "in queue, max", { off: true })] },
+  {
+    title: "Lag (versions)",
+    lines: [
+      line(O, "lag/mean", "mean", { main: true }),
+      line(O, "lag/max", "max"),
+      line(O, "lag/in_flight_mean", "in flight"),
+      line(O, "lag/in_queue_mean", "in queue"),
+      line(O, "lag/in_flight_max", "in flight, max", { off: true }),
+      line(O, "lag/in_queue_max", "in queue, max", { off: true }),
+    ],
+  },
   { title: "Lag of rollouts", heat: "lag" },
   { title: "Reward of rollouts", heat: "reward" },
   { section: "Speed" },
-  { title: "Tokens per second", lines: [line(O, "tokens_per_second", "sampling"), line(T, "tokens_per_second", "training", { main: true })] },
-  { title: "Who waited for whom (s)", lines: [line(T, "wait_seconds", "trainer for rollouts", { main: true }), line(O, "wait_for_trainer_seconds", "rollouts for trainer")] },
-  { title: "Step (s)", lines: [line(T, "step_seconds", "trainer", { main: true }), line(O, "step_seconds", "orchestrator"), line(T, "publish_seconds", "publishing")] },
-  { title: "Weight update (s)", lines: [line(O, "weights/update_seconds", "engines"), line(T, "publish_seconds", "publishing")] },
-  { title: "Episodes", lines: [line(O, "in_flight", "in flight", { main: true }), line(O, "concurrency_cap", "cap"), line(O, "ready_episodes", "ready")] },
+  {
+    title: "Tokens per second",
+    lines: [line(O, "tokens_per_second", "sampling"), line(T, "tokens_per_second", "training", { main: true })],
+  },
+  {
+    title: "Who waited for whom (s)",
+    lines: [
+      line(T, "wait_seconds", "trainer for rollouts", { main: true }),
+      line(O, "wait_for_trainer_seconds", "rollouts for trainer"),
+    ],
+  },
+  {
+    title: "Step (s)",
+    lines: [
+      line(T, "step_seconds", "trainer", { main: true }),
+      line(O, "step_seconds", "orchestrator"),
+      line(T, "publish_seconds", "publishing"),
+    ],
+  },
+  {
+    title: "Weight update (s)",
+    lines: [line(O, "weights/update_seconds", "engines"), line(T, "publish_seconds", "publishing")],
+  },
+  {
+    title: "Episodes",
+    lines: [
+      line(O, "in_flight", "in flight", { main: true }),
+      line(O, "concurrency_cap", "cap"),
+      line(O, "ready_episodes", "ready"),
+    ],
+  },
   { title: "MFU", lines: [line(T, "mfu", "MFU")] },
   { title: "Memory, trainer (GiB)", lines: [line(T, "peak_memory_gib", "peak")] },
   { section: "Episodes" },
   { title: "Errors by cause", lines: [each(O, /^errors\/(?!share$)(.+)$/)], raw: true },
-  { title: "Dropped and cancelled by cause", lines: [each(O, /^(dropped\/(?!share$).+)$/), each(O, /^(cancelled\/(?!share$).+)$/), each(O, /^(samples_dropped\/.+)$/)], raw: true },
-  { title: "Length (tokens)", lines: [line(O, "length/mean", "mean", { main: true }), line(O, "length/max", "max", { off: true })], band: [line(O, "length/p10", "10 %"), line(O, "length/p90", "90 %")] },
-  { title: "Turns", lines: [line(O, "turns/mean", "mean", { main: true }), line(O, "turns/max", "max", { off: true })] },
+  {
+    title: "Dropped and cancelled by cause",
+    lines: [
+      each(O, /^(dropped\/(?!share$).+)$/),
+      each(O, /^(cancelled\/(?!share$).+)$/),
+      each(O, /^(samples_dropped\/.+)$/),
+    ],
+    raw: true,
+  },
+  {
+    title: "Length (tokens)",
+    lines: [line(O, "length/mean", "mean", { main: true }), line(O, "length/max", "max", { off: true })],
+    band: [line(O, "length/p10", "10 %"), line(O, "length/p90", "90 %")],
+  },
+  {
+    title: "Turns",
+    lines: [line(O, "turns/mean", "mean", { main: true }), line(O, "turns/max", "max", { off: true })],
+  },
   { title: "Truncated", lines: [line(O, "truncated", "share")] },
   { title: "Useful share of sampled tokens", lines: [line(O, "useful_share", "share")] },
   { title: "Experts", lines: [each(T, /^experts\/(.+)$/)] },
@@ -61,8 +127,14 @@ export function panelsFor(processes) {
   };
   const out = [];
   for (const panel of PANELS) {
-    if (panel.section) { out.push(panel); continue; }
-    if (panel.heat) { if (processes[O]) out.push(panel); continue; }
+    if (panel.section) {
+      out.push(panel);
+      continue;
+    }
+    if (panel.heat) {
+      if (processes[O]) out.push(panel);
+      continue;
+    }
     const lines = panel.lines.flatMap(spell);
     const band = panel.band?.every((one) => has(one.key)) ? panel.band : null;
     if (lines.length) out.push({ ...panel, lines: lines.slice(0, 16), band });
@@ -70,5 +142,6 @@ export function panelsFor(processes) {
   return out.filter((panel, place) => !panel.section || (out[place + 1] && !out[place + 1].section));
 }
 
-export const keysOf = (panels) => [...new Set(panels.flatMap((panel) =>
-  [...(panel.lines ?? []), ...(panel.band ?? [])].map((one) => one.key)))];
+export const keysOf = (panels) => [
+  ...new Set(panels.flatMap((panel) => [...(panel.lines ?? []), ...(panel.band ?? [])].map((one) => one.key))),
+];

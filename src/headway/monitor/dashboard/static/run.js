@@ -15,8 +15,21 @@ export const compareView = (box, runs) => new Board(box, runs).start();
 // All charts of a page: what they share is the x axis, the zoom, the smoothing and the runs they show.
 class Board {
   constructor(box, runs) {
-    Object.assign(this, { box, runs, charts: new Map(), heats: [], range: null, detail: {}, series: {}, sync: `board-${Math.random()}` });
-    this.options = { smoothing: Number(localStorage.getItem("smoothing") ?? 0), x: localStorage.getItem("x") === "time" ? "time" : "step", filter: "" };
+    Object.assign(this, {
+      box,
+      runs,
+      charts: new Map(),
+      heats: [],
+      range: null,
+      detail: {},
+      series: {},
+      sync: `board-${Math.random()}`,
+    });
+    this.options = {
+      smoothing: Number(localStorage.getItem("smoothing") ?? 0),
+      x: localStorage.getItem("x") === "time" ? "time" : "step",
+      filter: "",
+    };
     this.tiles = h("div", { class: "tiles" });
     this.grid = h("div", { class: "charts" });
     this.loadSoon = debounce(() => this.load().catch(() => {}), 250);
@@ -32,42 +45,110 @@ class Board {
       await Promise.all([this.load(), this.summaries()]).catch(() => {});
       if (!this.closed) this.loadHeats();
     });
-    return { close: () => { off(); this.closed = true; this.clear(); }, back: "#/" };
+    return {
+      close: () => {
+        off();
+        this.closed = true;
+        this.clear();
+      },
+      back: "#/",
+    };
   }
 
   bar() {
-    const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: this.options.smoothing, "aria-label": "smoothing",
-      oninput: (event) => { this.options.smoothing = Number(event.target.value); localStorage.setItem("smoothing", event.target.value); this.draw(); } });
-    const axis = h("select", { "aria-label": "x axis", onchange: (event) => { this.options.x = event.target.value; localStorage.setItem("x", event.target.value); this.range = null; this.load(); } },
-      [["step", "by step"], ["time", "by time"]].map(([value, title]) => h("option", { value, selected: value === this.options.x }, title)));
+    const smoothing = h("input", {
+      type: "range",
+      min: 0,
+      max: 0.99,
+      step: 0.01,
+      value: this.options.smoothing,
+      "aria-label": "smoothing",
+      oninput: (event) => {
+        this.options.smoothing = Number(event.target.value);
+        localStorage.setItem("smoothing", event.target.value);
+        this.draw();
+      },
+    });
+    const axis = h(
+      "select",
+      {
+        "aria-label": "x axis",
+        onchange: (event) => {
+          this.options.x = event.target.value;
+          localStorage.setItem("x", event.target.value);
+          this.range = null;
+          this.load();
+        },
+      },
+      [
+        ["step", "by step"],
+        ["time", "by time"],
+      ].map(([value, title]) => h("option", { value, selected: value === this.options.x }, title)),
+    );
     this.unzoom = h("button", { disabled: true, onclick: () => this.reset() }, "Reset zoom");
-    return h("div", { class: "bar" },
-      h("input", { type: "search", "data-search": true, placeholder: "filter charts", "aria-label": "filter charts", oninput: (event) => { this.options.filter = event.target.value.toLowerCase(); this.filter(); } }),
-      h("label", {}, "smoothing", smoothing), axis, this.unzoom,
-      h("span", { class: "soft wide" }, "drag to zoom, double-click to see all"));
+    return h(
+      "div",
+      { class: "bar" },
+      h("input", {
+        type: "search",
+        "data-search": true,
+        placeholder: "filter charts",
+        "aria-label": "filter charts",
+        oninput: (event) => {
+          this.options.filter = event.target.value.toLowerCase();
+          this.filter();
+        },
+      }),
+      h("label", {}, "smoothing", smoothing),
+      axis,
+      this.unzoom,
+      h("span", { class: "soft wide" }, "drag to zoom, double-click to see all"),
+    );
   }
 
   async summaries() {
     const known = new Map((await get("/api/runs")).runs.map((run) => [run.name, run]));
-    const tile = (title, value, extra = "") => h("div", { class: "card tile" }, h("span", { class: "soft" }, title), h("b", { class: extra }, value));
+    const tile = (title, value, extra = "") =>
+      h("div", { class: "card tile" }, h("span", { class: "soft" }, title), h("b", { class: extra }, value));
     if (this.runs.length > 1) {
-      replace(this.tiles, this.runs.map((name, place) => {
-        const run = known.get(name);
-        return h("div", { class: "card tile" }, h("span", { class: "soft" }, run ? `${run.status}, step ${run.step}` : "gone"), h("b", { class: `run-${place}` }, name));
-      }));
+      replace(
+        this.tiles,
+        this.runs.map((name, place) => {
+          const run = known.get(name);
+          return h(
+            "div",
+            { class: "card tile" },
+            h("span", { class: "soft" }, run ? `${run.status}, step ${run.step}` : "gone"),
+            h("b", { class: `run-${place}` }, name),
+          );
+        }),
+      );
       return;
     }
     const run = known.get(this.runs[0]);
     if (!run) return;
-    replace(this.tiles, tile("status", run.status, run.status === "running" ? "good" : ""), tile("step", run.max_steps ? `${run.step} / ${run.max_steps}` : run.step),
-      run.reward === null ? tile("loss", number(run.loss)) : tile("reward", number(run.reward)), run.evaluation === null ? null : tile("evaluation", number(run.evaluation)),
-      run.lag === null ? null : tile("lag", number(run.lag)), tile("training tok/s", number(run.tokens_per_second)), tile("a step takes", duration(run.step_seconds)),
-      run.max_steps && run.status === "running" ? tile("left", duration((run.max_steps - run.step) * run.step_seconds)) : tile("took", duration(run.updated_at - run.started_at)),
-      run.restarts ? tile("restarts", run.restarts, "warn") : null);
+    replace(
+      this.tiles,
+      tile("status", run.status, run.status === "running" ? "good" : ""),
+      tile("step", run.max_steps ? `${run.step} / ${run.max_steps}` : run.step),
+      run.reward === null ? tile("loss", number(run.loss)) : tile("reward", number(run.reward)),
+      run.evaluation === null ? null : tile("evaluation", number(run.evaluation)),
+      run.lag === null ? null : tile("lag", number(run.lag)),
+      tile("training tok/s", number(run.tokens_per_second)),
+      tile("a step takes", duration(run.step_seconds)),
+      run.max_steps && run.status === "running"
+        ? tile("left", duration((run.max_steps - run.step) * run.step_seconds))
+        : tile("took", duration(run.updated_at - run.started_at)),
+      run.restarts ? tile("restarts", run.restarts, "warn") : null,
+    );
   }
 
   async load() {
-    await Promise.all(this.runs.map(async (run) => { this.detail[run] = await ofRun(run); }));
+    await Promise.all(
+      this.runs.map(async (run) => {
+        this.detail[run] = await ofRun(run);
+      }),
+    );
     const processes = {};
     for (const detail of Object.values(this.detail)) {
       for (const [process, { names }] of Object.entries(detail.processes)) {
@@ -75,7 +156,11 @@ class Board {
       }
     }
     this.panels = panelsFor(processes);
-    await Promise.all(this.runs.map(async (run) => { this.series[run] = await this.fetch(run, keysOf(this.panels), POINTS, this.range); }));
+    await Promise.all(
+      this.runs.map(async (run) => {
+        this.series[run] = await this.fetch(run, keysOf(this.panels), POINTS, this.range);
+      }),
+    );
     if (!this.closed) this.draw();
   }
 
@@ -86,9 +171,12 @@ class Board {
 
   draw() {
     if (!this.grid.isConnected) return;
-    const wanted = this.panels.map((panel) => panel.section ?? `${panel.title}:${panel.heat ?? this.lines(panel).map((line) => line.label)}`).join("|");
+    const wanted = this.panels
+      .map((panel) => panel.section ?? `${panel.title}:${panel.heat ?? this.lines(panel).map((line) => line.label)}`)
+      .join("|");
     if (wanted !== this.built) this.build(wanted);
-    for (const { chart, panel } of this.charts.values()) chart.setData(() => this.table(panel, this.series), this.range);
+    for (const { chart, panel } of this.charts.values())
+      chart.setData(() => this.table(panel, this.series), this.range);
     if (this.unzoom) this.unzoom.disabled = this.range === null;
     this.filter();
   }
@@ -104,7 +192,12 @@ class Board {
         this.heats.push(heat);
         this.grid.append(heat.node);
       } else {
-        const chart = new Chart(panel.title, this.lines(panel), this, { log: panel.log, raw: panel.raw, band: this.runs.length > 1 ? null : panel.band, csv: () => this.csv(panel) });
+        const chart = new Chart(panel.title, this.lines(panel), this, {
+          log: panel.log,
+          raw: panel.raw,
+          band: this.runs.length > 1 ? null : panel.band,
+          csv: () => this.csv(panel),
+        });
         this.charts.set(panel.title, { chart, panel });
         this.grid.append(chart.node);
       }
@@ -113,27 +206,48 @@ class Board {
 
   // One line per metric; with several runs one per run, of the panel's main metric.
   lines(panel) {
-    if (this.runs.length === 1) return panel.lines.map((line, place) => ({ ...line, run: this.runs[0], color: PALETTE[place % PALETTE.length], dashed: place >= PALETTE.length }));
+    if (this.runs.length === 1)
+      return panel.lines.map((line, place) => ({
+        ...line,
+        run: this.runs[0],
+        color: PALETTE[place % PALETTE.length],
+        dashed: place >= PALETTE.length,
+      }));
     const line = panel.lines.find((one) => one.main) ?? panel.lines[0];
-    return this.runs.map((run, place) => ({ ...line, run, label: run, off: false, color: PALETTE[place % PALETTE.length], dashed: place >= PALETTE.length }));
+    return this.runs.map((run, place) => ({
+      ...line,
+      run,
+      label: run,
+      off: false,
+      color: PALETTE[place % PALETTE.length],
+      dashed: place >= PALETTE.length,
+    }));
   }
 
   // Columns of different processes and runs over one x axis.
   table(panel, series) {
-    const lines = [...this.lines(panel), ...(panel.band && this.runs.length === 1 ? panel.band.map((line) => ({ ...line, run: this.runs[0] })) : [])];
+    const lines = [
+      ...this.lines(panel),
+      ...(panel.band && this.runs.length === 1 ? panel.band.map((line) => ({ ...line, run: this.runs[0] })) : []),
+    ];
     const tables = lines.map((line) => {
       const [process, name] = split(line.key);
       const part = series[line.run]?.[process];
       const values = part?.columns[name];
       if (!values) return [[], []];
-      const x = this.options.x === "step" ? part.step : part.time.map((time) => (time === null ? null : time - this.began(line.run)));
+      const x =
+        this.options.x === "step"
+          ? part.step
+          : part.time.map((time) => (time === null ? null : time - this.began(line.run)));
       return ordered(x, values);
     });
     return uPlot.join(tables);
   }
 
   began(run) {
-    const times = Object.values(this.series[run] ?? {}).flatMap((part) => part.time.slice(0, 1)).filter((time) => time !== null);
+    const times = Object.values(this.series[run] ?? {})
+      .flatMap((part) => part.time.slice(0, 1))
+      .filter((time) => time !== null);
     return times.length ? Math.min(...times) : 0;
   }
 
@@ -141,7 +255,9 @@ class Board {
     if (this.runs.length > 1) return [];
     const restarts = this.detail[this.runs[0]]?.restarts ?? [];
     const began = this.began(this.runs[0]);
-    return restarts.filter((one) => one.step !== null).map((one) => (this.options.x === "step" ? one.step : one.time - began));
+    return restarts
+      .filter((one) => one.step !== null)
+      .map((one) => (this.options.x === "step" ? one.step : one.time - began));
   }
 
   zoom(min, max) {
@@ -156,8 +272,11 @@ class Board {
   }
 
   filter() {
-    for (const { chart } of this.charts.values()) chart.node.hidden = !chart.title.toLowerCase().includes(this.options.filter);
-    this.heats.forEach((heat) => { if (this.options.filter) heat.node.hidden = !heat.title.toLowerCase().includes(this.options.filter); });
+    for (const { chart } of this.charts.values())
+      chart.node.hidden = !chart.title.toLowerCase().includes(this.options.filter);
+    this.heats.forEach((heat) => {
+      if (this.options.filter) heat.node.hidden = !heat.title.toLowerCase().includes(this.options.filter);
+    });
   }
 
   async loadHeats() {
@@ -169,10 +288,18 @@ class Board {
   async csv(panel) {
     const keys = keysOf([panel]);
     const whole = {};
-    await Promise.all(this.runs.map(async (run) => { whole[run] = await this.fetch(run, keys, 200_000, null); }));
+    await Promise.all(
+      this.runs.map(async (run) => {
+        whole[run] = await this.fetch(run, keys, 200_000, null);
+      }),
+    );
     const table = this.table(panel, whole);
     const names = this.lines(panel).map((line) => (this.runs.length > 1 ? `${line.run} ${line.key}` : line.key));
-    saveCsv(panel.title, [this.options.x, ...names, ...(table.length > names.length + 1 ? panel.band.map((line) => line.key) : [])], table);
+    saveCsv(
+      panel.title,
+      [this.options.x, ...names, ...(table.length > names.length + 1 ? panel.band.map((line) => line.key) : [])],
+      table,
+    );
   }
 
   clear() {
@@ -186,7 +313,10 @@ class Board {
 
 // uPlot wants x to rise: times of a restarted process may step back, and steps may come twice when thinned.
 function ordered(x, values) {
-  const rows = x.map((at, row) => [at, values[row]]).filter(([at]) => at !== null).sort((a, b) => a[0] - b[0]);
+  const rows = x
+    .map((at, row) => [at, values[row]])
+    .filter(([at]) => at !== null)
+    .sort((a, b) => a[0] - b[0]);
   const kept = rows.filter(([at], row) => row === rows.length - 1 || rows[row + 1][0] !== at);
   return [kept.map(([at]) => at), kept.map(([, value]) => value)];
 }

@@ -10,18 +10,95 @@ export async function settingsView(box, run) {
   const body = h("tbody");
   const draw = () => {
     const words = state.text.toLowerCase();
-    const rows = (files[state.file]?.settings ?? []).filter((row) => (!state.changed || row.origin !== "default") && `${row.name} ${JSON.stringify(row.value)}`.toLowerCase().includes(words));
-    replace(body, rows.map((row) => h("tr", {}, h("td", { class: "mono" }, row.name), h("td", { class: "mono" }, JSON.stringify(row.value)),
-      h("td", {}, h("span", { class: row.origin === "default" ? "soft" : "tag" }, row.origin)))));
+    const rows = (files[state.file]?.settings ?? []).filter(
+      (row) =>
+        (!state.changed || row.origin !== "default") &&
+        `${row.name} ${JSON.stringify(row.value)}`.toLowerCase().includes(words),
+    );
+    replace(
+      body,
+      rows.map((row) =>
+        h(
+          "tr",
+          {},
+          h("td", { class: "mono" }, row.name),
+          h("td", { class: "mono" }, JSON.stringify(row.value)),
+          h("td", {}, h("span", { class: row.origin === "default" ? "soft" : "tag" }, row.origin)),
+        ),
+      ),
+    );
   };
-  replace(box,
-    h("div", { class: "card pad mono" }, `headway ${argv.map((word) => (/[\s"'$]/.test(word) ? JSON.stringify(word) : word)).join(" ")}`,
-      h("div", { class: "soft" }, ["headway", "python", "host", "user"].filter((key) => record[key]).map((key) => `${key} ${record[key]}`).join(" · "))),
-    h("div", { class: "bar pad" },
-      h("select", { "aria-label": "settings file", onchange: (event) => { state.file = Number(event.target.value); draw(); } }, files.map((file, value) => h("option", { value }, file.name))),
-      h("input", { type: "search", "data-search": true, placeholder: "filter settings", "aria-label": "filter settings", oninput: (event) => { state.text = event.target.value; draw(); } }),
-      h("label", {}, h("input", { type: "checkbox", onchange: (event) => { state.changed = event.target.checked; draw(); } }), "only what was set")),
-    h("div", { class: "card scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["Setting", "Value", "From"].map((title) => h("th", {}, title)))), body)));
+  replace(
+    box,
+    h(
+      "div",
+      { class: "card pad mono" },
+      `headway ${argv.map((word) => (/[\s"'$]/.test(word) ? JSON.stringify(word) : word)).join(" ")}`,
+      h(
+        "div",
+        { class: "soft" },
+        ["headway", "python", "host", "user"]
+          .filter((key) => record[key])
+          .map((key) => `${key} ${record[key]}`)
+          .join(" · "),
+      ),
+    ),
+    h(
+      "div",
+      { class: "bar pad" },
+      h(
+        "select",
+        {
+          "aria-label": "settings file",
+          onchange: (event) => {
+            state.file = Number(event.target.value);
+            draw();
+          },
+        },
+        files.map((file, value) => h("option", { value }, file.name)),
+      ),
+      h("input", {
+        type: "search",
+        "data-search": true,
+        placeholder: "filter settings",
+        "aria-label": "filter settings",
+        oninput: (event) => {
+          state.text = event.target.value;
+          draw();
+        },
+      }),
+      h(
+        "label",
+        {},
+        h("input", {
+          type: "checkbox",
+          onchange: (event) => {
+            state.changed = event.target.checked;
+            draw();
+          },
+        }),
+        "only what was set",
+      ),
+    ),
+    h(
+      "div",
+      { class: "card scroll" },
+      h(
+        "table",
+        {},
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            ["Setting", "Value", "From"].map((title) => h("th", {}, title)),
+          ),
+        ),
+        body,
+      ),
+    ),
+  );
   draw();
   return { back: runLink(run) };
 }

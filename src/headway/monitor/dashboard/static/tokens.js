@@ -17,12 +17,55 @@ export class Tokens {
   }
 
   async start() {
-    const branches = this.record.episode.traces.flatMap((trace, t) => trace.branches.map((_, b) => [t, b, `${trace.agent ?? "policy"}${trace.branches.length > 1 ? `, branch ${b + 1}` : ""}`]));
-    replace(this.box, h("div", { class: "bar" },
-      h("label", {}, "color by", h("select", { id: "shade", "aria-label": "color by", onchange: (event) => { this.shade = event.target.value; localStorage.setItem("shade", this.shade); this.draw(); } },
-        SHADES.map((value) => h("option", { value, selected: value === this.shade }, value)))),
-      branches.length > 1 ? h("select", { "aria-label": "agent and branch", onchange: (event) => { [this.trace, this.branch] = branches[event.target.value]; this.parts = []; this.load(); } },
-        branches.map(([, , title], value) => h("option", { value }, title))) : null), this.about, this.list, this.more);
+    const branches = this.record.episode.traces.flatMap((trace, t) =>
+      trace.branches.map((_, b) => [
+        t,
+        b,
+        `${trace.agent ?? "policy"}${trace.branches.length > 1 ? `, branch ${b + 1}` : ""}`,
+      ]),
+    );
+    replace(
+      this.box,
+      h(
+        "div",
+        { class: "bar" },
+        h(
+          "label",
+          {},
+          "color by",
+          h(
+            "select",
+            {
+              id: "shade",
+              "aria-label": "color by",
+              onchange: (event) => {
+                this.shade = event.target.value;
+                localStorage.setItem("shade", this.shade);
+                this.draw();
+              },
+            },
+            SHADES.map((value) => h("option", { value, selected: value === this.shade }, value)),
+          ),
+        ),
+        branches.length > 1
+          ? h(
+              "select",
+              {
+                "aria-label": "agent and branch",
+                onchange: (event) => {
+                  [this.trace, this.branch] = branches[event.target.value];
+                  this.parts = [];
+                  this.load();
+                },
+              },
+              branches.map(([, , title], value) => h("option", { value }, title)),
+            )
+          : null,
+      ),
+      this.about,
+      this.list,
+      this.more,
+    );
     await this.load();
   }
 
@@ -35,8 +78,13 @@ export class Tokens {
   draw() {
     const shown = this.parts.reduce((sum, part) => sum + part.ids.length, 0);
     const { total, advantage } = this.parts[0];
-    const known = [...new Set(this.parts.flatMap((part) => part.versions).filter((version) => version !== null))].sort((a, b) => a - b);
-    replace(this.list, this.parts.flatMap((part) => part.ids.map((id, place) => this.token(part, place, advantage, known))));
+    const known = [...new Set(this.parts.flatMap((part) => part.versions).filter((version) => version !== null))].sort(
+      (a, b) => a - b,
+    );
+    replace(
+      this.list,
+      this.parts.flatMap((part) => part.ids.map((id, place) => this.token(part, place, advantage, known))),
+    );
     this.more.hidden = shown >= total;
     this.more.textContent = `show more (${shown} of ${total})`;
   }
@@ -44,10 +92,17 @@ export class Tokens {
   token(part, place, advantage, known) {
     const [logprob, version, text] = [part.logprobs[place], part.versions[place], part.texts[place]];
     const sampled = logprob !== null;
-    const node = h("span", { class: sampled ? "tok" : "tok context", tabindex: sampled ? 0 : null }, visible(text).slice(0, 400));
+    const node = h(
+      "span",
+      { class: sampled ? "tok" : "tok context", tabindex: sampled ? 0 : null },
+      visible(text).slice(0, 400),
+    );
     const tell = () => {
-      this.about.textContent = `${part.offset + place}: ${JSON.stringify(text).slice(0, 80)}  id ${part.ids[place]}  ${sampled
-        ? `logprob ${number(logprob)} (p ${number(Math.exp(logprob))})  version ${version}  advantage ${number(advantage)}` : "not sampled, not trained"}`;
+      this.about.textContent = `${part.offset + place}: ${JSON.stringify(text).slice(0, 80)}  id ${part.ids[place]}  ${
+        sampled
+          ? `logprob ${number(logprob)} (p ${number(Math.exp(logprob))})  version ${version}  advantage ${number(advantage)}`
+          : "not sampled, not trained"
+      }`;
     };
     node.addEventListener("mouseenter", tell);
     node.addEventListener("focus", tell);
