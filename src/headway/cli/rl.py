@@ -23,6 +23,7 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
   --dry-run         write the resolved settings of every process and exit
   --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
   --from RUN@STEP   start a new run from a checkpoint of another one
+  --dash            serve the live page of the runs beside this one and print its address
 
 Examples:
   headway rl @ examples/reverse_text/rl.toml
@@ -43,6 +44,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.runs import create_run, open_run
 
+    dash, argv = "--dash" in argv, [word for word in argv if word != "--dash"]
     argv, resume = take(argv, "--resume", "the folder of a run, such as outputs/my-run")
     argv, parent = take(argv, "--from", "a run and a step, such as outputs/my-run@100")
     if resume and parent:
@@ -63,6 +65,10 @@ def run(argv: list[str]) -> int:
         return 0
     if parent:
         fork_run(origin, step, paths)
+    if dash:
+        from headway.monitor.dashboard import start_in_thread
+
+        print(f"live page: {start_in_thread(paths.root.parent)}")
     return 0 if run_rl(settings, paths) else 130
 
 
