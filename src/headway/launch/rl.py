@@ -2,6 +2,7 @@
 
 import fcntl
 import secrets
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,11 +43,12 @@ def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -
     """Engines (unless the settings name running ones), orchestrator, trainer."""
     python = [sys.executable, "-m", "headway.cli.main"]
     engines = [] if settings.orchestrator.engines else placement.engines
-    serve = [*python, "serve", "@", str(paths.config / "inference.toml"), "--port", "0", "--join", str(paths.root)]
+    serve = [*python, "serve", "@", str(paths.config / "inference.toml"), "--join", str(paths.root)]
     specs = [
         ProcessSpec(
             f"inference-{index}",
-            [*serve, "--name", f"inference-{index}"],
+            # A port of its own for all attempts: who was talking to an engine that died finds the next one there.
+            [*serve, "--port", str(_free_port(settings.inference.host)), "--name", f"inference-{index}"],
             environment,
         )
         for index, environment in enumerate(engines)
@@ -62,6 +64,11 @@ def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -
     trainer = [*python, "train", "@", str(paths.config / "trainer.toml")]
     specs.append(ProcessSpec("trainer", trainer, placement.trainer, ends=True))
     return specs
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _write_token(paths: RunPaths) -> None:
