@@ -20,6 +20,7 @@ from headway.core.runs import RunPaths
 from headway.inference.engine import Engine, UpdateError
 from headway.inference.server import ServerContext, build_app
 from headway.models.tiny import resolve_model
+from headway.monitor.logs import SUPERVISED
 from headway.rendering.load import load_renderer
 
 logger = logging.getLogger("headway.inference")
@@ -47,13 +48,21 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
         await _catch_up(engine, run)
         context.loaded = engine
         with registered(run, name, url):
-            print(f"serving {settings.model.path} at {url} (version {engine.weights().version})", flush=True)
+            _say(f"serving {settings.model.path} at {url} (version {engine.weights().version})")
             await stop.wait()
             logger.info("stopping: requests in flight have %.0f s to end", _GRACE)
     finally:
         await runner.cleanup()
         if context.loaded is not None:
             await context.loaded.close()
+
+
+def _say(line: str) -> None:
+    """To a person at the terminal as it is, to a log with its time."""
+    if SUPERVISED in os.environ:
+        logger.info(line)
+    else:
+        print(line, flush=True)
 
 
 def load_engine(settings: ServeSettings, folder: Path) -> Engine:
