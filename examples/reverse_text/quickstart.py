@@ -3,6 +3,7 @@
 Run by `make quickstart`. Reads top to bottom; every stage is a command that you could type yourself.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +23,9 @@ console = Console()
 def headway(*arguments: str) -> None:
     command = [sys.executable, "-m", "headway.cli.main", *arguments]
     console.print(f"\n[bold]$ headway {' '.join(arguments)}[/bold]", highlight=False)
-    code = subprocess.run(command, check=False).returncode
+    # So small a model gains little from more threads, which wait for each other where something else runs, too.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    code = subprocess.run(command, check=False, env=environment).returncode
     if code:
         sys.exit(code)
 
