@@ -22,7 +22,7 @@ console = Console()
 
 def headway(*arguments: str) -> None:
     command = [sys.executable, "-m", "headway.cli.main", *arguments]
-    console.print(f"\n[bold]$ headway {' '.join(arguments)}[/bold]", highlight=False)
+    console.print(f"\n[bold]$ headway {' '.join(arguments)}[/bold]", highlight=False, soft_wrap=True)
     # So small a model gains little from more threads, which wait for each other where something else runs, too.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     code = subprocess.run(command, check=False, env=environment).returncode
@@ -39,7 +39,7 @@ def main() -> None:
     console.rule("1. Demonstrations: half of them reverse the word, half just copy it")
     data = OUTPUTS / f"{stamp}-demonstrations.jsonl"
     headway("env", "demos", "reverse-text", "-n", "20000", "--args.copy_share", "0.5", "-o", str(data))
-    console.print(f"such as {data.read_text().splitlines()[0]}", highlight=False)
+    console.print(f"such as {data.read_text().splitlines()[0]}", highlight=False, soft_wrap=True)
 
     console.rule("2. Supervised warm-up of a 0.5M-parameter model")
     headway("sft", "@", str(HERE.parent / "warm_up.toml"), "--data.path", str(data), "--run.name", warm_up.root.name)
@@ -55,8 +55,10 @@ def main() -> None:
     table.add_row("after the warm-up", f"{before:.2f}")
     table.add_row("after RL", f"{after:.2f}")
     console.print(table)
-    console.print(f"The reward curve: {training.root / 'reward.png'}  ({time.monotonic() - started:.0f} s in all)\n")
-    console.print(NEXT_STEPS.format(run=training.root, model=sorted(training.exports.iterdir())[-1]), highlight=False)
+    seconds = time.monotonic() - started
+    console.print(f"The reward curve: {training.root / 'reward.png'}  ({seconds:.0f} s in all)\n", soft_wrap=True)
+    model = sorted(training.exports.iterdir())[-1]
+    console.print(NEXT_STEPS.format(run=training.root, model=model), highlight=False, soft_wrap=True)
 
 
 def evaluations(run: RunPaths) -> tuple[float, float]:
