@@ -7,7 +7,7 @@ from e2e_runs import Run, RunRl, headway, start
 
 from headway.core.runs import RunPaths
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_checkpoint_is_exported_and_another_run_starts_from_it(run_rl: RunRl, tmp_path: Path) -> None:

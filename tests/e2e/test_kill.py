@@ -13,7 +13,7 @@ from e2e_runs import Run, start
 
 from headway.core.runs import RunPaths
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 VICTIMS = ("train", "orchestrate", "serve", "headway.envs.worker")
 STEPS = 60

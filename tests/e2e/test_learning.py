@@ -8,7 +8,7 @@ from e2e_runs import Run, RunRl, serving, warm_up
 
 from headway.envs.bundled import calculator, reverse_text
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ON_POLICY = ("--orchestrator.max_lag", "0")
 
@@ -87,9 +87,20 @@ def test_distillation(run_rl: RunRl, teacher: str, algorithm: str) -> None:
 def tool_user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has seen the calculator being used, and as often answers being guessed."""
     rows = calculator.demonstrations(2_000, seed=0, guess_share=0.5, largest=30, system=None)
-    return warm_up(tmp_path_factory.mktemp("tools"), rows, "--batch_tokens", "2048", "--seq_len", "2048")
+    size = (
+        "--batch_tokens",
+        "2048",
+        "--seq_len",
+        "2048",
+        "--max_steps",
+        "450",
+        "--trainer.schedule.decay_steps",
+        "250",
+    )
+    return warm_up(tmp_path_factory.mktemp("tools"), rows, *size)
 
 
+@pytest.mark.timeout(900)
 def test_echo_in_conversations_with_a_tool(run_rl: RunRl, tool_user: Path) -> None:
     env = ("--orchestrator.envs", '[{id = "calculator", args = {largest = 30, system = ""}}]')
     size = ("--orchestrator.batch_size", "64", "--orchestrator.sampling.max_tokens", "48")
