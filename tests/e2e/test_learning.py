@@ -87,17 +87,9 @@ def test_distillation(run_rl: RunRl, teacher: str, algorithm: str) -> None:
 def tool_user(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has seen the calculator being used, and as often answers being guessed."""
     rows = calculator.demonstrations(2_000, seed=0, guess_share=0.5, largest=30, system=None)
-    size = (
-        "--batch_tokens",
-        "2048",
-        "--seq_len",
-        "2048",
-        "--max_steps",
-        "450",
-        "--trainer.schedule.decay_steps",
-        "250",
-    )
-    return warm_up(tmp_path_factory.mktemp("tools"), rows, *size)
+    size = ("--batch_tokens", "2048", "--seq_len", "2048")
+    steps = ("--max_steps", "450", "--trainer.schedule.decay_steps", "250")
+    return warm_up(tmp_path_factory.mktemp("tools"), rows, *size, *steps)
 
 
 @pytest.mark.timeout(900)
