@@ -1,4 +1,4 @@
-"""Every algorithm learns: short seeded runs on a CPU whose own signal rises well above its start."""
+"""Algorithms learn: short seeded runs on a CPU whose own signal rises well above its start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from e2e_runs import Run, RunRl, serving, warm_up
 
-from headway.envs.bundled import calculator, reverse_text
+from headway.envs.bundled import reverse_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -81,23 +81,3 @@ def test_distillation(run_rl: RunRl, teacher: str, algorithm: str) -> None:
     run = run_rl("--max_steps", "40", "--trainer.optim.lr", "3e-4", *chosen, *evaluated)
     before, after = run.column("orchestrator", "eval/held-out/avg")
     assert after > before + 0.1, (before, after)
-
-
-@pytest.fixture(scope="module")
-def tool_user(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has seen the calculator being used, and as often answers being guessed."""
-    rows = calculator.demonstrations(2_000, seed=0, guess_share=0.5, largest=30, system=None)
-    size = ("--batch_tokens", "2048", "--seq_len", "2048")
-    steps = ("--max_steps", "450", "--trainer.schedule.decay_steps", "250")
-    return warm_up(tmp_path_factory.mktemp("tools"), rows, *size, *steps)
-
-
-@pytest.mark.timeout(900)
-def test_echo_in_conversations_with_a_tool(run_rl: RunRl, tool_user: Path) -> None:
-    env = ("--orchestrator.envs", '[{id = "calculator", args = {largest = 30, system = ""}}]')
-    size = ("--orchestrator.batch_size", "64", "--orchestrator.sampling.max_tokens", "48")
-    chosen = ("--orchestrator.algorithm.type", "echo", "--model.path", str(tool_user), "--trainer.optim.lr", "3e-4")
-    run = run_rl("--max_steps", "40", "--orchestrator.eval.envs", "[]", *env, *size, *chosen)
-    assert_learned(run, by=0.08)
-    assert max(run.column("orchestrator", "turns/mean")) > 1.3
-    assert run.column("trainer", "loss/ce")
