@@ -34,7 +34,7 @@ from headway.config.orchestrator import (
     WorkerSettings,
 )
 from headway.config.orchestrator import Shuffled as ShuffledSettings
-from headway.config.shared import FilesystemRollouts
+from headway.config.shared import FilesystemRollouts, TrackingSettings
 from headway.core.protocol import SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.orchestrator.assemble import Pools, RunRecorder, open_session, resolve_folder, spare_the_collector
@@ -149,7 +149,7 @@ async def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[s
             step = outbox.last_step()
             return WeightUpdate(step, f"v{step}", {"type": "none"})
 
-        recorder = RunRecorder(paths, 0)
+        recorder = RunRecorder(paths, 0, TrackingSettings())
         settings = OrchestratorSettings(
             batch_size=512,
             group_size=8,
