@@ -1,6 +1,7 @@
 """The worker pool: every episode comes back exactly once, whatever happens to the workers."""
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -42,11 +43,21 @@ def _note_others() -> None:
 
 def children() -> list[psutil.Process]:
     started = set(psutil.Process().children(recursive=True)) - others
-    return [p for p in started if p.status() != psutil.STATUS_ZOMBIE]
+    alive = []
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+    return alive
 
 
 def workers_of(pool: EnvPool) -> list[int]:
-    return [p.pid for p in children() if "headway.envs.worker" in " ".join(p.cmdline())]
+    pids = []
+    for process in children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "headway.envs.worker" in " ".join(process.cmdline()):
+                pids.append(process.pid)
+    return pids
 
 
 async def until(condition) -> None:
@@ -273,18 +284,14 @@ def test_five_hundred_episodes_while_workers_are_killed_at_random(tmp_path):
     workers = WorkerSettings(min=2, max=2, episodes=16)
 
     async def body(pool, url):
-        async def kill_now_and_then():
-            while True:
-                await asyncio.sleep(chance.uniform(0.1, 0.6))
-                if pids := workers_of(pool):
-                    os.kill(chance.choice(pids), signal.SIGKILL)
-
-        killer = asyncio.create_task(kill_now_and_then())
         outcomes = []
         work = [asyncio.create_task(pool.run(ask(i, url))) for i in range(500)]
         for done in asyncio.as_completed(work):
             outcomes.append(await done)
-        killer.cancel()
+            # By count, not by the clock: a fast machine must see its share of kills too.
+            if chance.random() < 0.05 and (pids := workers_of(pool)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(chance.choice(pids), signal.SIGKILL)
         await until(lambda: pool.size == 2)
         assert pool.restarts > 0
         return outcomes

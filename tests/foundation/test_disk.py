@@ -1,10 +1,9 @@
 """Full disks and read-only folders: one clear line, nothing half-written."""
 
 import json
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,13 +36,23 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[int]:
-    """Writes beyond 16 KiB into one file fail, as a quota would make them."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16384, before[1]))
-    yield 16384
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+QUOTA = 16384
+
+
+def under_quota(check: Callable[[Path], None], folder: Path) -> None:
+    """Run `check` in a process of its own whose writes beyond `QUOTA` bytes into one file fail.
+
+    In this process the limit would hit the test report too, where that goes to a file.
+    """
+    code = (
+        "import resource, sys, pathlib\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import {__name__} as checks\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({QUOTA}, {QUOTA}))\n"
+        f"checks.{check.__name__}(pathlib.Path(sys.argv[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-B", "-c", code, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def fill(folder: Path) -> None:
@@ -74,28 +83,40 @@ def test_metrics_on_a_full_disk_stay_whole(small_disk: Path) -> None:
     check_whole(*log_until_refused(small_disk), reason="No space left on device")
 
 
-def test_metrics_over_a_quota_stay_whole(tmp_path: Path, file_size_limit: int) -> None:
-    check_whole(*log_until_refused(tmp_path), reason="File too large")
+def metrics_over_a_quota(folder: Path) -> None:
+    check_whole(*log_until_refused(folder), reason="File too large")
 
 
-def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path, file_size_limit: int) -> None:
-    path = tmp_path / "state"
+def test_metrics_over_a_quota_stay_whole(tmp_path: Path) -> None:
+    under_quota(metrics_over_a_quota, tmp_path)
+
+
+def file_over_a_quota(folder: Path) -> None:
+    path = folder / "state"
     write_atomic(path, "old")
     with pytest.raises(OSError, match="File too large"):
-        write_atomic(path, bytes(file_size_limit + 1))
+        write_atomic(path, bytes(QUOTA + 1))
     assert path.read_text() == "old"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
+    assert [entry.name for entry in folder.iterdir()] == ["state"]
 
 
-def test_an_atomic_folder_that_fails_leaves_the_old_one(tmp_path: Path, file_size_limit: int) -> None:
-    path = tmp_path / "step"
+def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    under_quota(file_over_a_quota, tmp_path)
+
+
+def folder_over_a_quota(parent: Path) -> None:
+    path = parent / "step"
     with atomic_directory(path) as folder:
         (folder / "a").write_text("old")
     with pytest.raises(OSError, match="File too large"), atomic_directory(path) as folder:
         (folder / "a").write_text("new")
-        (folder / "b").write_bytes(bytes(file_size_limit + 1))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+        (folder / "b").write_bytes(bytes(QUOTA + 1))
+    assert [entry.name for entry in parent.iterdir()] == ["step"]
     assert (path / "a").read_text() == "old"
+
+
+def test_an_atomic_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    under_quota(folder_over_a_quota, tmp_path)
 
 
 def test_no_run_folder_is_left_on_a_full_disk(small_disk: Path) -> None:
