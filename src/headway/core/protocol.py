@@ -100,11 +100,26 @@ class GenerateChunk(msgspec.Struct, omit_defaults=True):
     model: str = "policy"
 
 
+class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the trainer's own model makes of a short sequence with a version's weights, for an engine to be held to.
+
+    `logprobs` are those of `token_ids[1:]` at temperature 1; `dtype` is what the trainer computed them in. `stream` is
+    the root mean square of the residual stream at the last token: after the embedding, after each layer, and after
+    the final norm.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    dtype: str
+    stream: list[float] = msgspec.field(default_factory=list)
+
+
 class WeightUpdate(msgspec.Struct, omit_defaults=True):
     """The body of POST /weights, and what the trainer announces.
 
     `transport` has a `type` ("filesystem", "collective", "shared_memory") and what that one needs to fetch
-    the tensors. `adapter` names the LoRA adapter that is updated; None updates the base weights.
+    the tensors. `adapter` names the LoRA adapter that is updated; None updates the base weights. An engine that
+    can't reproduce `probe` with what it received refuses the version.
     """
 
     version: int
@@ -113,6 +128,7 @@ class WeightUpdate(msgspec.Struct, omit_defaults=True):
     mode: Literal["keep", "wait", "abort"] = "keep"
     policy: str = "policy"
     adapter: str | None = None
+    probe: WeightProbe | None = None
 
 
 class WeightReply(msgspec.Struct):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from headway.core.protocol import WeightUpdate
+from headway.core.protocol import WeightProbe, WeightUpdate
 
 if TYPE_CHECKING:
     # The orchestrator reads announcements from this package, and has no use for torch.
@@ -15,8 +15,10 @@ NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
 class WeightSender(Protocol):
     """Lives in the trainer; every rank calls it with its part. Names are Hugging Face's."""
 
-    def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
-        """Make `version` available and announce it. Returns what engines are to be told."""
+    def publish(
+        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+    ) -> WeightUpdate:
+        """Make `version` available and announce it. Returns what engines are to be told. Rank 0's `probe` counts."""
         ...
 
     def close(self) -> None: ...

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.config.shared import CollectiveWeights
 from headway.core.errors import HeadwayError
-from headway.core.protocol import WeightUpdate
+from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES
@@ -52,7 +52,9 @@ class CollectiveSender:
         self._watcher = threading.Thread(target=self._watch, name="weights", daemon=True)
         self._watcher.start()
 
-    def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
+    def publish(
+        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+    ) -> WeightUpdate:
         arena = self._shelf.spare()
         if self._last is not None:
             self._retire()
@@ -61,7 +63,7 @@ class CollectiveSender:
         self._shelf.put(version, layout, arena)
         barrier()  # an engine that reads the announcement finds every rank ready
         transport = {"type": "collective", "backend": "gloo", "host": self._host, "port": self._port}
-        update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter)
+        update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter, probe=probe)
         on_rank_zero(lambda: self._post(update, layout))
         self._last = update
         return update

@@ -15,7 +15,7 @@ from torch import Tensor
 from headway.config.shared import FilesystemWeights
 from headway.core.errors import HeadwayError
 from headway.core.files import sync_directory, write_atomic
-from headway.core.protocol import WeightUpdate
+from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.base import NamedTensors
@@ -46,13 +46,17 @@ class FilesystemSender:
         self._policy = policy
         self._keep = settings.keep_last
 
-    def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
+    def publish(
+        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+    ) -> WeightUpdate:
         rank, ranks = rank_and_ranks()
         folder = self._paths.version(version)
         on_rank_zero(lambda: _clear(aside(folder)))
         mine = write_shards(aside(folder), rank, shards(tensors, rank, ranks))
         layout = gather_layout(mine, ranks)
-        update = WeightUpdate(version, layout.fingerprint, transport_of(folder), policy=self._policy, adapter=adapter)
+        update = WeightUpdate(
+            version, layout.fingerprint, transport_of(folder), policy=self._policy, adapter=adapter, probe=probe
+        )
         on_rank_zero(lambda: release(self._paths, layout, update, self._keep))
         return update
 

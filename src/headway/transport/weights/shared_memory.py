@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
-from headway.core.protocol import WeightUpdate
+from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES, Arena
@@ -55,14 +55,16 @@ class SharedMemorySender:
         self._arenas = [Arena(partial(self._slab, buffer), slab_bytes) for buffer in range(_BUFFERS)]
         self._last: tuple[WeightUpdate, Layout, Arena] | None = None
 
-    def publish(self, version: int, tensors: NamedTensors, adapter: str | None = None) -> WeightUpdate:
+    def publish(
+        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+    ) -> WeightUpdate:
         buffer = version % _BUFFERS
         table = _table(self._prefix, buffer)
         on_rank_zero(lambda: table.unlink(missing_ok=True))
         mine = self._arenas[buffer].fill(shards(tensors, self._rank, self._ranks), self._rank)
         layout = gather_layout(mine, self._ranks)
         transport = {"type": "shared_memory", "host": socket.gethostname(), "prefix": self._prefix, "buffer": buffer}
-        update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter)
+        update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter, probe=probe)
         on_rank_zero(lambda: self._post(table, _Posted(version, layout), update))
         self._last = (update, layout, self._arenas[buffer])
         return update
