@@ -169,6 +169,23 @@ def test_wordle_demonstrations_never_contradict_what_they_were_told() -> None:
             assert wordle.feedback(later, earlier) == told
 
 
+def test_careless_wordle_demonstrations_take_more_guesses() -> None:
+    careful, half, careless = (
+        sum(len(row["messages"]) for row in wordle.demonstrations(200, seed=1, careless_share=share))
+        for share in (0.0, 0.5, 1.0)
+    )
+    assert careful < half < careless
+
+
+def test_sort_words_demonstrations_are_of_the_quality_asked_for() -> None:
+    copied = 0
+    for row in sort_words.demonstrations(200, seed=3, copy_share=0.25, system=None):
+        first, reply, second, last = [message["content"].split() for message in row["messages"]]
+        copied += last == first + second
+        assert (reply, last) in [(first, first + second), (sorted(first), sorted(first + second))]
+    assert 50 <= copied < 60  # a few come sorted already
+
+
 @pytest.mark.parametrize(
     ("cards", "replies", "first"),
     [

@@ -59,30 +59,38 @@ class SortWords(MultiTurn):
 
 def expected(rounds: Sequence[Sequence[str]]) -> list[list[str]]:
     """What each reply should hold: all words up to its turn, sorted."""
-    return [sorted(word for words in rounds[: turn + 1] for word in words) for turn in range(len(rounds))]
+    return [sorted(words) for words in _so_far(rounds)]
+
+
+def _so_far(rounds: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[word for words in rounds[: turn + 1] for word in words] for turn in range(len(rounds))]
 
 
 def demonstrations(
-    n: int, seed: int = 0, *, rounds: int = 2, words: int = 3, word_len: int = 3, system: str | None = SYSTEM
+    n: int,
+    seed: int = 0,
+    copy_share: float = 0.0,
+    *,
+    rounds: int = 2,
+    words: int = 3,
+    word_len: int = 3,
+    system: str | None = SYSTEM,
 ) -> list[Row]:
-    """`n` perfect conversations, none of them a task of the eval split."""
-    return [
-        demonstration(
-            [
-                *opening(system, " ".join(given[0])),
-                Message("assistant", " ".join(expected(given)[0])),
-                *(
-                    message
-                    for turn in range(1, rounds)
-                    for message in (
-                        Message("user", " ".join(given[turn])),
-                        Message("assistant", " ".join(expected(given)[turn])),
-                    )
-                ),
-            ]
-        )
-        for given in _rounds(n, rounds, words, word_len, "train", seed)
-    ]
+    """`n` conversations, none of them a task of the eval split.
+
+    A share of them repeats the words in the order they came instead of sorting them: reward then has something to
+    sort out.
+    """
+    copied = set(random.Random(seed).sample(range(n), round(copy_share * n)))
+    rows = []
+    for i, given in enumerate(_rounds(n, rounds, words, word_len, "train", seed)):
+        replies = _so_far(given) if i in copied else expected(given)
+        messages = opening(system, " ".join(given[0]))
+        for turn, reply in enumerate(replies):
+            messages += [Message("user", " ".join(given[turn]))] if turn else []
+            messages.append(Message("assistant", " ".join(reply)))
+        rows.append(demonstration(messages))
+    return rows
 
 
 def _turns(task: Task, state: State) -> list[tuple[list[str], list[str]]]:

@@ -93,15 +93,26 @@ def feedback(secret: str, guess: str) -> str:
 
 
 def demonstrations(
-    n: int, seed: int = 0, *, length: int = 3, alphabet: str = "abcdef", guesses: int = 6, system: str | None = SYSTEM
+    n: int,
+    seed: int = 0,
+    careless_share: float = 0.0,
+    *,
+    length: int = 3,
+    alphabet: str = "abcdef",
+    guesses: int = 6,
+    system: str | None = SYSTEM,
 ) -> list[Row]:
-    """`n` games of a player who never contradicts what it was told; no secret is of the eval split."""
+    """`n` games of a player who never contradicts what it was told; no secret is of the eval split.
+
+    A share of the games is played without listening, each guess at random: reward then has something to sort out.
+    """
     rng = random.Random(seed)
     everything = _secrets(length, alphabet, None)
     secrets = [word for word in everything if in_split(word, "train")]
     told = system and system.format(length=length, alphabet="".join(sorted(set(alphabet))))
+    careless = set(rng.sample(range(n), round(careless_share * n)))
     rows = []
-    for _ in range(n):
+    for game in range(n):
         secret, candidates = rng.choice(secrets), everything
         messages = opening(told, START)
         for _ in range(guesses):
@@ -110,7 +121,8 @@ def demonstrations(
             if guess == secret:
                 break
             marks = feedback(secret, guess)
-            candidates = [word for word in candidates if feedback(word, guess) == marks]
+            if game not in careless:
+                candidates = [word for word in candidates if feedback(word, guess) == marks]
             messages.append(Message("user", marks))
         if messages[-1].role == "user":
             messages.pop()
