@@ -229,6 +229,8 @@ class TrainerSettings(Settings):
     """Compile the layers (CUDA)."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Stop after this many steps in a row whose loss or gradients were not finite."""
+    probe: bool = True
+    """Send logprobs of a few tokens with each version of all weights, for engines to be held to."""
     checkpoints: CheckpointSettings = CheckpointSettings()
     """When the trainer saves what it needs to continue."""
     fake_data: FakeData | None = None

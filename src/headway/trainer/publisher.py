@@ -10,6 +10,7 @@ from headway.core.runs import RunPaths
 from headway.models.lora import adapter_tensors
 from headway.models.registry import FAMILIES
 from headway.models.weights import base_parameters
+from headway.trainer.probe import make_probe
 from headway.trainer.sharding import full
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender
@@ -23,12 +24,16 @@ class Publisher:
     def __init__(self, settings: TrainSettings, paths: RunPaths) -> None:
         self._sender = make_sender(settings.weights, paths, POLICY)
         self._adapter = POLICY if settings.model.lora is not None else None
+        # An engine adds an adapter to weights that were proven, or loaded from the checkpoint, before.
+        self._probes = settings.trainer.probe and self._adapter is None
+        self._seq_len = settings.seq_len
 
     def publish(self, state: TrainState) -> dict[str, float]:
         """Every rank calls it. Returns metrics."""
         started = time.perf_counter()
+        probe = make_probe(state, self._seq_len) if self._probes else None
         sent = _Counted(outgoing(state))
-        self._sender.publish(state.step, sent, adapter=self._adapter)
+        self._sender.publish(state.step, sent, adapter=self._adapter, probe=probe)
         return {"publish_seconds": time.perf_counter() - started, "publish_bytes": float(sent.bytes)}
 
     def close(self) -> None:

@@ -1,0 +1,31 @@
+"""How large the residual stream is on its way through a decoder: one number per place, to find where two runs part."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from headway.models.decoder import DecoderLM
+
+
+def last_rms(x_TD: Tensor) -> Tensor:
+    """The root mean square of the last token's stream, in float32."""
+    return x_TD[-1].detach().float().square().mean().sqrt()
+
+
+@contextmanager
+def watched_stream(model: DecoderLM) -> Iterator[list[Tensor]]:
+    """Inside, a pass of `model` over one sample adds `last_rms` after the embedding, each layer and the final norm."""
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(last_rms(output[0] if isinstance(output, tuple) else output))
+
+    decoder = model.model
+    handles = [place.register_forward_hook(note) for place in (decoder.embed_tokens, *decoder.layers, decoder.norm)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
