@@ -1,0 +1,81 @@
+"""Whether an engine computes what the trainer does with a version's weights, and where the two part if not."""
+
+from dataclasses import dataclass
+
+from headway.core.protocol import WeightProbe
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """`logprobs`: how far served logprobs may be from the trainer's, root mean square. `stream`: how far, relatively,
+    two engines' residual streams are apart by rounding alone."""
+
+    logprobs: float
+    stream: float
+
+
+TOLERANCES = {
+    "float32": Tolerance(5e-5, 1e-6),
+    "float16": Tolerance(0.03, 1e-3),
+    "bfloat16": Tolerance(0.2, 8e-3),
+}
+"""By the coarser of the two precisions. Kernels differ in the order in which they add up, which bfloat16 shows."""
+
+_JUMP = 8.0
+"""Rounding grows by small factors from layer to layer; wrong weights show as a jump."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine makes of a probe's tokens. `stream` is as the trainer's, or None where it could not be watched."""
+
+    logprobs: list[float]
+    dtype: str
+    stream: list[float] | None = None
+
+
+def mismatch(probe: WeightProbe, served: Served) -> str | None:
+    """What is wrong with the weights that serve, in words; None where they are what the trainer has.
+
+    Where one side computes in a precision that is not known here, nothing can be said, and nothing is wrong.
+    """
+    known = [TOLERANCES[dtype] for dtype in (probe.dtype, served.dtype) if dtype in TOLERANCES]
+    if len(known) < 2:
+        return None
+    tolerance = max(known, key=lambda one: one.logprobs)
+    apart = _rms([a - b for a, b in zip(probe.logprobs, served.logprobs, strict=True)])
+    if apart <= tolerance.logprobs:
+        return None
+    return (
+        f"served logprobs of its probe are {apart:.2g} away from the trainer's "
+        f"({tolerance.logprobs:.2g} is rounding); {_suspect(probe, served, tolerance.stream)}"
+    )
+
+
+def _suspect(probe: WeightProbe, served: Served, rounding: float) -> str:
+    """The place where the residual stream leaves the trainer's path: the largest jump over all that was before."""
+    if served.stream is None or len(served.stream) != len(probe.stream):
+        return "which layer is at fault can't be told: the engine's layers can't be watched"
+    before, largest, place = rounding, _JUMP, -1
+    for index, (ours, theirs) in enumerate(zip(served.stream, probe.stream, strict=True)):
+        off = abs(ours - theirs) / max(abs(theirs), 1e-30)
+        # A stream that is not a number compares as false: it is as wrong as can be.
+        if not off / before <= largest:
+            largest, place = off / before, index
+        before = max(before, off)
+    if place < 0:
+        return "the head is suspect: up to it the residual stream agrees"
+    name = _names(len(probe.stream))[place]
+    return (
+        f"{name} is suspect: after it the residual stream is {served.stream[place]:.6g}, "
+        f"the trainer's is {probe.stream[place]:.6g}"
+    )
+
+
+def _names(places: int) -> list[str]:
+    return ["the embedding", *(f"layer {layer}" for layer in range(places - 2)), "the final norm"]
+
+
+def _rms(values: list[float]) -> float:
+    mean: float = sum(value * value for value in values) / max(1, len(values))
+    return mean**0.5
