@@ -16,24 +16,25 @@ export function smooth(values, weight) {
   });
 }
 
-// Charts that came into sight, drawn one per frame so that scrolling stays smooth.
-const waiting = new Set();
+// The edge of a band in at most BAND points, each the farthest of its stretch; the rows between are left out.
+const BAND = 100;
 
-function drawNext() {
-  const [chart] = waiting;
-  if (!chart) return;
-  waiting.delete(chart);
-  if (chart.stale && chart.near) chart.draw();
-  requestAnimationFrame(drawNext);
+function coarse(values, farthest) {
+  const stride = Math.ceil(values.length / BAND);
+  if (stride === 1) return values;
+  return values.map((_, row) => {
+    if (row % stride && row !== values.length - 1) return undefined;
+    const some = values.slice(row, row + stride).filter((value) => value !== null && value !== undefined);
+    return some.length ? farthest(...some) : null;
+  });
 }
 
-function drawLater(chart) {
-  waiting.add(chart);
-  if (waiting.size === 1) requestAnimationFrame(drawNext);
-}
+// Points from which on a line is drawn a pixel thin: nobody can tell in so dense a line, and wider strokes of it take a
+// processor without graphics tens of milliseconds.
+const DENSE = 300;
 
 export class Chart {
-  // lines: [{ label, color, points, dashed, off }]; board: { zoom(min, max), reset(), options, sync, marks }
+  // lines: [{ label, color, points, dashed, off }]; board: { zoom(min, max), reset(), options, sync, size, painter, marks() }
   constructor(title, lines, board, { log = false, raw = false, band = null, csv = null } = {}) {
     Object.assign(this, { title, lines, board, log, raw, band, csv });
     this.hidden = new Set(lines.filter((line) => line.off).map((line) => line.label));
@@ -61,34 +62,26 @@ export class Chart {
     );
     this.data = null;
     this.u = null;
-    this.watch = new ResizeObserver(() => this.u && this.u.setSize(this.size()));
-    this.watch.observe(this.plot);
-    this.near = false;
-    this.sight = new IntersectionObserver(
-      ([seen]) => {
-        this.near = seen.isIntersecting;
-        if (this.stale && this.near) drawLater(this);
-      },
-      { rootMargin: "300px" },
-    );
-    this.sight.observe(this.node);
+    board.painter.add(this);
+    this.legend(null); // so that the card has its height before it is drawn
   }
 
-  // makeData() gives [x, ...one column per line, low and high of the band if there is one]; asked when in sight.
+  // makeData() gives [x, ...one column per line, low and high of the band if there is one]; asked when it is drawn.
   setData(makeData, range) {
     this.makeData = makeData;
     this.range = range;
-    this.draw();
+    this.board.painter.want(this);
   }
 
-  draw() {
-    this.stale = !this.near; // what nobody can see is drawn when it comes into sight
-    if (!this.makeData || this.stale) return;
+  paint() {
+    if (!this.makeData) return;
     this.data = this.makeData();
     const shown = this.columns();
-    const shape = `${shown.series.length}|${this.log}|${this.board.options.x}|${this.board.options.smoothing > 0}`;
+    const { options, size } = this.board;
+    const shape = [shown.series.length, this.dense, this.log, options.x, options.smoothing > 0].join();
     if (this.u && this.shape === shape) {
       this.u.batch(() => {
+        if (this.u.width !== size.width || this.u.height !== size.height) this.u.setSize(size);
         this.u.setData(shown.data, false);
         this.u.setScale("x", this.extent());
         this.u.setScale("y", { min: null, max: null });
@@ -111,6 +104,7 @@ export class Chart {
   columns() {
     const [x, ...columns] = this.data;
     const { smoothing } = this.board.options;
+    this.dense = x.length > DENSE;
     const positive = (column) =>
       this.log ? column.map((value) => (value > 0 ? value : value === undefined ? value : null)) : column;
     const data = [x];
@@ -119,7 +113,7 @@ export class Chart {
     if (this.band) {
       const [low, high] = columns.slice(this.lines.length);
       const fill = alpha(color(this.lines[0].color), 0.14);
-      data.push(positive(high), positive(low));
+      data.push(positive(coarse(high, Math.max)), positive(coarse(low, Math.min)));
       series.push(
         { label: "90 %", stroke: "transparent", points: { show: false }, spanGaps: true },
         { label: "10 %", stroke: "transparent", points: { show: false }, spanGaps: true },
@@ -148,7 +142,7 @@ export class Chart {
         label: line.label,
         show,
         stroke,
-        width: 1.75,
+        width: this.dense && !smoothed ? 1 : 1.75,
         spanGaps: true,
         dash: line.dashed ? [5, 4] : undefined,
         points: { show: line.points || values.length < 3, size: 6 },
@@ -156,10 +150,6 @@ export class Chart {
       });
     });
     return { data, series, bands };
-  }
-
-  size() {
-    return { width: Math.max(160, this.plot.clientWidth), height: this.plot.clientHeight || 210 };
   }
 
   config({ series, bands }) {
@@ -172,7 +162,7 @@ export class Chart {
     };
     const shown = (u, values) => values.map((value) => (value === null ? "" : number(value)));
     return {
-      ...this.size(),
+      ...board.size,
       series,
       bands,
       legend: { show: false },
@@ -227,15 +217,15 @@ export class Chart {
   }
 
   legend(at) {
-    if (!this.u) return;
-    const place = at ?? this.data[0].length - 1;
+    const place = at ?? (this.data?.[0].length ?? 0) - 1;
     const value = (line) => {
+      if (!this.u) return null;
       const drawn = this.u.series.findIndex((one) => one.main === this.lines.indexOf(line));
       const column = this.u.data[drawn] ?? [];
       for (let row = place; row >= 0; row--) if (column[row] !== null && column[row] !== undefined) return column[row];
       return null;
     };
-    const x = this.data[0][place];
+    const x = this.data?.[0][place];
     replace(
       this.keys,
       at === null || at === undefined
@@ -259,13 +249,13 @@ export class Chart {
   toggle(label) {
     this.hidden.has(label) ? this.hidden.delete(label) : this.hidden.add(label);
     this.shape = null;
-    this.draw();
+    this.paint();
   }
 
   toggleLog() {
     this.log = !this.log;
     this.logButton.setAttribute("aria-pressed", String(this.log));
-    this.draw();
+    this.paint();
   }
 
   png() {
@@ -284,9 +274,6 @@ export class Chart {
   }
 
   destroy() {
-    this.watch.disconnect();
-    this.sight.disconnect();
-    waiting.delete(this);
     this.u?.destroy();
     this.u = null;
   }

@@ -4,6 +4,7 @@ import { get, ofRun, onChange } from "./api.js";
 import { Chart, PALETTE, saveCsv } from "./chart.js";
 import { debounce, duration, h, number, replace } from "./dom.js";
 import { Heat } from "./heat.js";
+import { Painter } from "./painter.js";
 import { keysOf, panelsFor } from "./panels.js";
 
 const POINTS = 600;
@@ -24,6 +25,8 @@ class Board {
       detail: {},
       series: {},
       sync: `board-${Math.random()}`,
+      painter: new Painter(),
+      size: { width: 360, height: 210 },
     });
     this.options = {
       smoothing: Number(localStorage.getItem("smoothing") ?? 0),
@@ -32,6 +35,8 @@ class Board {
     };
     this.tiles = h("div", { class: "tiles" });
     this.grid = h("div", { class: "charts" });
+    this.watch = new ResizeObserver(() => this.measure());
+    this.watch.observe(this.grid);
     this.loadSoon = debounce(() => this.load().catch(() => {}), 250);
   }
 
@@ -49,7 +54,9 @@ class Board {
       close: () => {
         off();
         this.closed = true;
+        this.watch.disconnect();
         this.clear();
+        this.painter.close();
       },
       back: "#/",
     };
@@ -188,7 +195,7 @@ class Board {
       if (panel.section) this.grid.append(h("h2", { class: "section" }, panel.section));
       else if (panel.heat) {
         if (this.runs.length > 1) continue;
-        const heat = new Heat(panel.title, this.runs[0], panel.heat);
+        const heat = new Heat(panel.title, this.runs[0], panel.heat, this);
         this.heats.push(heat);
         this.grid.append(heat.node);
       } else {
@@ -202,6 +209,17 @@ class Board {
         this.grid.append(chart.node);
       }
     }
+    this.measure();
+  }
+
+  // Charts are of one size, looked up once for all of them when the page has been laid out.
+  measure() {
+    const plot = this.grid.querySelector(".chart:not([hidden]) .plot");
+    if (!plot?.clientWidth) return;
+    const size = { width: Math.max(160, plot.clientWidth), height: plot.clientHeight };
+    if (size.width === this.size.width && size.height === this.size.height) return;
+    this.size = size;
+    for (const item of this.painter.items.values()) this.painter.want(item);
   }
 
   // One line per metric; with several runs one per run, of the panel's main metric.
@@ -304,7 +322,7 @@ class Board {
 
   clear() {
     for (const { chart } of this.charts.values()) chart.destroy();
-    this.heats.forEach((heat) => heat.destroy());
+    this.painter.clear();
     this.heats = [];
     this.charts.clear();
     this.grid.replaceChildren();
