@@ -1,5 +1,6 @@
 """Whether an engine computes what the trainer does with a version's weights, and where the two part if not."""
 
+import math
 from dataclasses import dataclass
 
 from headway.core.protocol import WeightProbe
@@ -77,5 +78,4 @@ def _names(places: int) -> list[str]:
 
 
 def _rms(values: list[float]) -> float:
-    mean: float = sum(value * value for value in values) / max(1, len(values))
-    return mean**0.5
+    return math.sqrt(sum(value * value for value in values) / max(1, len(values)))

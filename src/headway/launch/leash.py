@@ -30,7 +30,17 @@ def tie_to_parent() -> None:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 
+def leashed_command(argv: list[str]) -> list[str]:
+    """`argv` of a program that isn't ours, so that it ends with its parent, too. Linux alone remembers that."""
+    return [sys.executable, "-m", "headway.launch.leash", *argv]
+
+
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
+
+
+if __name__ == "__main__":
+    tie_to_parent()
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -38,6 +38,18 @@ def place(settings: PlacementSettings, gpus: list[str], cores: int) -> Placement
     return Placement(_cuda(gpus[:ranks]), [_cuda([gpu]) for gpu in shared], explanation)
 
 
+def place_engines(count: int, gpus: list[str], cores: int, gpus_each: int = 1) -> list[dict[str, str]]:
+    """Environment variables of engines that have the machine to themselves: GPUs of their own where there are enough,
+    shared ones where each needs but one, an even share of the cores where there are none."""
+    if not gpus:
+        return [{"OMP_NUM_THREADS": str(max(1, cores // count)), "CUDA_VISIBLE_DEVICES": ""}] * count
+    if len(gpus) >= count * gpus_each:
+        return [_cuda(gpus[i * gpus_each : (i + 1) * gpus_each]) for i in range(count)]
+    if gpus_each > 1:
+        raise UsageError(f"{count} engines of {gpus_each} GPUs need {count * gpus_each}, but {len(gpus)} are visible")
+    return [_cuda([gpus[i % len(gpus)]]) for i in range(count)]
+
+
 def _cuda(gpus: list[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 

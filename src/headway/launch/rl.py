@@ -2,7 +2,6 @@
 
 import fcntl
 import secrets
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from headway.core.errors import UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.launch.placement import Placement, available_cores, place, visible_gpus
+from headway.launch.ports import free_port
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 from headway.launch.view import RunView
@@ -48,7 +48,7 @@ def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -
         ProcessSpec(
             f"inference-{index}",
             # A port of its own for all attempts: who was talking to an engine that died finds the next one there.
-            [*serve, "--port", str(_free_port(settings.inference.host)), "--name", f"inference-{index}"],
+            [*serve, "--port", str(free_port(settings.inference.host)), "--name", f"inference-{index}"],
             environment,
         )
         for index, environment in enumerate(engines)
@@ -64,11 +64,6 @@ def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -
     trainer = [*python, "train", "@", str(paths.config / "trainer.toml")]
     specs.append(ProcessSpec("trainer", trainer, placement.trainer, ends=True))
     return specs
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _write_token(paths: RunPaths) -> None:

@@ -38,7 +38,8 @@ class Supervisor:
         self._signals = 0
 
     def run(self) -> bool:
-        """Until every process that ends has ended. True then; False when the user stopped the run before.
+        """Until every process that ends has ended (forever, where none does). True then; False when the user stopped
+        the run before.
 
         Raises HeadwayError when a process keeps dying. In every case no process is left.
         """
@@ -58,7 +59,8 @@ class Supervisor:
         return finished
 
     def _done(self) -> bool:
-        return all(process.finished for process in self.processes if process.spec.ends)
+        ending = [process for process in self.processes if process.spec.ends]
+        return bool(ending) and all(process.finished for process in ending)
 
     def _look(self) -> None:
         progress = self._progress()
