@@ -1,12 +1,16 @@
 """A picture of a run: reward over steps, evaluations, and how stale the rollouts were."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
+
+MARKERS = "os^Dv"
+"""Of evaluations, one for each environment."""
 
 Metrics = list[dict[str, Any]]
 
@@ -29,7 +33,8 @@ def plot_runs(runs: Sequence[RunPaths], out: Path) -> None:
     for name, lines in recorded:
         _draw_reward(reward, name, lines)
         _draw(lag, lines, "lag/mean", name)
-    reward.set(ylabel="reward", ylim=(0, None))
+    # From zero, unless there are losses to show, as in games.
+    reward.set(ylabel="reward", ylim=(min(0.0, _lowest(reward)) * 1.1, None))
     reward.legend(loc="lower right", frameon=False)
     lag.set(xlabel="step", ylabel="mean lag (versions)", ylim=(0, None))
     for axes in (reward, lag):
@@ -53,9 +58,10 @@ def _draw_reward(axes: Any, name: str, lines: Metrics) -> None:
     color = axes.lines[-1].get_color()
     axes.lines[-1].set(alpha=0.3, label=None)
     axes.plot(steps, _smooth(values), color=color, label=name)
-    for key in sorted({key for line in lines for key in line if key.startswith("eval/") and key.endswith("/avg")}):
+    keys = sorted({key for line in lines for key in line if key.startswith("eval/") and key.endswith("/avg")})
+    for key, marker in zip(keys, cycle(MARKERS), strict=False):
         points = [(line["step"], line[key]) for line in lines if key in line]
-        axes.plot(*zip(*points, strict=True), "o", color=color, label=f"{name}: {key}")
+        axes.plot(*zip(*points, strict=True), marker, color=color, label=f"{name}: {key}")
 
 
 def _draw(axes: Any, lines: Metrics, key: str, label: str) -> tuple[list[float], list[float]] | None:
@@ -65,6 +71,10 @@ def _draw(axes: Any, lines: Metrics, key: str, label: str) -> tuple[list[float],
     steps, values = (list(column) for column in zip(*points, strict=True))
     axes.plot(steps, values, label=label)
     return steps, values
+
+
+def _lowest(axes: Any) -> float:
+    return min((min(line.get_ydata()) for line in axes.lines), default=0.0)
 
 
 def _smooth(values: list[float], window: int = 9) -> list[float]:
