@@ -1,23 +1,24 @@
-"""An agent that knows nothing of its training: the `openai` package, a prompt, an answer on stdout.
+"""An agent that knows nothing of its training: it asks OpenAI's chat API and prints the answer.
 
-The package reads OPENAI_BASE_URL and OPENAI_API_KEY from the environment; Headway sets both.
+Where to ask comes from OPENAI_BASE_URL and OPENAI_API_KEY, as everywhere; Headway sets both. Only the standard library,
+so that it starts in a moment; agent_openai.py is the same with the `openai` package.
 """
 
+import json
+import os
 import sys
-
-from openai import OpenAI
+from urllib.request import Request, urlopen
 
 
 def main() -> None:
-    word = sys.argv[1]
-    client = OpenAI()
-    stream = client.chat.completions.create(
-        model="policy", messages=[{"role": "user", "content": word}], max_tokens=24, stream=True
+    question = {"model": "policy", "messages": [{"role": "user", "content": sys.argv[1]}], "max_tokens": 24}
+    request = Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        data=json.dumps(question).encode(),
+        headers={"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"},
     )
-    for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            print(chunk.choices[0].delta.content, end="")
-    print()
+    with urlopen(request) as response:
+        print(json.load(response)["choices"][0]["message"]["content"])
 
 
 if __name__ == "__main__":
