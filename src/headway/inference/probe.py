@@ -59,9 +59,8 @@ def _suspect(probe: WeightProbe, served: Served, rounding: float) -> str:
         return "which layer is at fault can't be told: the engine's layers can't be watched"
     before, largest, place = rounding, _JUMP, -1
     for index, (ours, theirs) in enumerate(zip(served.stream, probe.stream, strict=True)):
-        off = abs(ours - theirs) / max(abs(theirs), 1e-30)
-        # A stream that is not a number compares as false: it is as wrong as can be.
-        if not off / before <= largest:
+        off = abs(ours - theirs) / max(abs(theirs), 1e-30) if math.isfinite(ours) else math.inf
+        if off / before > largest:
             largest, place = off / before, index
         before = max(before, off)
     if place < 0:

@@ -9,6 +9,7 @@ from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.probe import check_probe
 from headway.inference.engine import UpdateError
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
@@ -44,6 +45,8 @@ class Updater:
         try:
             if update.adapter is None:
                 load_hf_tensors(self._buffers(), self._receive(staged))
+                if update.probe is not None:
+                    check_probe(self._buffers(), update.probe)
             else:
                 staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
         except HeadwayError as error:

@@ -1,0 +1,30 @@
+"""A version's probe on weights that do not serve yet."""
+
+import torch
+from torch import Tensor
+
+from headway.core.errors import HeadwayError
+from headway.core.protocol import WeightProbe
+from headway.inference.probe import Served, mismatch
+from headway.models.attention import PackedPlan
+from headway.models.decoder import DecoderLM
+from headway.models.packed import PackedTokens
+from headway.models.stream import watched_stream
+from headway.transport.weights.fingerprint import dtype_name
+
+
+@torch.no_grad()
+def check_probe(model: DecoderLM, probe: WeightProbe) -> None:
+    """Raises HeadwayError where `model` does not compute what the trainer does: its shape may be another one."""
+    weight = model.head_weight()
+    ids_T = torch.tensor(probe.token_ids, device=weight.device)
+    packed = PackedTokens(
+        ids_T, torch.arange(len(ids_T), device=weight.device), PackedPlan([len(ids_T)], weight.device)
+    )
+    with watched_stream(model) as stream:
+        hidden_TD: Tensor = model(packed).hidden_TD
+    logprobs_TV = torch.log_softmax(model.logits(hidden_TD[:-1]), dim=-1)
+    served = logprobs_TV.gather(1, ids_T[1:, None])[:, 0].tolist()
+    wrong = mismatch(probe, Served(served, dtype_name(weight.dtype), torch.stack(stream).tolist()))
+    if wrong is not None:
+        raise HeadwayError(wrong)
