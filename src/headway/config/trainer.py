@@ -231,6 +231,8 @@ class TrainerSettings(Settings):
     """Stop after this many steps in a row whose loss or gradients were not finite."""
     probe: bool = True
     """Send logprobs of a few tokens with each version of all weights, for engines to be held to."""
+    record_logprobs: int = Field(default=16_384, ge=0)
+    """Sampled tokens a step whose logprobs the trainer keeps in the run folder, for people; 0 for none."""
     checkpoints: CheckpointSettings = CheckpointSettings()
     """When the trainer saves what it needs to continue."""
     fake_data: FakeData | None = None

@@ -38,6 +38,11 @@ class RunPaths:
         return self.root / "rollouts"
 
     @property
+    def logprobs(self) -> Path:
+        """What the trainer made of sampled tokens, for people."""
+        return self.root / "logprobs"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -61,6 +66,9 @@ class RunPaths:
 
     def batch(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}"
+
+    def trained_logprobs(self, step: int, rank: int) -> Path:
+        return self.logprobs / f"step_{step:06d}_rank_{rank:03d}.msgpack"
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"

@@ -11,6 +11,7 @@ from headway.core.wire import encode
 from headway.trainer.checkpoints import Checkpoints
 from headway.trainer.exports import export
 from headway.trainer.feed import make_feed
+from headway.trainer.logprobs import LogprobRecorder
 from headway.trainer.publisher import Publisher
 from headway.trainer.ranks import Ranks, joined
 from headway.trainer.recorder import Recorder, Stopwatch
@@ -43,6 +44,8 @@ class _Trainer:
         self.feed = stack.enter_context(closing(make_feed(settings, paths, self.state.config, ranks, stop)))
         self.stepper = Stepper(settings, ranks)
         self.publisher = stack.enter_context(closing(Publisher(settings, paths)))
+        kept = 0 if settings.trainer.fake_data else settings.trainer.record_logprobs
+        self.logprobs = LogprobRecorder(paths, ranks, kept)
         recorder = Recorder(paths, ranks, self.state.step, settings.max_steps, settings.tracking)
         self.recorder = stack.enter_context(closing(recorder))
 
@@ -58,6 +61,7 @@ class _Trainer:
             report = self.stepper.step(self.state, batch)
             self.refuse_bad_steps(batch)
             published = self.publish()
+            self.logprobs.record(batch, report.logprobs)
             times = {"wait_seconds": waited, "step_seconds": watch.lap()}
             # Before the checkpoint, after which this step would not be trained and so not recorded again.
             self.recorder.record(self.state.step, report.metrics | published | times, report.expert_load_LE)

@@ -31,6 +31,8 @@ class Tally:
     packed_tokens: int = 0
     flops: float = 0.0
     expert_load_LE: Tensor | None = None
+    logprobs: list[Tensor] = field(default_factory=list)
+    """Per micro-batch, of the tokens that need one."""
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
         for name, value in sums.items():
@@ -45,11 +47,12 @@ class Tally:
 
 @dataclass(slots=True)
 class StepReport:
-    """What happened in a step: metrics over all ranks."""
+    """What happened in a step: metrics over all ranks, and this rank's logprobs as `Tally` has them."""
 
     metrics: dict[str, float]
     skipped: bool
     expert_load_LE: Tensor | None = None
+    logprobs: list[Tensor] = field(default_factory=list)
 
 
 class Stepper:
@@ -85,7 +88,7 @@ class Stepper:
             "skipped": float(skipped),
             "step_seconds": time.perf_counter() - started,
         }
-        return StepReport(metrics, skipped, tally.expert_load_LE)
+        return StepReport(metrics, skipped, tally.expert_load_LE, tally.logprobs)
 
     def evaluate(self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts) -> dict[str, float]:
         """The same losses without gradients or an update."""
@@ -106,6 +109,7 @@ class Stepper:
             if backward:
                 torch.autograd.backward(loss)
             tally.add(sums)
+            tally.logprobs.append(scores.logprobs_N.detach())
             tally.real_tokens += inputs.real_tokens
             tally.packed_tokens += sum(micro.lengths)
             tally.flops += flops.of(micro.lengths, len(inputs.rows_N))
