@@ -103,7 +103,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
         )
         recorder = RunRecorder(paths, outbox.last_step(), settings.tracking)
         stack.callback(recorder.close)
-        parts = Parts(sources, evals, fleet, outbox, recorder, lambda: latest(paths))
+        parts = Parts(sources, evals, fleet, outbox, recorder, lambda: latest(paths), pools.values)
         spare_the_collector()
         await Orchestrator(parts, options, max_steps=settings.max_steps, seq_len=settings.seq_len).run()
 
@@ -120,6 +120,8 @@ class Pools:
 
     def __init__(self, stack: AsyncExitStack, model: Path, renderer: str) -> None:
         self._stack, self._model, self._renderer = stack, model, renderer
+        self._pools: list[EnvPool] = []
+        self._lost = 0
 
     async def start(self, settings: EnvSettings) -> EnvPool:
         pool = EnvPool(settings, model=self._model, renderer=self._renderer)
@@ -127,7 +129,14 @@ class Pools:
         await pool.start()
         if not pool.tasks:
             raise HeadwayError(f"environment {settings.id} has no tasks; check its args")
+        self._pools.append(pool)
         return pool
+
+    def values(self) -> dict[str, float]:
+        """Workers that serve now, and those that were lost since the last time."""
+        lost, before = sum(pool.restarts for pool in self._pools), self._lost
+        self._lost = lost
+        return {"workers/serving": float(sum(pool.size for pool in self._pools)), "workers/lost": float(lost - before)}
 
 
 async def together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

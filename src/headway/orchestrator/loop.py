@@ -154,6 +154,7 @@ class Orchestrator:
             "concurrency_cap": float(self.dispatcher.cap),
             "ready_episodes": float(self.ready.episodes),
             "version": float(self.newest_version),
+            **self.parts.workers(),
         }
         self.collector.tally, self._step_began = Tally(), now
         return values

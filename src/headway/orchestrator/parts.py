@@ -47,6 +47,8 @@ class Parts:
     outbox: Outbox
     recorder: Recorder
     announced: Callable[[], WeightUpdate | None]
+    workers: Callable[[], dict[str, float]] = dict
+    """Metrics of environment workers since it was last asked."""
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex

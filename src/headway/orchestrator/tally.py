@@ -37,11 +37,14 @@ class Tally:
         self.in_flight: list[int] = []
         self.updates: list[WeightReply] = []
         self.parts: defaultdict[str, list[float]] = defaultdict(list)
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def saw_episode(self, episode: Episode) -> None:
         self.episodes += 1
         if episode.error is not None:
             self.errors[episode.error.kind] += 1
+        for name, seconds in episode.timings.items():
+            self.seconds[name].append(seconds)
         for trace in episode.traces:
             self.sampled_tokens += _sampled(trace)
 
@@ -74,6 +77,7 @@ class Tally:
             **_summary("turns", self.turns),
             **{f"reward/{env}/mean": float(np.mean(rewards)) for env, rewards in self.rewards.items()},
             **{f"env/{name}": float(np.mean(values)) for name, values in self.parts.items()},
+            **{f"episode_seconds/{name}": float(np.mean(values)) for name, values in self.seconds.items()},
         }
         # A batch may be formed of what was there already; then there is nothing to say about new episodes.
         if every:
