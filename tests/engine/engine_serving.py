@@ -1,7 +1,12 @@
 """A real server on a real socket, and a small model that was taught what to answer."""
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -37,6 +42,10 @@ class LiveServer:
     url: str
     token: str
     folder: Path
+
+
+@dataclass
+class EmbeddedServer(LiveServer):
     service: EmbeddedService
     _loop: asyncio.AbstractEventLoop
     _stop: asyncio.Event
@@ -47,14 +56,14 @@ class LiveServer:
         self._thread.join(30)
 
 
-def start_server(folder: Path, **inference: Any) -> LiveServer:
+def start_server(folder: Path, **inference: Any) -> EmbeddedServer:
     """Serve `folder` from a thread of this process."""
     settings = ServeSettings(
         model=ModelSettings(path=str(folder)),
         inference=InferenceSettings(**{"threads": 1, "max_running": 64, **inference}),
         seq_len=512,
     )
-    started: list[LiveServer] = []
+    started: list[EmbeddedServer] = []
     ready = threading.Event()
 
     async def live() -> None:
@@ -66,7 +75,7 @@ def start_server(folder: Path, **inference: Any) -> LiveServer:
         await service.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         stop = asyncio.Event()
-        started.append(LiveServer(url, TOKEN, folder, service, asyncio.get_running_loop(), stop, thread))
+        started.append(EmbeddedServer(url, TOKEN, folder, service, asyncio.get_running_loop(), stop, thread))
         ready.set()
         await stop.wait()
         await runner.cleanup()
@@ -76,6 +85,35 @@ def start_server(folder: Path, **inference: Any) -> LiveServer:
     thread.start()
     assert ready.wait(60), "the server did not start"
     return started[0]
+
+
+@dataclass
+class VllmServer(LiveServer):
+    """`headway serve` with vLLM, in processes of its own. What they say is in `log`."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def close(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(60) == 0, self.log.read_text()
+
+
+def start_vllm(folder: Path, log: Path, *options: str) -> subprocess.Popen[bytes]:
+    """Begin to serve `folder`; `vllm_server` waits for it. So several can start side by side."""
+    command = [sys.executable, "-m", "headway.cli.main", "serve", str(folder), "--engine", "vllm", "--port", "0"]
+    sizes = ["--seq-len", "512", "--inference.threads", "1", "--inference.max-running", "64"]
+    environment = os.environ | {"HEADWAY_TOKEN": TOKEN, "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen([*command, *sizes, *options], stdout=output, stderr=output, env=environment)
+
+
+def vllm_server(process: subprocess.Popen[bytes], folder: Path, log: Path) -> VllmServer:
+    """The server once it answers."""
+    while (found := re.search(r"at (http://\S+) \(version", log.read_text())) is None:
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.2)
+    return VllmServer(found[1], TOKEN, folder, process, log)
 
 
 def teach(folder: Path) -> Path:
@@ -90,7 +128,9 @@ def teach(folder: Path) -> Path:
     ]
     sequences = [lesson.token_ids for lesson in lessons]
     ends = tuple(renderer.stop_token_ids)
-    model = build_model(replace(QWEN3, vocab_size=vocab, width=64, mlp_width=128, max_len=512, eos_ids=ends))
+    model = build_model(
+        replace(QWEN3, vocab_size=vocab, width=64, head_dim=32, mlp_width=128, max_len=512, eos_ids=ends)
+    )
     packed = PackedTokens(
         torch.tensor(list(chain.from_iterable(sequences))),
         positions_of([len(s) for s in sequences]),

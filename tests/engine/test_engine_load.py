@@ -10,7 +10,7 @@ import aiohttp
 import psutil
 import pytest
 from engine_common import make_model, make_service, prompt, request
-from engine_serving import LiveServer, start_server
+from engine_serving import EmbeddedServer, start_server
 from safetensors.torch import load_file, save_file
 
 from headway.config.inference import InferenceSettings, ServeSettings
@@ -82,7 +82,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(taught: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_leave_memory_flat(server: LiveServer) -> None:
+def test_ten_thousand_requests_leave_memory_flat(embedded: EmbeddedServer) -> None:
     process = psutil.Process()
 
     async def wave(session: aiohttp.ClientSession, count: int) -> None:
@@ -91,7 +91,7 @@ def test_ten_thousand_requests_leave_memory_flat(server: LiveServer) -> None:
         async def one(number: int) -> None:
             tokens = [number % 200, number // 200 % 200, 1]
             body = {"token_ids": tokens, "sampling_params": {"max_tokens": 2, "seed": number}}
-            async with gate, session.post(server.url + "/inference/v1/generate", json=body) as reply:
+            async with gate, session.post(embedded.url + "/inference/v1/generate", json=body) as reply:
                 assert reply.status == 200
                 await reply.read()
 
@@ -109,4 +109,4 @@ def test_ten_thousand_requests_leave_memory_flat(server: LiveServer) -> None:
 
     before, after = asyncio.run(body())
     assert after - before < 16e6
-    assert server.service.state().kv_usage == 0 and not server.service._engine.jobs
+    assert embedded.service.state().kv_usage == 0 and not embedded.service._engine.jobs

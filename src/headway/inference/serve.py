@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,9 +41,15 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
     runner = web.AppRunner(build_app(context), handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
     await runner.setup()
     stop = _stop_event()
+    deaths: list[str] = []
+
+    def on_death(reason: str) -> None:
+        deaths.append(reason)
+        stop.set()
+
     try:
         url = await _bind(runner, settings.inference.host, settings.inference.port)
-        engine = await asyncio.to_thread(load_engine, settings, folder)
+        engine = await asyncio.to_thread(load_engine, settings, folder, on_death)
         await engine.start()
         await _catch_up(engine, run)
         context.loaded = engine
@@ -55,6 +61,8 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
         await runner.cleanup()
         if context.loaded is not None:
             await context.loaded.close()
+    if deaths:
+        raise HeadwayError(deaths[0])
 
 
 def _say(line: str) -> None:
@@ -65,10 +73,21 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def load_engine(settings: ServeSettings, folder: Path) -> Engine:
-    """The engine that the settings ask for; "auto" is the embedded one."""
-    if settings.inference.engine == "vllm":
-        raise UsageError("the vLLM engine is not part of this installation; use --engine embedded")
+def wants_vllm(settings: ServeSettings) -> bool:
+    """ "auto" is vLLM where it is installed for GPUs and there is one."""
+    if settings.inference.engine == "auto":
+        from headway.inference.vllm.load import is_default
+
+        return is_default() and settings.placement.device != "cpu"
+    return settings.inference.engine == "vllm"
+
+
+def load_engine(settings: ServeSettings, folder: Path, on_death: Callable[[str], None] | None = None) -> Engine:
+    """The engine that the settings ask for. `on_death` is told when it can't go on and must be started again."""
+    if wants_vllm(settings):
+        from headway.inference.vllm.load import load_vllm
+
+        return load_vllm(settings, folder, on_death)
     from headway.inference.embedded.load import load_service
 
     return load_service(settings, folder)

@@ -1,0 +1,1 @@
+"""vLLM behind the same protocol: its engine in processes of its own, our server in front."""

@@ -1,0 +1,113 @@
+"""From our settings to vLLM's arguments. Whatever `[inference.vllm]` names itself wins."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.config.inference import ServeSettings
+from headway.core.errors import UsageError
+
+EXTENSION = "headway.inference.vllm.worker.HeadwayWorker"
+OWNED = {
+    "model": "it is the model that is served",
+    "worker_extension_cls": "weights are taken over through it",
+    "logprobs_mode": "the protocol promises logprobs of the distribution that was sampled from",
+}
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_ADAPTERS = 4
+_CPU_BLOCK = 128
+_FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """The little of a checkpoint's config.json that sizes depend on."""
+
+    max_len: int | None
+    kv_numbers_per_token: int
+    """Numbers in one token's keys and values."""
+
+
+def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -> dict[str, Any]:
+    """Arguments of vLLM's engine on `device` ("cpu" or "cuda"), where `memory` bytes may hold a KV cache."""
+    own = settings.inference
+    config = read_config(folder)
+    dtype = settings.model.dtype if settings.model.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    max_len = min(settings.seq_len, config.max_len or settings.seq_len)
+    chosen: dict[str, Any] = {
+        "model": str(folder),
+        "dtype": dtype,
+        "max_model_len": max_len,
+        "max_num_seqs": own.max_running,
+        "max_num_batched_tokens": own.max_batched_tokens,
+        "enable_prefix_caching": own.prefix_cache,
+        "logprobs_mode": "processed_logprobs",
+        "scheduling_policy": "priority",
+        "worker_extension_cls": EXTENSION,
+        # Text is our renderer's matter, and sampling defaults are the protocol's.
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+    }
+    if own.kv_memory_gb is not None:
+        chosen["kv_cache_memory_bytes"] = int(own.kv_memory_gb * 1e9)
+    if device == "cpu":
+        chosen = _for_cpu(chosen, config, memory)
+    if settings.model.lora is not None:
+        rank = next((rank for rank in _LORA_RANKS if rank >= settings.model.lora.rank), settings.model.lora.rank)
+        chosen |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": _ADAPTERS}
+    return chosen | own.vllm
+
+
+def _for_cpu(chosen: dict[str, Any], config: HfConfig, memory: int) -> dict[str, Any]:
+    max_len: int = chosen["max_model_len"]
+    per_sequence = -(-max_len // _CPU_BLOCK) * _CPU_BLOCK
+    per_token = config.kv_numbers_per_token * _FLOAT_BYTES[chosen["dtype"]]
+    # One block more than all sequences can fill, because vLLM keeps one for itself.
+    useful = (chosen["max_num_seqs"] * per_sequence + _CPU_BLOCK) * per_token
+    return {
+        "enforce_eager": True,
+        # A seeded request whose prompt is prefilled in chunks ends vLLM's CPU engine.
+        "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": min(memory, useful),
+        **chosen,
+        "max_num_batched_tokens": max(chosen["max_num_batched_tokens"], max_len),
+    }
+
+
+def check_arguments(given: dict[str, Any], known: Iterable[str]) -> None:
+    """Raises UsageError where `[inference.vllm]` names what this vLLM does not know, or what is not its to say."""
+    names = list(known)
+    for name in given:
+        if name in OWNED:
+            raise UsageError(f"inference.vllm.{name} cannot be set: {OWNED[name]}")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"inference.vllm.{name}: this vLLM has no such argument{hint}")
+
+
+def read_config(folder: Path) -> HfConfig:
+    try:
+        hf = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"{folder} is no checkpoint folder: config.json cannot be read ({error})") from None
+    hf = hf.get("text_config") or hf
+    heads = hf.get("num_attention_heads") or 1
+    head_dim = hf.get("head_dim") or hf.get("hidden_size", 0) // heads
+    numbers = 2 * hf.get("num_hidden_layers", 0) * (hf.get("num_key_value_heads") or heads) * head_dim
+    return HfConfig(hf.get("max_position_embeddings"), numbers)
+
+
+def eos_of(folder: Path) -> tuple[int, ...]:
+    """The ids that end a sequence, by the checkpoint's own word."""
+    found: set[int] = set()
+    for file in ("config.json", "generation_config.json"):
+        if (folder / file).is_file():
+            value = msgspec.json.decode((folder / file).read_bytes(), type=dict[str, Any]).get("eos_token_id")
+            found |= set() if value is None else {value} if isinstance(value, int) else set(value)
+    return tuple(sorted(found))

@@ -1,0 +1,63 @@
+"""One request on its way through vLLM: what has come of it so far."""
+
+from collections.abc import Callable
+from typing import Any
+
+from headway.core.protocol import GenerateRequest
+from headway.inference.engine import Choice, Chunk, Result
+from headway.inference.vllm.translate import Runs, add_run, finish_of, logprobs_of, prompt_logprobs_of, runs_of
+
+
+class Flight:
+    """`serving` tells the version that samples now; it is asked as tokens come, where vLLM does not count versions.
+
+    `sent` once vLLM has the request, `aborted` once it is not wanted any more.
+    """
+
+    def __init__(self, request: GenerateRequest, request_id: str, serving: Callable[[], int]) -> None:
+        self.request = request
+        self.request_id = request_id
+        self.sent = False
+        self.aborted = False
+        self._serving = serving
+        self._choices = [Choice(index, [], [], [], [], "abort") for index in range(request.sampling_params.n)]
+        self._runs: list[Runs] = [[] for _ in self._choices]
+        self._cached = 0
+        self._prompt: list[Any] | None = None
+
+    @property
+    def sequences(self) -> int:
+        return len(self._choices)
+
+    def chunk(self, part: Any) -> Chunk:
+        """What one choice grew by, for someone who wants it at once."""
+        token_ids = list(part.token_ids)
+        logprobs, top = logprobs_of(token_ids, part.logprobs, self.request.sampling_params.logprobs)
+        finish = None if part.finish_reason is None else finish_of(part.finish_reason)
+        return Chunk(part.index, token_ids, logprobs, top, self._versions(part), finish)
+
+    def take(self, output: Any) -> None:
+        """Keep what came for `result`."""
+        wanted = self.request.sampling_params.prompt_logprobs
+        self._cached = output.num_cached_tokens or 0
+        if self._prompt is None and output.prompt_logprobs:
+            self._prompt = prompt_logprobs_of(self.request.token_ids, output.prompt_logprobs, wanted)
+        for part in output.outputs:
+            grown, choice = self.chunk(part), self._choices[part.index]
+            choice.token_ids += grown.token_ids
+            choice.logprobs += grown.logprobs
+            choice.top_logprobs += grown.top_logprobs
+            choice.versions = grown.versions
+            choice.finish_reason = grown.finish_reason or choice.finish_reason
+            choice.experts = getattr(part, "routed_experts", None)
+
+    def result(self) -> Result:
+        """All of it. A choice that vLLM never began was aborted."""
+        return Result(self.request_id, self._choices, self._cached, self._prompt)
+
+    def _versions(self, part: Any) -> Runs:
+        """vLLM's own count where it has one (at the end); otherwise tokens are of the version that serves as they
+        come, because all of an old one's have come before a new one serves."""
+        runs = self._runs[part.index]
+        add_run(runs, self._serving(), len(part.token_ids))
+        return runs_of(getattr(part, "weight_versions", None)) or list(runs)

