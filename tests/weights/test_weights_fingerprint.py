@@ -1,6 +1,5 @@
 """Fingerprints: equal over any sharding, different for any change of bits, places, names, shapes or dtypes."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.transport.weights import checksum
-from headway.transport.weights.checksum import BLOCK, block_keys, keyed_sum, place_keys
-from headway.transport.weights.checksum_device import _plain_sum
+from headway.transport.weights.checksum import ROW, Tally, tallies, words_of
+from headway.transport.weights.checksum_device import count_on_device, fetch_counted
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
@@ -27,7 +26,7 @@ def _digest(tensor: Tensor, name: str = "w") -> str:
 
 
 tensors = st.builds(
-    _bits, st.integers(0, 2**32), st.one_of(st.integers(1, 70), st.integers(1, 5 * BLOCK)), st.sampled_from(DTYPES)
+    _bits, st.integers(0, 2**32), st.one_of(st.integers(1, 70), st.integers(1, 20 * ROW)), st.sampled_from(DTYPES)
 )
 
 
@@ -83,13 +82,43 @@ def test_a_swapped_pair_changes_the_fingerprint(tensor: Tensor, data: st.DataObj
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_swapped_signs_show_wherever_they_stand(dtype: torch.dtype) -> None:
     """The top bit of the top half is where a sum mod 2^64 is blindest."""
-    tensor = torch.ones(4 * BLOCK, dtype=dtype)
+    row = ROW * 8 // dtype.itemsize
+    tensor = torch.ones(4 * row, dtype=dtype)
     tensor[::2] = -1
     before = _digest(tensor)
-    for first, second in [(0, 1), (1, 2), (3, 4 * BLOCK - 4), (2, BLOCK + 1), (7, 8), (1, 3 * BLOCK)]:
+    for first, second in [(0, 1), (1, 2), (3, 4 * row - 4), (2, row + 1), (7, 8), (1, 2 * row), (7, 66), (3, row + 8)]:
         swapped = tensor.clone()
         swapped[[first, second]] = tensor[[second, first]]
         assert _digest(swapped) != before
+
+
+FAULTS = {
+    "negated": lambda w: -w,
+    "negated in a rectangle": lambda w: torch.cat([torch.cat([-w[:8, :512], w[:8, 512:]], 1), w[8:]]),
+    "rows swapped": lambda w: w[[1, 0, *range(2, len(w))]],
+    "halves swapped": lambda w: w.roll(len(w) // 2, 0),
+    "columns swapped": lambda w: w.roll(1024, 1),
+    "shifted by an element": lambda w: w.reshape(-1).roll(1).view(w.shape),
+    "transposed": lambda w: w.view(-1, 64).t().reshape(w.shape),
+    "cut off": lambda w: torch.cat([w[:-1], torch.zeros_like(w[-1:])]),
+    "one row stale": lambda w: torch.cat([w[:5], w[5:6] + 1, w[6:]]),
+    "two rows twice": lambda w: torch.cat([w[:2], w[:2], w[4:]]),
+    "lines within a row swapped": lambda w: w.view(-1, 2, 32).flip(1).reshape(w.shape),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_may_go_wrong_on_the_way_shows(fault: str, dtype: torch.dtype) -> None:
+    weights = torch.randn(16, 4096, generator=torch.Generator().manual_seed(7)).to(dtype)
+    assert _digest(FAULTS[fault](weights)) != _digest(weights)
+
+
+def test_two_tensors_that_traded_places_show() -> None:
+    one, other = _bits(1, 3000, torch.float32), _bits(2, 3000, torch.float32)
+    assert (
+        fingerprint_of([("a", one), ("b", other)]).hexdigest() != fingerprint_of([("a", other), ("b", one)]).hexdigest()
+    )
 
 
 def test_names_shapes_and_dtypes_count() -> None:
@@ -125,29 +154,77 @@ def test_shards_that_disagree_are_refused() -> None:
         fingerprint.add("x", torch.zeros(2), dtype=torch.bfloat16)
 
 
-def test_threads_and_the_device_formula_give_the_same_sum() -> None:
-    tensor = _bits(5, 3 * 32 * BLOCK * 2 + 5, torch.float32)
-    offset = 8 * (BLOCK + 77)
+def _formula(tensor: Tensor, byte_offset: int) -> Tally:
+    """What the checksum is said to be, word by word."""
+    data = bytes(byte_offset % 8) + bytes(tensor.view(torch.uint8).tolist())
+    sums: dict[int, int] = {}
+    parity = places = 0
+    for start in range(0, len(data), 8):
+        word = int.from_bytes(data[start : start + 8], "little")
+        row, place = divmod(byte_offset // 8 + start // 8, ROW)
+        sums[row] = (sums.get(row, 0) + word) % 2**64
+        parity ^= word
+        for bit in range(10):
+            places ^= (word << bit) * (place >> bit & 1)
+    for bit in range(74, 63, -1):
+        places ^= (2**64 + 0b11011 << bit - 64) * (places >> bit & 1)
+    return Tally(0, sums, parity, places)
+
+
+def _tally(tensor: Tensor, offset: int) -> Tally:
+    total = Tally()
+    for part in checksum.begin(*words_of(tensor, offset)):
+        total.merge(tallies([part if isinstance(part, checksum.Counted) else part.result()])[0])
+    return total
+
+
+def _tally_on_device(tensor: Tensor, offset: int) -> Tally:
+    return tallies(fetch_counted([count_on_device(*words_of(tensor, offset))]))[0]
+
+
+def _essence(tally: Tally) -> tuple[int, int, int]:
+    return tally.total(), tally.parity, tally.places
+
+
+@pytest.mark.parametrize(
+    ("count", "offset"), [(1, 0), (77, 3), (3 * ROW + 5, 8 * ROW), (5 * ROW, 12), (700, 8 * ROW - 40)]
+)
+def test_the_sums_are_what_they_are_said_to_be(count: int, offset: int) -> None:
+    tensor = _bits(count, 8 * count + 3, torch.uint8)
+    assert _essence(_tally(tensor, offset)) == _essence(_formula(tensor, offset))
+    assert _essence(_tally_on_device(tensor, offset)) == _essence(_formula(tensor, offset))
+
+
+def test_threads_and_the_device_give_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "_SPAN", 16 * ROW)
+    monkeypatch.setattr(checksum, "_SHARE", 32 * ROW)
+    tensor, offset = _bits(5, 250 * ROW + 5, torch.float32), 8 * (ROW + 77)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    one = int(keyed_sum(tensor, offset))
-    torch.set_num_threads(2)
-    two = int(keyed_sum(tensor, offset))
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(_essence(_tally(tensor, offset)))
     torch.set_num_threads(before)
-    words, first = checksum._words(tensor, offset)
-    assert one == two == int(_plain_sum(words, first)) % 2**64
+    assert found == [_essence(_tally_on_device(tensor, offset))] * 2
 
 
-def test_keys_are_odd_and_their_low_bits_differ() -> None:
-    places, blocks = place_keys(), block_keys(0, 64)
-    keys = (places[None, :] * blocks[:, None]).ravel()
-    assert np.all(keys & np.uint64(1))
-    assert len(np.unique(keys & np.uint64(2**33 - 1))) == len(keys)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("skew", [0, 4])
+def test_what_is_copied_on_the_way_arrives(threads: int, skew: int) -> None:
+    tensor = _bits(6, 40 * ROW + 3, torch.float32)
+    place = torch.zeros(tensor.nbytes + 8, dtype=torch.uint8)[skew : skew + tensor.nbytes]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    fingerprint = Fingerprint()
+    fingerprint.add("w", tensor, copy=place)
+    assert fingerprint.hexdigest() == _digest(tensor)
+    torch.set_num_threads(before)
+    assert torch.equal(place, tensor.view(torch.uint8))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_gpu_agrees_with_the_cpu() -> None:
-    for count, offset in [(1, 0), (77, 3), (5 * BLOCK + 3, BLOCK * 4 + 12), (40 * BLOCK, 0)]:
+    for count, offset in [(1, 0), (77, 3), (50 * ROW + 3, ROW * 4 + 12), (40_000 * ROW, 0)]:
         tensor = _bits(count, count, torch.bfloat16)
-        assert int(keyed_sum(tensor.cuda(), offset)) == int(keyed_sum(tensor, offset))
+        assert _essence(_tally_on_device(tensor.cuda(), offset)) == _essence(_tally(tensor, offset))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
 from torch import Tensor
 
 from headway.transport.weights.fingerprint import Fingerprint
@@ -28,17 +27,17 @@ class Arena:
         self._slab_bytes = slab_bytes
 
     def fill(self, shards: Iterable[Shard], rank: int) -> RankParts:
-        """Copy the shards in and fingerprint them on the device they come from."""
+        """Copy the shards in, fingerprinting them on the device they come from while they pass."""
         fingerprint, parts = Fingerprint(), dict[str, Part]()
         used = [0]
         for shard in shards:
-            fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape)
-            raw = shard.tensor.contiguous().view(-1).view(torch.uint8)
-            piece, position = self._room(used, len(raw))
-            self.slabs[piece][position : position + len(raw)].copy_(raw)
-            used[piece] = position + len(raw)
+            size = shard.tensor.nbytes
+            piece, position = self._room(used, size)
+            place = self.slabs[piece][position : position + size]
+            fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape, copy=place)
+            used[piece] = position + size
             parts[shard.name] = Part(rank, piece, position, shard.offset, shard.tensor.numel())
-        return RankParts(fingerprint.sums(), parts, used if parts else [])
+        return RankParts(fingerprint.parts(), parts, used if parts else [])
 
     def shards(self, layout: Layout, rank: int) -> Iterator[Shard]:
         """What the last `fill` put here, as views."""

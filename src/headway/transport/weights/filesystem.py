@@ -95,7 +95,7 @@ def write_shards(folder: Path, rank: int, mine: Iterable[Shard]) -> RankParts:
         parts[shard.name] = Part(rank, 0, 0, shard.offset, shard.tensor.numel())
     if held:
         save_file(held, folder / _file(rank))
-    return RankParts(fingerprint.sums(), parts, [sum(t.nbytes for t in held.values())] if held else [])
+    return RankParts(fingerprint.parts(), parts, [sum(t.nbytes for t in held.values())] if held else [])
 
 
 def release(paths: RunPaths, layout: Layout, update: WeightUpdate, keep_last: int) -> None:

@@ -1,7 +1,7 @@
-"""Fingerprints of weights: a position-keyed sum of bit patterns per tensor, additive over any sharding.
+"""Fingerprints of weights: a checksum of the bit patterns per tensor, additive over any sharding.
 
-Ranks fingerprint the shards they hold and add the sums up (mod 2^64), without gathering a tensor. Any flipped
-bit, swapped pair of elements, renamed, reshaped or retyped tensor changes the result; `checksum` says why.
+Ranks fingerprint the shards they hold and add the results up, without gathering a tensor. Any flipped bit, swapped
+pair of elements, renamed, reshaped or retyped tensor changes the result; `checksum` says why.
 """
 
 import hashlib
@@ -13,23 +13,36 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import MASK, Pending, begin
+from headway.transport.weights.checksum import Counted, Tally, begin, tallies, words_of
+from headway.transport.weights.checksum_device import CountedOnDevice, count_on_device, fetch_counted
+
+_AT_ONCE = 256
+"""Parts that are counted before their results are worked up together, which bounds what they hold."""
 
 
-class TensorSum(msgspec.Struct, frozen=True):
-    """One tensor's share of a fingerprint, ready for the wire."""
+class TensorSum(msgspec.Struct, frozen=True, array_like=True):
+    """One whole tensor's share of a fingerprint, ready for the wire."""
 
     dtype: str
     shape: tuple[int, ...]
     sum: int
+    parity: int
+    places: int
+
+
+class ShardSum(msgspec.Struct, frozen=True):
+    """What a rank knows of a tensor, of which others may hold the rest."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tally: Tally
 
 
 @dataclass(slots=True)
 class _Entry:
     dtype: str
     shape: tuple[int, ...]
-    known: int = 0
-    pending: list[Pending] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,10 +50,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Fingerprint:
-    """Collects tensors or shards of them, in any order. Sums stay on their device until they are asked for."""
+    """Collects tensors or shards of them, in any order. Results stay on their device until they are asked for."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._pending: list[tuple[_Entry, Counted | Future[Counted] | CountedOnDevice]] = []
 
     def add(
         self,
@@ -49,33 +63,54 @@ class Fingerprint:
         offset: int = 0,
         shape: Iterable[int] | None = None,
         dtype: torch.dtype | None = None,
+        copy: Tensor | None = None,
     ) -> None:
         """Count `tensor`: all of `name`, or its elements from flat index `offset` on where `shape` is the whole's.
 
-        `dtype`, where given, is what the whole is said to be; it must be as wide as the tensor's own. Raises
-        ValueError where that or an earlier shard disagrees. `tensor` must not change before the sums are asked for.
+        `dtype`, where given, is what the whole is said to be; it must be as wide as the tensor's own. `copy`, flat
+        bytes in the host's memory, gets the tensor's bytes on the way. Raises ValueError where dtype or shape disagree
+        with an earlier shard's. Neither may `tensor` change nor is `copy` complete before the sums are asked for.
         """
         whole = tuple(tensor.shape if shape is None else shape)
         kind = tensor.dtype if dtype is None else dtype
         if kind.itemsize != tensor.dtype.itemsize:
             raise ValueError(f"{name}: {tensor.dtype} elements cannot stand for {kind}")
         entry = self._entry(name, dtype_name(kind), whole)
-        if tensor.numel():
-            entry.pending += begin(tensor.detach(), offset * kind.itemsize)
+        if not tensor.numel():
+            return
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        words, first = words_of(flat, offset * kind.itemsize)
+        if flat.device.type != "cpu":
+            self._pending.append((entry, count_on_device(words, first)))
+        elif copy is not None and words.data_ptr() == flat.data_ptr() and copy.data_ptr() % 8 == 0:
+            self._pending += ((entry, part) for part in begin(words, first, copy.view(torch.int64)))
+            copy = None
+        else:
+            self._pending += ((entry, part) for part in begin(words, first))
+        if copy is not None:
+            copy.copy_(flat)
+        if len(self._pending) >= _AT_ONCE:
+            self._settle()
 
     def merge(self, other: "Fingerprint") -> None:
         """Add another rank's parts. Raises ValueError where the two disagree on a shape or dtype."""
-        self.merge_sums(other.sums())
+        self.merge_parts(other.parts())
 
-    def merge_sums(self, sums: dict[str, TensorSum]) -> None:
-        for name, part in sums.items():
-            entry = self._entry(name, part.dtype, part.shape)
-            entry.known = (entry.known + part.sum) & MASK
+    def merge_parts(self, parts: dict[str, ShardSum]) -> None:
+        for name, part in parts.items():
+            self._entry(name, part.dtype, part.shape).tally.merge(part.tally)
+
+    def parts(self) -> dict[str, ShardSum]:
+        """What is known of each tensor, for another rank to merge."""
+        self._settle()
+        return {name: ShardSum(e.dtype, e.shape, e.tally) for name, e in self._entries.items()}
 
     def sums(self) -> dict[str, TensorSum]:
-        """The sums so far, one synchronization with each device for all of them."""
-        self._settle()
-        return {name: TensorSum(e.dtype, e.shape, e.known) for name, e in self._entries.items()}
+        """What the tensors come to, taken for whole."""
+        return {
+            name: TensorSum(e.dtype, e.shape, e.tally.total(), e.tally.parity, e.tally.places)
+            for name, e in self.parts().items()
+        }
 
     def tensors(self) -> dict[str, str]:
         """A short hex string per tensor, which covers its name, shape, dtype and bits."""
@@ -97,20 +132,21 @@ class Fingerprint:
         return entry
 
     def _settle(self) -> None:
-        by_device: dict[torch.device, list[tuple[_Entry, Tensor]]] = {}
-        for entry in self._entries.values():
-            for part in entry.pending:
-                if isinstance(part, Tensor):
-                    by_device.setdefault(part.device, []).append((entry, part))
-                else:
-                    entry.known += part.result() if isinstance(part, Future) else part
-            entry.pending = []
+        """Work up what is pending, with one synchronization for each device."""
+        by_device: dict[torch.device, list[tuple[_Entry, CountedOnDevice]]] = {}
+        counted: list[tuple[_Entry, Counted]] = []
+        for entry, part in self._pending:
+            if isinstance(part, CountedOnDevice):
+                by_device.setdefault(part.sums.device, []).append((entry, part))
+            else:
+                counted.append((entry, part.result() if isinstance(part, Future) else part))
+        self._pending = []
         for pairs in by_device.values():
-            values = torch.stack([value for _, value in pairs]).tolist()
-            for (entry, _), value in zip(pairs, values, strict=True):
-                entry.known += value
-        for entry in self._entries.values():
-            entry.known &= MASK
+            fetched = fetch_counted([part for _, part in pairs])
+            counted += [(entry, part) for (entry, _), part in zip(pairs, fetched, strict=True)]
+        if counted:
+            for (entry, _), tally in zip(counted, tallies([part for _, part in counted]), strict=True):
+                entry.tally.merge(tally)
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
@@ -124,5 +160,5 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
 def _digest(parts: Iterable[tuple[str, TensorSum]], size: int) -> str:
     state = hashlib.blake2b(digest_size=size)
     for name, part in parts:
-        state.update(msgspec.json.encode([name, part.dtype, part.shape, part.sum]))
+        state.update(msgspec.json.encode([name, part]))
     return state.hexdigest()

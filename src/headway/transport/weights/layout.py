@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
-from headway.transport.weights.fingerprint import Fingerprint, TensorSum
+from headway.transport.weights.fingerprint import Fingerprint, ShardSum, TensorSum
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -40,7 +40,7 @@ class Layout(msgspec.Struct):
 class RankParts(msgspec.Struct):
     """What one rank contributes to a layout."""
 
-    sums: dict[str, TensorSum]
+    sums: dict[str, ShardSum]
     parts: dict[str, Part]
     pieces: list[int]
 
@@ -52,7 +52,7 @@ def gather_layout(mine: RankParts, ranks: int) -> Layout:
         dist.all_gather_object(everyone, mine)
     fingerprint, parts = Fingerprint(), dict[str, list[Part]]()
     for theirs in everyone:
-        fingerprint.merge_sums(theirs.sums)
+        fingerprint.merge_parts(theirs.sums)
         for name, part in theirs.parts.items():
             parts.setdefault(name, []).append(part)
     return Layout(fingerprint.hexdigest(), fingerprint.sums(), parts, [theirs.pieces for theirs in everyone])
