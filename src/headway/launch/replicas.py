@@ -103,7 +103,9 @@ def router_spec(command: str, layout: Layout) -> ProcessSpec:
     # An engine that was started again is back as soon as it answers.
     argv += ["--health-success-threshold", "1", "--log-level", "warning"]
     argv += ["--prometheus-port", str(free_port("127.0.0.1")), "--prometheus-host", "127.0.0.1"]
-    return ProcessSpec("router", leashed_command([*argv, "--worker-urls", *map(layout.url, layout.engines)]))
+    argv += ["--worker-urls", *map(layout.url, layout.engines)]
+    # Without the variable it logs every request, whatever the level.
+    return ProcessSpec("router", leashed_command(argv), {"RUST_LOG": "warn"})
 
 
 def find_router() -> str | None:

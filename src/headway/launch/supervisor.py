@@ -53,7 +53,9 @@ class Supervisor:
                     time.sleep(0.1)
                 finished = self._done()
             except KeepsDyingError as error:
-                raise HeadwayError(_obituary(error.process)) from None
+                raise HeadwayError(
+                    _obituary(error.process, resumable=any(p.spec.ends for p in self.processes))
+                ) from None
             finally:
                 self._stop()
         return finished
@@ -96,9 +98,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _obituary(process: ManagedProcess) -> str:
-    end = process.last_words(lines=12)
-    return (
-        f"{process.spec.name} died {process.budget.deaths} times in a row, so the run was stopped. "
-        f"It can be continued with --resume. Last lines of {process.log}:\n{end}"
-    )
+def _obituary(process: ManagedProcess, *, resumable: bool) -> str:
+    stopped = "so the run was stopped. It can be continued with --resume." if resumable else "so all were stopped."
+    died = f"{process.spec.name} died {process.budget.deaths} times in a row, {stopped}"
+    return f"{died} Last lines of {process.log}:\n{process.last_words(lines=12)}"
