@@ -27,6 +27,8 @@ FLAGS = (
     "--remote-debugging-port=0",
 )
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PATIENCE = 60.0
+"""Seconds that a browser on a busy machine gets to do a thing."""
 KEYS = {"Enter": 13, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "Tab": 9}
 
 
@@ -48,7 +50,7 @@ class Page:
         number = len(self._waiting) + 1
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        return await asyncio.wait_for(self._waiting[number], 30)
+        return await asyncio.wait_for(self._waiting[number], PATIENCE)
 
     async def _read(self) -> None:
         async for message in self._socket:
@@ -83,6 +85,10 @@ class Page:
         hash_ = "#" + url.partition("#")[2] if "#" in url else "#/"
         await self.until(f"document.body?.dataset.ready === {json.dumps(hash_)}")
 
+    async def live(self) -> None:
+        """Wait until the page is told about changes of runs: those from now on reach it."""
+        await self.until("document.querySelector('.live.on') !== null")
+
     async def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression; promises are awaited."""
         answer = await self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -90,7 +96,7 @@ class Page:
             raise RuntimeError(answer["exceptionDetails"].get("exception", {}).get("description", expression))
         return answer["result"].get("value")
 
-    async def until(self, expression: str, seconds: float = 20.0) -> Any:
+    async def until(self, expression: str, seconds: float = PATIENCE) -> Any:
         """Wait until an expression is true, and return it."""
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
@@ -103,7 +109,7 @@ class Page:
 
     async def until_requested(self, part: str) -> None:
         """Wait until an address that contains `part` was asked for."""
-        for _ in range(400):
+        for _ in range(int(PATIENCE / 0.05)):
             if any(part in url for url in self.requests):
                 return
             await asyncio.sleep(0.05)

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headway.core.episodes import Episode, EpisodeError, Node, Task, Trace
 from headway.core.files import write_atomic
+from headway.core.logprobs import TrainedLogprobs, TrainedSample, tokens_key
 from headway.core.messages import Message, ToolCall
+from headway.core.runs import RunPaths
+from headway.core.wire import encode
 
 BEGAN = 1_794_700_000.0
+TOKENS = [257, 266, 103, 257, 267, 0, 1, 2, 3, 4]
+LOGPROBS = [-0.1, -2.0, -0.01, -4.0, -0.3]
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'><b>bold</b> \u202egnp.exe"
 
 
@@ -71,6 +77,10 @@ def add_step(folder: Path, step: int) -> None:
             "in_flight": 64.0,
             "errors/timeout": float(step % 3),
             "weights/update_seconds": 0.2,
+            "episode_seconds/engine": 1.5,
+            "episode_seconds/environment": 0.5,
+            "workers/serving": 2.0,
+            "workers/lost": float(step == 7),
         },
     )
 
@@ -85,15 +95,22 @@ def write_rollouts(folder: Path, step: int, records: Sequence[dict[str, Any]]) -
     write_atomic(folder / "rollouts" / f"step_{step:06d}.jsonl.gz", gzip.compress(lines, mtime=0))
 
 
+def write_logprobs(folder: Path, step: int, apart: float) -> None:
+    """What a trainer writes whose logprobs of every token of `rollout` are higher than the engine's by `apart`."""
+    sample = TrainedSample(
+        tokens_key(np.array(TOKENS, dtype=np.int32)), [(5, 5)], np.array(LOGPROBS, dtype=np.float32) + np.float32(apart)
+    )
+    write_atomic(RunPaths(folder).trained_logprobs(step, 0), encode(TrainedLogprobs(step, [sample])))
+
+
 def rollout(
     step: int, reward: float = 1.0, env: str = "reverse-text", group: str = "aaaaaaaa11", say: str = "dqag",
     error: str | None = None, calls: tuple[ToolCall, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    ids = list(range(5))
     nodes = [
-        Node(-1, [257, 266, 103], Message("user", "turn gaqd around")),
-        Node(0, [257, 267]),
-        Node(1, ids, Message("assistant", say, calls), [-0.1, -2.0, -0.01, -4.0, -0.3], [(3, 2), (4, 3)], None, "stop"),
+        Node(-1, TOKENS[:3], Message("user", "turn gaqd around")),
+        Node(0, TOKENS[3:5]),
+        Node(1, TOKENS[5:], Message("assistant", say, calls), LOGPROBS, [(3, 2), (4, 3)], None, "stop"),
     ]
     failed = EpisodeError(error, "it did not answer") if error else None  # type: ignore[arg-type]
     episode = Episode(

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chromium import Page, find_chromium, open_page
-from run_folders import BEGAN, HOSTILE, add_step, append, make_run, rollout, write_rollouts
+from run_folders import BEGAN, HOSTILE, add_step, append, make_run, rollout, write_logprobs, write_rollouts
 
 from headway.core.messages import ToolCall
 from headway.monitor.dashboard import start_in_thread
@@ -20,6 +21,15 @@ pytestmark = pytest.mark.skipif(
 Body = Callable[[Page], Coroutine[Any, Any, None]]
 PAINTED = """[...document.querySelectorAll('.chart canvas')].filter(canvas => canvas.width && canvas.getContext('2d')
     .getImageData(0, 0, canvas.width, canvas.height).data.some((value, place) => place % 4 === 3 && value)).length"""
+ALL_PAINTED = f"{PAINTED} === document.querySelectorAll('.chart:not([hidden])').length"
+MARKED = """(() => { // columns of a chart with a dashed line of this color, which marks are drawn with
+    const canvas = document.querySelector('[aria-label=Entropy] canvas'), wanted = %s;
+    const { data, width, height } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    const hit = place => Math.abs(data[place + 3] - 153) < 4
+        && wanted.every((value, channel) => Math.abs(data[place + channel] - value) < 4);
+    return [...Array(width).keys()].filter(x =>
+        [...Array(height).keys()].filter(y => hit(4 * (y * width + x))).length > 40).length; })()"""
+RED, BLUE = "[194, 53, 43]", "[37, 99, 235]"
 MEGABYTE = "x" * 1_000_000
 
 
@@ -33,6 +43,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rollouts(
         folder, 2, [rollout(2, 1.0, say="the quick brown fox"), rollout(2, 0.0, say="the slow brown fox", env="calc")]
     )
+    write_logprobs(folder, 2, math.log(2))
     write_rollouts(folder, 3, [rollout(3, 0.5, error="timeout")])
     (folder / "logs" / "trainer_001.log").write_text(f"one {HOSTILE}\n" + "WARNING two\n")
     (folder / "logs" / "trainer_002.log").write_text(json.dumps({"time": BEGAN + 155}) + "\n")
@@ -66,18 +77,22 @@ def visit(url: str) -> Iterator[Callable[[Body], None]]:
 def test_runs_are_listed_filtered_and_compared_by_keyboard(visit: Callable[[Body], None], url: str) -> None:
     async def body(page: Page) -> None:
         await page.goto(url)
-        assert await page.ask("document.querySelectorAll('tbody tr').length") == 3
+        await page.until("document.querySelectorAll('tbody tr').length === 3")
         await page.press("/")
-        assert await page.ask("document.activeElement.hasAttribute('data-search')")
+        await page.until("document.activeElement.hasAttribute('data-search')")
         await page.fill("[data-search]", "made")
         await page.until("document.querySelectorAll('tbody tr').length === 1")
         await page.fill("[data-search]", "")
+        await page.until("document.querySelectorAll('tbody tr').length === 3")
         await page.press("Escape")
+        await page.until("!document.activeElement.hasAttribute('data-search')")
         for key in ("x", "j", "x", "c"):
             await page.press(key)
         await page.until("document.body.dataset.ready.startsWith('#/compare/')")
         await page.until(f"{PAINTED} > 5")
         await page.until("document.querySelector('.chart .keys').childElementCount === 2")
+        await page.goto(url + "#/compare/made%2Cother")
+        await page.until(f"{MARKED % BLUE} === 1")  # the restart of the first run, in its color
 
     visit(body)
 
@@ -85,7 +100,8 @@ def test_runs_are_listed_filtered_and_compared_by_keyboard(visit: Callable[[Body
 def test_charts_draw_zoom_together_and_grow(visit: Callable[[Body], None], url: str, outputs: Path) -> None:
     async def body(page: Page) -> None:
         await page.goto(url + "#/run/made")
-        await page.until(f"{PAINTED} === document.querySelectorAll('.chart canvas').length")
+        await page.until(f"{PAINTED} > 15 && {ALL_PAINTED}")  # those out of sight too, ahead of time
+        await page.until(f"{MARKED % RED} === 1")
         titles = await page.ask("[...document.querySelectorAll('.chart h3')].map(title => title.textContent)")
         wanted = {"Reward", "Evaluation", "Entropy", "Gradient norm", "Errors by cause", "Lag of rollouts"}
         assert wanted <= set(titles)
@@ -100,11 +116,12 @@ def test_charts_draw_zoom_together_and_grow(visit: Callable[[Body], None], url: 
         await page.ask("document.querySelectorAll('.bar button')[0].click()")
         before = "document.querySelector('.tiles').innerText.includes('30 / 30')"
         await page.until(before)
+        await page.live()
         add_step(outputs / "made", 31)
         await page.until("document.querySelector('.tiles').innerText.includes('31 / 30')")
         await page.until("document.querySelector('.chart .keys').textContent.includes('0.31')")
         await page.fill("input[type=range]", "0.9")
-        await page.until(f"{PAINTED} > 5")
+        await page.until(ALL_PAINTED)
 
     visit(body)
 
@@ -112,12 +129,12 @@ def test_charts_draw_zoom_together_and_grow(visit: Callable[[Body], None], url: 
 def test_lanes_show_who_waited(visit: Callable[[Body], None], url: str) -> None:
     async def body(page: Page) -> None:
         await page.goto(url + "#/run/made/lanes")
-        assert "wait for rollouts" in await page.ask("document.querySelector('table').textContent")
+        await page.until("document.querySelector('table').textContent.includes('wait for rollouts')")
         colors = (
             "new Set(new Uint32Array(document.querySelector('.lanes canvas').getContext('2d')"
             ".getImageData(0, 0, 900, 100).data.buffer)).size"
         )
-        assert await page.ask(colors) > 5
+        await page.until(f"{colors} > 5")
         await page.press("+")
         await page.until_requested("/lanes?from=")
 
@@ -140,10 +157,10 @@ def test_rollouts_are_filtered_opened_and_compared_by_keyboard(visit: Callable[[
         await page.until(f"{rows} === '2/0'")
         await page.press("Enter")
         await page.until("document.body.dataset.ready.includes('/rollout/2/0')")
-        assert "the quick brown fox" in await page.ask("document.querySelector('.turn.sampled').textContent")
+        await page.until("document.querySelector('.turn.sampled').textContent.includes('the quick brown fox')")
         await page.press("d")
         await page.until("document.querySelector('del')?.textContent === 'quick'")
-        assert await page.ask("document.querySelector('ins').textContent") == "slow"
+        await page.until("document.querySelector('ins')?.textContent === 'slow'")
         await page.press("Escape")
         await page.until("document.body.dataset.ready.includes('/rollouts?step=2')")
 
@@ -153,16 +170,24 @@ def test_rollouts_are_filtered_opened_and_compared_by_keyboard(visit: Callable[[
 def test_tokens_are_colored_by_what_was_recorded(visit: Callable[[Body], None], url: str) -> None:
     async def body(page: Page) -> None:
         await page.goto(url + "#/run/made/rollout/2/0?view=tokens")
-        assert await page.ask("document.querySelectorAll('.tok').length") == 10
-        assert await page.ask("document.querySelectorAll('.tok.context').length") == 5
+        await page.until("document.querySelectorAll('.tok').length === 10")
+        await page.until("document.querySelectorAll('.tok.context').length === 5")
         fills = (
             "new Set([...document.querySelectorAll('.tok:not(.context)')].map(one => one.style.backgroundColor)).size"
         )
-        assert await page.ask(fills) == 5
+        said = "document.querySelector('[role=status].mono').textContent"
+        await page.until(f"{fills} === 5")
         await page.fill("#shade", "version")
-        assert await page.ask(fills) == 2
+        await page.until(f"{fills} === 2")
         await page.ask("document.querySelectorAll('.tok:not(.context)')[3].focus()")
-        assert "logprob -4" in await page.ask("document.querySelector('[role=status].mono').textContent")
+        await page.until(f"{said}.includes('logprob -4')")
+        await page.until(f"{said}.includes('ratio 2 ')")
+        await page.fill("#shade", "ratio")
+        first = "document.querySelector('.tok:not(.context)').style.backgroundColor"
+        await page.until(f"{first}.startsWith('rgba(18, 128')")
+        await page.goto(url + "#/run/made/rollout/3/0?view=tokens")
+        await page.until(f"{said}.includes('kept no logprobs')")
+        await page.fill("#shade", "logprob")
 
     visit(body)
 
@@ -170,12 +195,12 @@ def test_tokens_are_colored_by_what_was_recorded(visit: Callable[[Body], None], 
 def test_hostile_and_huge_rollouts_do_no_harm(visit: Callable[[Body], None], url: str) -> None:
     async def body(page: Page) -> None:
         await page.goto(url + "#/run/made/rollout/1/0")
-        said = await page.ask("document.querySelector('.turn.sampled').textContent")
+        said = await page.until("document.querySelector('.turn.sampled')?.textContent")
         assert "<script>window.hacked" in said and "⟨U+202E⟩" in said and "calculator" in said
         await page.goto(url + "#/run/made/rollout/1/1")
-        assert 20_000 <= await page.ask("document.querySelector('.turn.sampled .text').textContent.length") < 21_000
+        assert 20_000 <= await page.until("document.querySelector('.turn.sampled .text')?.textContent.length") < 21_000
         await page.ask("document.querySelector('.turn.sampled button').click()")
-        assert await page.ask("document.querySelector('.turn.sampled .text').textContent.length") == 1_000_000
+        await page.until("document.querySelector('.turn.sampled .text').textContent.length === 1_000_000")
         for tab in (
             "rollout/1/0?diff=1",
             "rollout/1/1?view=raw",
@@ -185,6 +210,7 @@ def test_hostile_and_huge_rollouts_do_no_harm(visit: Callable[[Body], None], url
         ):
             await page.goto(f"{url}#/run/made/{tab}")
         await page.goto(url)
+        await page.until("document.querySelectorAll('tbody tr').length === 3")
         assert await page.ask(
             "window.hacked === undefined && document.querySelectorAll('main script, main img').length === 0"
         )
@@ -195,7 +221,8 @@ def test_hostile_and_huge_rollouts_do_no_harm(visit: Callable[[Body], None], url
 def test_logs_follow_and_search(visit: Callable[[Body], None], url: str, outputs: Path) -> None:
     async def body(page: Page) -> None:
         await page.goto(url + "#/run/made/logs/trainer_001.log")
-        assert await page.ask("document.querySelector('.log .warn').textContent") == "WARNING two"
+        await page.until("document.querySelector('.log .warn')?.textContent === 'WARNING two'")
+        await page.live()
         with (outputs / "made" / "logs" / "trainer_001.log").open("a") as file:
             file.write("three\n")
         await page.until("document.querySelector('.log').lastElementChild.textContent === 'three'")
@@ -210,7 +237,9 @@ def test_it_reads_on_a_phone_and_in_the_dark(visit: Callable[[Body], None], url:
         await page.size(390, 800, mobile=True)
         for path in ("", "#/run/made", "#/run/made/rollouts", "#/run/made/lanes", "#/run/made/rollout/2/0?diff=1"):
             await page.goto(url + path)
-            assert await page.ask("document.documentElement.scrollWidth <= 390"), path
+            if path == "#/run/made":
+                await page.until(f"{PAINTED} > 2")
+            await page.until("document.documentElement.scrollWidth <= 390")
         light = await page.ask("getComputedStyle(document.body).backgroundColor")
         await page.press("t")
         await page.until(f"getComputedStyle(document.body).backgroundColor !== {json.dumps(light)}")

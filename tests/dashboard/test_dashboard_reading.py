@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import BEGAN, add_step, append, make_run, rollout, write_rollouts
+from run_folders import BEGAN, add_step, append, make_run, rollout, write_logprobs, write_rollouts
 
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.attempts import attempts, line_time
 from headway.monitor.dashboard.catalog import Catalog
 from headway.monitor.dashboard.index import Filter, RolloutIndex
 from headway.monitor.dashboard.logs import PIECE, read_piece, search_log
+from headway.monitor.dashboard.ratios import ratio
 from headway.monitor.dashboard.rollouts import find_tokenizer, page, read_record, search, view_record, view_tokens
 from headway.monitor.dashboard.settings import view_settings
 from headway.monitor.dashboard.summary import summarize
@@ -139,14 +140,29 @@ def test_a_record_is_shown_with_its_tokens(tmp_path: Path) -> None:
     index = RolloutIndex(RunPaths(folder))
     record = read_record(index, 1, 0)
     assert view_record(record)["episode"]["traces"][0]["branches"] == [[0, 1, 2]]
-    tokens = view_tokens(record, None, 0, 0, 4, 3)
+    tokens = view_tokens(record, RunPaths(folder), 0, 0, 4, 3)
     assert tokens["total"] == 10 and tokens["advantage"] == 0.5
     assert tokens["logprobs"] == [None, -0.1, -2.0] and tokens["versions"] == [None, 3, 3]
     for wrong in ((1, 5), (9, 0)):
         with pytest.raises(KeyError):
             read_record(index, *wrong)
     with pytest.raises(KeyError):
-        view_tokens(record, None, 0, 7, 0, 5)
+        view_tokens(record, RunPaths(folder), 0, 7, 0, 5)
+
+
+def test_ratios_are_joined_by_the_tokens_of_a_rollout(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=1)
+    paths = RunPaths(folder)
+    write_rollouts(folder, 1, [rollout(1)])
+    record = read_record(RolloutIndex(paths), 1, 0)
+    assert view_tokens(record, paths, 0, 0, 0, 10)["ratios"] == [None] * 10, "nothing was kept"
+    write_logprobs(folder, 1, math.log(2))
+    paths.trained_logprobs(1, 1).write_bytes(b"not what a trainer writes")
+    ratios = view_tokens(record, paths, 0, 0, 4, 6)["ratios"]
+    assert ratios[0] is None and ratios[1:] == pytest.approx([2.0] * 5)
+    record.episode.traces[0].nodes[2].token_ids[0] = 77
+    assert view_tokens(record, paths, 0, 0, 0, 10)["ratios"] == [None] * 10, "other tokens are another sample"
+    assert ratio(-1.0, None) is None and ratio(math.nan, -1.0) is None and ratio(0.0, -1e9) is not None
 
 
 def test_tokens_get_their_text_from_the_tokenizer_of_the_run(tmp_path: Path) -> None:
@@ -155,7 +171,7 @@ def test_tokens_get_their_text_from_the_tokenizer_of_the_run(tmp_path: Path) -> 
     (folder / "config" / "rl.toml").write_text('[model]\npath = "tiny"\n')
     write_rollouts(folder, 1, [rollout(1)])
     record = read_record(RolloutIndex(RunPaths(folder)), 1, 0)
-    tokens = view_tokens(record, find_tokenizer(RunPaths(folder)), 0, 0, 0, 3)
+    tokens = view_tokens(record, RunPaths(folder), 0, 0, 0, 3)
     assert tokens["texts"] == ["<|im_start|>", "user\n", "g"]
 
 
@@ -178,14 +194,26 @@ def test_restarts_are_found_in_logs_and_placed_on_steps(tmp_path: Path) -> None:
 
 def test_lanes_follow_each_other_without_overlap(tmp_path: Path) -> None:
     make_run(tmp_path, steps=5)
-    drawn = {
-        lane["name"]: lane["spans"] for lane in lanes(Catalog(tmp_path).view("made").tables(), -math.inf, math.inf)
-    }
+    every = lanes(Catalog(tmp_path).view("made").tables(), -math.inf, math.inf)
+    drawn = {lane["name"]: lane["spans"] for lane in every}
     first = drawn["trainer"][:3]
     assert [span[2] for span in first] == ["wait for rollouts", "step", "publish"]
     assert [round(span[1] - span[0], 6) for span in first] == [3.0, 5.5, 0.5]
     for spans in drawn.values():
         assert all(before[1] <= after[0] + 1e-6 for before, after in pairwise(spans))
+
+
+def test_environments_have_a_lane_with_shares_and_lost_workers(tmp_path: Path) -> None:
+    make_run(tmp_path, steps=9)
+    tables = Catalog(tmp_path).view("made").tables()
+    lane = lanes(tables, -math.inf, math.inf)[-1]
+    assert (lane["name"], lane["shares"]) == ("environments", True)
+    assert [(span[2], round(span[1] - span[0], 6)) for span in lane["spans"][:2]] == [
+        ("in engines", 6.75),
+        ("in environments", 2.25),
+    ]
+    assert lane["lost"] == [(BEGAN + 66.0, 1.0, 7.0)]
+    assert lanes(tables, BEGAN + 70, math.inf)[-1]["lost"] == []
 
 
 def test_logs_are_read_in_pieces_and_searched(tmp_path: Path) -> None:

@@ -107,7 +107,6 @@ def test_a_change_is_told_to_whoever_listens(served: tuple[Path, str]) -> None:
     async def listen() -> list[str]:
         async with aiohttp.ClientSession() as session, session.get(url + "api/events") as stream:
             await stream.content.readuntil(b"\n\n")
-            await asyncio.sleep(0.5)  # the first look at the files comes before the change
             add_step(outputs / "made", 21)
             said = await asyncio.wait_for(stream.content.readuntil(b"\n\n"), 20)
             return json.loads(said.removeprefix(b"data: "))

@@ -116,10 +116,9 @@ def rollout(view: RunView, query: Query) -> Any:
 
 def tokens(view: RunView, query: Query) -> Any:
     record = rollouts.read_record(view.index, int(query.path["step"]), int(query.path["line"]))
-    tokenizer = rollouts.find_tokenizer(view.paths)
     place = query.integer("trace", 0), query.integer("branch", 0)
     return rollouts.view_tokens(
-        record, tokenizer, *place, query.integer("offset", 0), query.integer("limit", 2000, 1, 5000)
+        record, view.paths, *place, query.integer("offset", 0), query.integer("limit", 2000, 1, 5000)
     )
 
 
@@ -185,10 +184,11 @@ async def _of_run(catalog: Catalog, handler: Handler, request: web.Request) -> w
 
 async def _events(watcher: Watcher, request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
-    await response.prepare(request)
-    await response.write(b"retry: 2000\n\n")
     async with aclosing(watcher.changes()) as changes:
+        await anext(changes)  # a page that is connected misses nothing
+        await response.prepare(request)
         with suppress(ConnectionResetError):  # the page was closed
+            await response.write(b"retry: 2000\n\n")
             async for names in changes:
                 await response.write(b"data: " + msgspec.json.encode(names) + b"\n\n")
     return response

@@ -18,14 +18,21 @@ class Watcher:
         self._catalog = catalog
         self._listeners: set[asyncio.Queue[list[str]]] = set()
         self._task: asyncio.Task[None] | None = None
+        self._looked = asyncio.Event()
 
     async def changes(self) -> AsyncGenerator[list[str], None]:
-        """Names of runs that changed since the last time; an empty list now and then shows that the link is alive."""
+        """Names of runs that changed since the last time; an empty list now and then shows that the link is alive.
+
+        The first answer is an empty one: whatever changes after it will be told.
+        """
         queue: asyncio.Queue[list[str]] = asyncio.Queue()
         self._listeners.add(queue)
         if self._task is None or self._task.done():
+            self._looked.clear()
             self._task = asyncio.create_task(self._watch())
         try:
+            await self._looked.wait()
+            yield []
             while True:
                 try:
                     yield await asyncio.wait_for(queue.get(), 15.0)
@@ -42,6 +49,7 @@ class Watcher:
 
     async def _watch(self) -> None:
         before = await asyncio.to_thread(self._marks)
+        self._looked.set()
         while self._listeners:
             await asyncio.sleep(INTERVAL)
             now = await asyncio.to_thread(self._marks)

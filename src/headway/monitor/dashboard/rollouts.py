@@ -15,6 +15,7 @@ from headway.core.episodes import Episode, Node, Trace
 from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.index import Filter, RolloutIndex
+from headway.monitor.dashboard.ratios import ratio, trained_logprobs
 from headway.monitor.dashboard.summary import read_settings
 
 if TYPE_CHECKING:
@@ -99,10 +100,9 @@ def view_record(record: Record) -> dict[str, Any]:
     return plain
 
 
-def view_tokens(
-    record: Record, tokenizer: "Tokenizer | None", trace: int, branch: int, offset: int, limit: int
-) -> dict[str, Any]:
-    """Columns over the tokens of one branch: id, text, logprob, version (null where not sampled), and the advantage.
+def view_tokens(record: Record, paths: RunPaths, trace: int, branch: int, offset: int, limit: int) -> dict[str, Any]:
+    """Columns over the tokens of one branch, null where not sampled: id, text, logprob, version, and the ratio to what
+    the trainer made of it; and the advantage of all.
 
     Raises KeyError when there is no such trace or branch.
     """
@@ -113,13 +113,15 @@ def view_tokens(
         raise KeyError(f"trace {trace}, branch {branch}") from None
     every = [entry for number in path for entry in _tokens(chosen.nodes[number], number)]
     part = every[offset : offset + limit]
+    trained = trained_logprobs(paths, record.step, [entry[0] for entry in every])
     return {
         "total": len(every),
         "offset": offset,
         "ids": [entry[0] for entry in part],
-        "texts": _texts(tokenizer, [entry[0] for entry in part]),
+        "texts": _texts(find_tokenizer(paths), [entry[0] for entry in part]),
         "logprobs": [entry[1] for entry in part],
         "versions": [entry[2] for entry in part],
+        "ratios": [ratio(trained.get(offset + place), entry[1]) for place, entry in enumerate(part)],
         "nodes": [entry[3] for entry in part],
         "advantage": _advantage(record, chosen, trace, branch, len(every)),
     }

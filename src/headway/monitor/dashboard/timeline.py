@@ -22,6 +22,9 @@ def lanes(tables: dict[str, MetricTable], low: float, high: float) -> list[dict[
         table = tables["orchestrator"]
         out.append(_lane("orchestrator", _orchestrator(table), low, high))
         out.append(_lane("engines", _engines(table), low, high))
+        if "episode_seconds/engine" in table.names:
+            lane = _lane("environments", _environments(table), low, high)
+            out.append(lane | {"shares": True, "lost": _lost(table, low, high)})
     return out
 
 
@@ -84,6 +87,25 @@ def _engines(table: MetricTable) -> tuple[Floats, Spans]:
     end, update = table.column("time"), _seconds(table, "weights/update_seconds")
     begin = end - np.maximum(_seconds(table, "step_seconds"), update)
     return table.steps(), [(begin, end - update, "serve"), (end - update, end, "update weights")]
+
+
+def _environments(table: MetricTable) -> tuple[Floats, Spans]:
+    """How the time of a step's episodes was spent, as shares of the step: episodes overlap, so they have no order."""
+    end, step = table.column("time"), _seconds(table, "step_seconds")
+    names = ("engine", "environment", "reward")
+    parts = [_seconds(table, f"episode_seconds/{name}") for name in names]
+    whole = np.maximum(sum(parts), 1e-9)
+    edges = [end - step, *(end - step + step * np.minimum(part / whole, 1.0) for part in np.cumsum(parts, axis=0))]
+    kinds = ("in engines", "in environments", "scoring")
+    return table.steps(), [(edges[i], edges[i + 1], kind) for i, kind in enumerate(kinds)]
+
+
+def _lost(table: MetricTable, low: float, high: float) -> list[tuple[float, float, float]]:
+    """When a step ended in which workers were lost, how many, and which step."""
+    rows = zip(
+        table.column("time").tolist(), table.column("workers/lost").tolist(), table.steps().tolist(), strict=True
+    )
+    return [row for row in rows if row[1] > 0 and low <= row[0] <= high]
 
 
 def _seconds(table: MetricTable, name: str) -> Floats:

@@ -28,6 +28,7 @@ export const ofRun = (run, path = "", params = {}, signal = undefined) =>
   get(`/api/runs/${encodeURIComponent(run)}${path}`, params, signal);
 
 const listeners = new Set();
+const EVERY_RUN = { has: () => true };
 let source = null;
 
 export function onChange(listener) {
@@ -43,8 +44,16 @@ function connect() {
     if (names.size) listeners.forEach((listener) => listener(names));
   };
   const show = (on) => document.querySelector(".live")?.classList.toggle("on", on);
-  source.onopen = () => show(true);
-  source.onerror = () => show(false);
+  let lost = false;
+  source.onopen = () => {
+    show(true);
+    if (lost) listeners.forEach((listener) => listener(EVERY_RUN)); // nobody told what happened meanwhile
+    lost = false;
+  };
+  source.onerror = () => {
+    show(false);
+    lost = true;
+  };
 }
 
 export const connected = () => source !== null && source.readyState === EventSource.OPEN;

@@ -53,7 +53,7 @@ async function show() {
     const text = error instanceof Gone ? "There is nothing here (any more)." : `This did not work: ${error.message}`;
     replace(box, h("p", { class: "empty" }, text, " ", h("a", { href: "#/" }, "All runs")));
   }
-  document.body.dataset.ready = location.hash || "#/";
+  if (mine === turn) document.body.dataset.ready = location.hash || "#/";
 }
 
 function choose([kind, name, tab = "", ...rest], query, box) {

@@ -202,10 +202,10 @@ export class Chart {
   marks(u) {
     const { ctx, bbox } = u;
     ctx.save();
-    ctx.strokeStyle = color("--mark");
     ctx.globalAlpha = 0.6;
     ctx.setLineDash([4, 4]);
-    for (const at of this.board.marks()) {
+    for (const { at, color: paint } of this.board.marks()) {
+      ctx.strokeStyle = color(paint);
       const x = Math.round(u.valToPos(at, "x", true)) + 0.5;
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       ctx.beginPath();

@@ -10,6 +10,9 @@ const KINDS = {
   collect: "--c3",
   serve: "--c6",
   "update weights": "--c5",
+  "in engines": "--c8",
+  "in environments": "--c3",
+  scoring: "--c4",
   "wait for rollouts": "--c2",
   "wait for trainer": "--c7",
 };
@@ -135,6 +138,8 @@ class Lanes {
       ctx.fillStyle = this.paints[kind];
       ctx.fillRect(start, top + 5, Math.max(0.6, end - start), ROW - 10);
     }
+    ctx.fillStyle = color("--mark");
+    for (const [time] of lane.lost ?? []) ctx.fillRect(this.x(time) - 1, top, 3, ROW);
   }
 
   level(ctx, { name, times, values }, top) {
@@ -210,11 +215,12 @@ class Lanes {
     const restart = this.data.restarts.find(
       (one) => one.time !== null && Math.abs(this.x(one.time) - event.offsetX) < 4,
     );
-    this.tip.hidden = !span && !restart;
+    const lost = lane?.lost?.find(([at]) => Math.abs(this.x(at) - event.offsetX) < 4);
+    this.tip.hidden = !span && !restart && !lost;
     if (this.tip.hidden) return;
-    this.tip.textContent = restart
-      ? `${restart.process} started again (${restart.attempt})\n${clock(restart.time)}`
-      : `${lane.name}: ${span[2]}\n${duration(span[1] - span[0])}, step ${span[3]}\n${clock(span[0])}`;
+    if (restart) this.tip.textContent = `${restart.process} started again (${restart.attempt})\n${clock(restart.time)}`;
+    else if (lost) this.tip.textContent = `${lost[1]} workers lost by then\nstep ${lost[2]}\n${clock(lost[0])}`;
+    else this.tip.textContent = `${lane.name}: ${span[2]}\n${size(lane, span)}, step ${span[3]}\n${clock(span[0])}`;
     this.tip.style.left = `${Math.min(event.offsetX + 14, this.canvas.clientWidth - 170)}px`;
     this.tip.style.top = `${event.offsetY + 14}px`;
   }
@@ -269,4 +275,11 @@ class Lanes {
     else return false;
     return true;
   }
+}
+
+// How long a span is; where spans are shares of a step, how large a share.
+function size(lane, [from, to, , step]) {
+  if (!lane.shares) return duration(to - from);
+  const whole = lane.spans.filter((span) => span[3] === step).reduce((sum, span) => sum + span[1] - span[0], 0);
+  return `${Math.round((100 * (to - from)) / whole)} % of episodes' time`;
 }

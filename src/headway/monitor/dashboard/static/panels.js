@@ -104,6 +104,19 @@ const PANELS = [
     title: "Turns",
     lines: [line(O, "turns/mean", "mean", { main: true }), line(O, "turns/max", "max", { off: true })],
   },
+  {
+    title: "Where episodes spend time (s)",
+    lines: [
+      line(O, "episode_seconds/engine", "engines", { main: true }),
+      line(O, "episode_seconds/environment", "environment"),
+      line(O, "episode_seconds/reward", "scoring"),
+    ],
+  },
+  {
+    title: "Environment workers",
+    lines: [line(O, "workers/serving", "serving", { main: true }), line(O, "workers/lost", "lost")],
+    raw: true,
+  },
   { title: "Truncated", lines: [line(O, "truncated", "share")] },
   { title: "Useful share of sampled tokens", lines: [line(O, "useful_share", "share")] },
   { title: "Experts", lines: [each(T, /^experts\/(.+)$/)] },

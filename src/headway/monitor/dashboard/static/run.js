@@ -269,13 +269,15 @@ class Board {
     return times.length ? Math.min(...times) : 0;
   }
 
+  // Where processes were started again: in red, or in the color of the run where there are several.
   marks() {
-    if (this.runs.length > 1) return [];
-    const restarts = this.detail[this.runs[0]]?.restarts ?? [];
-    const began = this.began(this.runs[0]);
-    return restarts
-      .filter((one) => one.step !== null)
-      .map((one) => (this.options.x === "step" ? one.step : one.time - began));
+    return this.runs.flatMap((run, place) => {
+      const began = this.began(run);
+      const paint = this.runs.length > 1 ? PALETTE[place % PALETTE.length] : "--mark";
+      return (this.detail[run]?.restarts ?? [])
+        .filter((one) => one.step !== null)
+        .map((one) => ({ at: this.options.x === "step" ? one.step : one.time - began, color: paint }));
+    });
   }
 
   zoom(min, max) {

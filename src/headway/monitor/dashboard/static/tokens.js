@@ -4,7 +4,7 @@ import { ofRun } from "./api.js";
 import { alpha } from "./chart.js";
 import { color, h, number, replace, visible } from "./dom.js";
 
-const SHADES = ["logprob", "version", "advantage", "mask"];
+const SHADES = ["logprob", "ratio", "version", "advantage", "mask"];
 const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 export class Tokens {
@@ -85,12 +85,15 @@ export class Tokens {
       this.list,
       this.parts.flatMap((part) => part.ids.map((id, place) => this.token(part, place, advantage, known))),
     );
+    if (this.shade === "ratio" && this.parts.every((part) => part.ratios.every((one) => one === null)))
+      this.about.textContent = "the trainer kept no logprobs of this rollout (trainer.record_logprobs)";
     this.more.hidden = shown >= total;
     this.more.textContent = `show more (${shown} of ${total})`;
   }
 
   token(part, place, advantage, known) {
     const [logprob, version, text] = [part.logprobs[place], part.versions[place], part.texts[place]];
+    const ratio = part.ratios[place];
     const sampled = logprob !== null;
     const node = h(
       "span",
@@ -100,22 +103,32 @@ export class Tokens {
     const tell = () => {
       this.about.textContent = `${part.offset + place}: ${JSON.stringify(text).slice(0, 80)}  id ${part.ids[place]}  ${
         sampled
-          ? `logprob ${number(logprob)} (p ${number(Math.exp(logprob))})  version ${version}  advantage ${number(advantage)}`
+          ? `logprob ${number(logprob)} (p ${number(Math.exp(logprob))})  ratio ${number(ratio, 5)}  version ${version}  advantage ${number(advantage)}`
           : "not sampled, not trained"
       }`;
     };
     node.addEventListener("mouseenter", tell);
     node.addEventListener("focus", tell);
-    const fill = sampled ? this.fill(logprob, version, advantage, known) : null;
+    const fill = sampled ? this.fill({ logprob, ratio, version, advantage }, known) : null;
     if (fill) node.style.backgroundColor = fill;
     return node;
   }
 
-  fill(logprob, version, advantage, known) {
+  fill({ logprob, ratio, version, advantage }, known) {
+    if (this.shade === "ratio") return ratio === null ? null : ratioColor(ratio);
     if (this.shade === "logprob") return alpha(color("--bad"), Math.min(0.75, -logprob / 5));
     if (this.shade === "version") return alpha(color(PALETTE[known.indexOf(version) % PALETTE.length]), 0.35);
     if (this.shade === "mask") return alpha(color("--accent"), 0.3);
     if (advantage === null) return null;
     return alpha(color(advantage >= 0 ? "--good" : "--bad"), Math.min(0.7, 0.15 + Math.abs(advantage) * 0.5));
   }
+}
+
+// Green where the trainer finds a token likelier than the engine did, red where less; plain up to a thousandth apart,
+// and full from a factor of two.
+function ratioColor(ratio) {
+  const apart = Math.abs(Math.log2(Math.max(ratio, 1e-9)));
+  if (apart < 0.0015) return null;
+  const share = Math.min(1, Math.max(0.08, 1 + Math.log10(apart) / 3));
+  return alpha(color(ratio > 1 ? "--good" : "--bad"), 0.7 * share);
 }
