@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import msgspec
 
 from headway.config.inference import ServeSettings
 from headway.core.errors import UsageError
+from headway.inference.vllm.worker import HeadwayWorker
 
 EXTENSION = "headway.inference.vllm.worker.HeadwayWorker"
 OWNED = {
     "model": "it is the model that is served",
-    "worker_extension_cls": "weights are taken over through it",
     "logprobs_mode": "the protocol promises logprobs of the distribution that was sampled from",
 }
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -89,6 +90,18 @@ def check_arguments(given: dict[str, Any], known: Iterable[str]) -> None:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise UsageError(f"inference.vllm.{name}: this vLLM has no such argument{hint}")
+    _check_extension(given.get("worker_extension_cls", EXTENSION))
+
+
+def _check_extension(path: str) -> None:
+    """Workers may have more methods, but they must have ours: weights are taken over through them."""
+    module, _, name = path.rpartition(".")
+    try:
+        extension = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        raise UsageError(f"inference.vllm.worker_extension_cls: {path!r} cannot be imported") from None
+    if not issubclass(extension, HeadwayWorker):
+        raise UsageError(f"inference.vllm.worker_extension_cls: {path} must be a subclass of {EXTENSION}")
 
 
 def read_config(folder: Path) -> HfConfig:

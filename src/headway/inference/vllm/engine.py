@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from headway.core.errors import HeadwayError
@@ -21,6 +20,8 @@ from headway.core.protocol import (
 from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, LoadingError, Mode, RequestError, Result
 from headway.inference.vllm.adapters import Adapters
 from headway.inference.vllm.flight import Flight
+from headway.inference.vllm.limits import Limits
+from headway.inference.vllm.proof import Proof
 from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.translate import sampling_of
@@ -30,17 +31,6 @@ logger = logging.getLogger("headway.inference")
 Answer = TypeVar("Answer")
 
 _WATCH_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`counts_versions`: vLLM says itself which weights sampled a token. `seeds`: whether requests may have one."""
-
-    max_running: int
-    max_waiting: int
-    kv_capacity_tokens: int
-    counts_versions: bool = True
-    seeds: bool = True
 
 
 class VllmEngine:
@@ -71,6 +61,7 @@ class VllmEngine:
         self._eos = eos
         self._on_death = on_death
         self._held = Weights(llm)
+        self._proof = Proof(llm)
         self._weights = WeightState(0, fingerprint, time.time())
         self._down: str | None = "starting"
         self._updating: str | None = None
@@ -244,6 +235,9 @@ class VllmEngine:
                 self._llm.generate(prompt, params, flight.request_id, lora_request=adapter, priority=request.priority)
             ) as outputs:
                 async for output in outputs:
+                    await self._proof.passed.wait()
+                    if flight.refused:
+                        raise FailedError("the weights that the request has met were refused; try again")
                     yield output
         except EngineDeadError:
             raise LoadingError("vLLM has died; the server starts again", retry_after=5) from None
@@ -270,14 +264,26 @@ class VllmEngine:
         """The bytes received. Raises UpdateError, with the old weights in place."""
         self._held.forget_previous()
         staged = await asyncio.to_thread(self._stager.weights, update)
+        received, before = staged.bytes, self._weights
         async with self._stopped(update.mode):
             try:
                 await self._held.load(staged)
+                await self._serve_as(WeightState(update.version, update.fingerprint, time.time()))
+                if not self._paused:
+                    self._sent += update.probe is not None
+                    await self._proof.hold(update, lambda: self._take_back(before))
             except LostError as error:
                 self._die(str(error))
                 raise
-            await self._serve_as(WeightState(update.version, update.fingerprint, time.time()))
-        return staged.bytes
+        return received
+
+    async def _take_back(self, before: WeightState) -> None:
+        """Go back to the weights that served `before`. What is in flight may have met those that came after."""
+        for flight in self._flights.values():
+            flight.refused = flight.sent
+        await self._stop("abort", clear_cache=True)
+        await self._held.revert()
+        await self._serve_as(before)
 
     async def _take_over_adapter(self, update: WeightUpdate) -> int:
         self._adapters.check_enabled()

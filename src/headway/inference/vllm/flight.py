@@ -11,7 +11,8 @@ from headway.inference.vllm.translate import Runs, add_run, finish_of, logprobs_
 class Flight:
     """`serving` tells the version that samples now; it is asked as tokens come, where vLLM does not count versions.
 
-    `sent` once vLLM has the request, `aborted` once it is not wanted any more.
+    `sent` once vLLM has the request, `aborted` once it is not wanted any more, `refused` once the weights that it may
+    have met are.
     """
 
     def __init__(self, request: GenerateRequest, request_id: str, serving: Callable[[], int]) -> None:
@@ -19,6 +20,7 @@ class Flight:
         self.request_id = request_id
         self.sent = False
         self.aborted = False
+        self.refused = False
         self._serving = serving
         self._choices = [Choice(index, [], [], [], [], "abort") for index in range(request.sampling_params.n)]
         self._runs: list[Runs] = [[] for _ in self._choices]

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: taking over staged weights, and ending with the server.
+"""What runs inside vLLM's workers: taking over staged weights, watching probes, and ending with the server.
 
 vLLM mixes `HeadwayWorker` into its worker class (`worker_extension_cls`, one of its public points), so nothing has
 to be installed or registered and nothing of vLLM is replaced. The module is imported in every worker process.
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from headway.inference.vllm.probe import StreamWatch
 
 SERVER = "HEADWAY_SERVER_PID"
 """Names the process that the workers belong to."""
@@ -27,10 +29,9 @@ class Place(NamedTuple):
     bytes: int
 
 
-class HeadwayWorker:
-    """Methods that the server calls in all workers at once, while the scheduler is paused."""
+class HeadwayWorker(StreamWatch):
+    """Methods that the server calls in all workers at once. Weights are loaded while the scheduler is paused."""
 
-    model_runner: Any
     model_config: Any
 
     def headway_load(self, path: str, places: list[list[Any]]) -> None:
@@ -51,7 +52,19 @@ class HeadwayWorker:
 
             finalize_layerwise_reload(model, self.model_config)
             raise
-        refresh_packed(model)
+        self.headway_pack(model)
+
+    def headway_pack(self, model: nn.Module) -> None:
+        """Pack again what vLLM packs for the CPU at the first load only.
+
+        A head that is tied to the embedding and the experts of a mixture keep copies in the layout of their kernels.
+        Reloading leaves those as they were, without an error, and the old weights go on serving.
+        """
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            pack_heads(model)
+            pack_experts(model)
 
 
 def read_staged(path: str, places: list[Place]) -> Iterator[tuple[str, Tensor]]:
@@ -63,21 +76,16 @@ def read_staged(path: str, places: list[Place]) -> Iterator[tuple[str, Tensor]]:
         yield place.name, data[place.offset : place.offset + place.bytes].view(dtype).view(place.shape)
 
 
-def refresh_packed(model: nn.Module) -> None:
-    """Pack again what vLLM packs for the CPU at the first load only.
-
-    A head that is tied to the embedding and the experts of a mixture keep copies in the layout of their kernels.
-    Reloading leaves those as they were, without an error, and the old weights go on serving.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
+def pack_heads(model: nn.Module) -> None:
     for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
         if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings"):
+            method: Any = module.quant_method
             method.process_weights_after_loading(module)
-        kernel = getattr(method, "moe_kernel", None)
+
+
+def pack_experts(model: nn.Module) -> None:
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
 
