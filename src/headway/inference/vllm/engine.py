@@ -223,9 +223,9 @@ class VllmEngine:
         adapter = self._adapters.request(request.model)
         if adapter is None and request.model != POLICY:
             raise RequestError(f"model {request.model!r} does not exist", "model", 404)
-        piecewise = stream or adapter is not None or not self._limits.counts_versions
+        flight.counted = adapter is None and self._limits.counts_versions
         room = self.max_model_len - len(request.token_ids)
-        params = sampling_of(request, eos=self._eos, room=room, piecewise=piecewise)
+        params = sampling_of(request, eos=self._eos, room=room, piecewise=stream or not flight.counted)
         salt = f"{self._epoch}.{self._adapters.epoch(request.model)}.{request.cache_salt or ''}"
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": salt}
         flight.sent = True

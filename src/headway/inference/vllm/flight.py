@@ -9,7 +9,8 @@ from headway.inference.vllm.translate import Runs, add_run, finish_of, logprobs_
 
 
 class Flight:
-    """`serving` tells the version that samples now; it is asked as tokens come, where vLLM does not count versions.
+    """`serving` tells the version that samples now. `counted`: vLLM says at the end which version sampled a token;
+    otherwise that is counted here, as tokens come.
 
     `sent` once vLLM has the request, `aborted` once it is not wanted any more, `refused` once the weights that it may
     have met are.
@@ -18,6 +19,7 @@ class Flight:
     def __init__(self, request: GenerateRequest, request_id: str, serving: Callable[[], int]) -> None:
         self.request = request
         self.request_id = request_id
+        self.counted = False
         self.sent = False
         self.aborted = False
         self.refused = False
@@ -58,8 +60,8 @@ class Flight:
         return Result(self.request_id, self._choices, self._cached, self._prompt)
 
     def _versions(self, part: Any) -> Runs:
-        """vLLM's own count where it has one (at the end); otherwise tokens are of the version that serves as they
-        come, because all of an old one's have come before a new one serves."""
+        """The versions of a choice so far. All tokens of an old version have come before a new one serves."""
         runs = self._runs[part.index]
         add_run(runs, self._serving(), len(part.token_ids))
-        return runs_of(getattr(part, "weight_versions", None)) or list(runs)
+        told = runs_of(part.weight_versions) if self.counted else None
+        return list(runs) if told is None else told

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -17,7 +18,8 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.inference.embedded.load import free_memory
 from headway.inference.vllm.adapters import Adapters
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
-from headway.inference.vllm.engine import Limits, VllmEngine
+from headway.inference.vllm.engine import VllmEngine
+from headway.inference.vllm.limits import Limits
 from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats, logger_of
 from headway.inference.vllm.worker import SERVER
@@ -38,11 +40,10 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
 
     check_arguments(given, [field.name for field in fields(AsyncEngineArgs)])
     chosen = arguments(settings, folder, device, free_memory(torch.device("cpu")))
-    _set_environment(settings, chosen, device)
     stats = EngineStats()
     try:
-        config = AsyncEngineArgs(**chosen).create_engine_config()
-        with ThreadPoolExecutor(1) as helper:
+        with _environment(settings, chosen, device), ThreadPoolExecutor(1) as helper:
+            config = AsyncEngineArgs(**chosen).create_engine_config()
             contents = helper.submit(_contents, folder, config.model_config)
             llm = _start(config, stats)
     except HeadwayError:
@@ -114,20 +115,26 @@ def _import(device: str) -> str:
     return built_for
 
 
-def _set_environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -> None:
-    """What vLLM's processes are to find. What the user has set himself stays."""
-    os.environ[SERVER] = str(os.getpid())
-    defaults = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+@contextmanager
+def _environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -> Iterator[None]:
+    """What vLLM's processes find when they start. What the user has set stays, and so does our own environment."""
+    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if device == "cpu":
         # The model in the engine's process: one import of vLLM less, and one hop less for every step.
         if chosen.get("tensor_parallel_size", 1) == 1:
-            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         if chosen["enforce_eager"]:
-            defaults["TORCHDYNAMO_DISABLE"] = "1"
+            wanted["TORCHDYNAMO_DISABLE"] = "1"
         if settings.inference.threads is not None:
-            defaults["OMP_NUM_THREADS"] = str(settings.inference.threads)
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+            wanted["OMP_NUM_THREADS"] = str(settings.inference.threads)
+    before = dict(os.environ)
+    os.environ.update({**wanted, **before, SERVER: str(os.getpid())})
+    try:
+        yield
+    finally:
+        for name in (*wanted, SERVER):
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _contents(folder: Path, model_config: Any) -> tuple[dict[str, tuple[int, ...]], str]:
