@@ -7,12 +7,13 @@ from headway.core.errors import UsageError
 
 HELP = """\
 usage: headway serve MODEL [--port 8000] [--host 127.0.0.1] [--dtype float32|bfloat16] [--device cpu|cuda]
-                     [--join RUN [--name NAME]] [--replicas N [--no-router]]
+                     [--engine embedded|vllm] [--join RUN [--name NAME]] [--replicas N [--no-router]]
                      [@ CONFIG.toml ...] [--section.setting VALUE ...]
 
 Serves a checkpoint folder or a built-in model (tiny, tiny-llama, tiny-moe) with OpenAI's routes and the inference
 protocol: tokens in, tokens out, weight updates while requests are in flight.
 
+  --engine NAME   vllm takes any argument of its own as --inference.vllm.NAME VALUE
   --join RUN      become an engine of the run in this folder; --name tells its engines apart
   --replicas N    start N engines at neighbouring ports and keep them alive; vllm-router, where it is installed, takes
                   --port and spreads requests over them by their x-session-id, unless --join or --no-router is given
@@ -26,6 +27,7 @@ Examples:
   headway serve tiny
   headway serve checkpoints/my-model --port 8001 --dtype bfloat16
   headway serve tiny --replicas 2
+  headway serve checkpoints/my-model --engine vllm --inference.vllm.tensor_parallel_size 2
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "policy", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}'
 """

@@ -22,15 +22,16 @@ class InferenceSettings(Settings):
     max_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens in one step, prefill chunks included."""
     block_size: int = Field(default=16, ge=1)
-    """Tokens per block of the KV cache."""
+    """Tokens per block of the embedded engine's KV cache. vLLM chooses its own."""
     kv_memory_gb: float | None = Field(default=None, gt=0)
-    """Memory of the KV cache. Default: a share of what is free."""
+    """Memory of the KV cache. Default: a share of what is free; on GPUs vLLM takes its own share."""
     prefix_cache: bool = True
     """Reuse KV blocks of equal prefixes."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Default: all cores."""
     vllm: dict[str, Any] = {}
-    """Arguments for vLLM under their own names."""
+    """Any argument of vLLM's engine under its own name, such as gpu_memory_utilization. These win over the settings
+    above; what this vLLM does not know is refused with the nearest name."""
 
     @model_validator(mode="after")
     def _one_token_per_sequence(self) -> Self:
