@@ -3,8 +3,9 @@
     python benchmarks/dashboard.py
     python benchmarks/dashboard.py --steps 1000 --rollouts 100000
 
-Measures the first paint of the run's charts, answers while the rollouts are being indexed, filtering and scrolling
-once they are, and the largest memory of the server. Writes benchmarks/results/dashboard.json.
+Measures the first paint of the run's charts, scrolling before and after they are drawn beside an empty page's, answers
+while the rollouts are being indexed, filtering and scrolling once they are, and the largest memory of the server.
+Writes benchmarks/results/dashboard.json.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "dashboard"))
 
-from chromium import Page, open_page
+from chromium import ALL_PAINTED, Page, open_page
 
 BEGAN = 1_794_700_000.0
 BARS = {"first_paint_seconds": 2.0, "server_peak_mb": 300.0}
@@ -38,6 +39,8 @@ RECORD = (
     '"started_at":%.3f,"timings":{"total":%.3f,"engine":0.9}},"samples":[{"agent":"policy","tokens":56,"sampled":32,'
     '"advantage":%.3f,"versions":[%d,%d]}]}\n'
 )
+FRAME = "ProxyMain::BeginMainFrame"
+"""What the browser calls its work on a frame: scripts, layout, paint, handing over to the compositor."""
 FILTERS: list[tuple[str, str, str]] = [
     ("env", "calculator", "wordle"),
     ("min_reward", "0.9", "0.5"),
@@ -93,7 +96,8 @@ def orchestrator_line(step: int, chance: random.Random) -> dict[str, float]:
     others = (
         "tokens_per_second sampled_tokens episodes pass_rate truncated wait_for_trainer_seconds dropped/share "
         "dropped/stale dropped/zero_advantage errors/share errors/timeout cancelled/share weights/update_seconds "
-        "in_flight useful_share concurrency_cap ready_episodes version batch/tokens"
+        "in_flight useful_share concurrency_cap ready_episodes version batch/tokens episode_seconds/engine "
+        "episode_seconds/environment episode_seconds/reward workers/serving workers/lost"
     )
     values = {name: chance.random() for name in (*summaries, *lags, *envs, *others.split())}
     if step % 100 == 0:
@@ -104,16 +108,23 @@ def orchestrator_line(step: int, chance: random.Random) -> dict[str, float]:
 async def measure(url: str, pid: int, steps: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     async with open_page() as page:
+        await page.send("Page.navigate", url="about:blank")
+        await page.ask("document.body.style.height = '6000px'")
+        out["empty_scroll"] = await scroll(page)
         out["runs_table_seconds"] = await first_paint(page, url, "document.querySelectorAll('tbody tr a').length")
         painted = "document.querySelectorAll('.u-over').length >= 6"
         out["first_paint_seconds"] = await first_paint(page, url + "#/run/long", painted)
         out["again_paint_seconds"] = await first_paint(page, url + "#/run/long", painted)
         out["charts_first_scroll"] = await scroll(page)
+        await page.until(ALL_PAINTED)
         out["charts_scroll"] = await scroll(page)
         out["while_indexing"] = await indexing(url, steps)
         await page.goto(url + "#/run/long/rollouts")
         out["filter_seconds"] = await filtering(page)
         out["rollouts_scroll"] = await scroll(page)
+        for name in ("charts_first_scroll", "charts_scroll", "rollouts_scroll"):
+            floor = out["empty_scroll"]["frames_per_second"]
+            out[name]["of_empty_page"] = round(out[name]["frames_per_second"] / floor, 3)
         out["errors"] = page.errors
     out["server_queries"] = [timed_query(url, query) for query in QUERIES]
     out["server_peak_mb"] = peak_megabytes(pid)
@@ -141,15 +152,22 @@ async def first_paint(page: Page, url: str, painted: str) -> float:
 
 
 async def scroll(page: Page) -> dict[str, float]:
-    """Frames per second, and the longest time between two frames, while a page scrolls for two seconds."""
-    frames = await page.ask(
+    """Frames while a page scrolls for two seconds: how many a second, the longest time between two, and the processor
+    time that the usual and the longest one took of the page's main thread, which a busy machine does not change."""
+    frames = page.ask(
         "new Promise(done => { scrollTo(0, 0); const times = [];"
         " const tick = now => { times.push(now); scrollBy(0, 24);"
         " times.at(-1) - times[0] < 2000 ? requestAnimationFrame(tick) : done(times); };"
         " requestAnimationFrame(tick); })"
     )
-    gaps = [after - before for before, after in pairwise(frames)]
-    return {"frames_per_second": round(1000 * len(gaps) / sum(gaps), 1), "longest_frame_ms": round(max(gaps), 1)}
+    gaps = [after - before for before, after in pairwise(await page.traced(frames, "cc"))]
+    busy = sorted(event["tdur"] / 1000 for event in page.trace if event["name"] == FRAME and "tdur" in event)
+    return {
+        "frames_per_second": round(1000 * len(gaps) / sum(gaps), 1),
+        "longest_frame_ms": round(max(gaps), 1),
+        "median_frame_cpu_ms": round(busy[len(busy) // 2], 1),
+        "longest_frame_cpu_ms": round(busy[-1], 1),
+    }
 
 
 async def indexing(url: str, steps: int) -> dict[str, Any]:

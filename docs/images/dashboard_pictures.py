@@ -1,6 +1,6 @@
 """Makes the pictures of the page from real runs, in a headless Chromium.
 
-python docs/images/dashboard_pictures.py outputs RUN --restarted OTHER_RUN --step 60
+python docs/images/dashboard_pictures.py outputs RUN --restarted OTHER_RUN --step 20
 """
 
 import argparse
@@ -10,11 +10,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "dashboard"))
 
-from chromium import Page, open_page
+from chromium import ALL_PAINTED, PAINTED, Page, open_page
 
 from headway.monitor.dashboard import start_in_thread
 
 HERE = Path(__file__).parent
+NEXT_FRAME = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""After it, what was drawn is on the screen."""
 LARGEST = 300_000
 """Bytes of a picture."""
 
@@ -22,7 +24,8 @@ LARGEST = 300_000
 async def take(page: Page, url: str, name: str, wait: str = "true") -> None:
     await page.goto(url)
     await page.until(wait)
-    await asyncio.sleep(1.0)  # canvases are painted a frame or two after the page is there
+    await page.live()
+    await page.ask(NEXT_FRAME)
     data = await page.picture()
     if len(data) > LARGEST:
         raise SystemExit(f"{name} has {len(data)} bytes; make the window smaller")
@@ -32,7 +35,7 @@ async def take(page: Page, url: str, name: str, wait: str = "true") -> None:
 
 async def main(outputs: Path, run: str, restarted: str, step: int) -> None:
     url = start_in_thread(outputs)
-    charts = "document.querySelectorAll('.u-over').length >= 6"
+    charts = f"{PAINTED} > 6 && {ALL_PAINTED}"
     async with open_page() as page:
         await page.size(1280, 860)
         await take(page, f"{url}#/run/{run}", "dashboard-charts", charts)
@@ -42,7 +45,13 @@ async def main(outputs: Path, run: str, restarted: str, step: int) -> None:
         await page.size(1280, 560)
         await take(page, f"{url}#/run/{restarted}/lanes", "dashboard-lanes")
         await page.size(1280, 440)
-        await take(page, f"{url}#/run/{run}/rollout/{step}/0", "dashboard-rollout")
+        await page.ask("localStorage.setItem('shade', 'ratio')")
+        colored = (
+            "[...document.querySelectorAll('.tok')].some(token => token.style.backgroundColor)"
+            " && document.querySelector('.tok:not(.context)').dispatchEvent(new MouseEvent('mouseenter'))"
+        )
+        await take(page, f"{url}#/run/{run}/rollout/{step}/0?view=tokens", "dashboard-tokens", colored)
+        await page.goto(f"{url}#/run/{run}/rollout/{step}/0")
         await page.press("d")
         await page.until("document.querySelector('del, ins') !== null")
         await take(page, f"{url}{await page.ask('location.hash')}", "dashboard-diff")

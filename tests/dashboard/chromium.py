@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ FLAGS = (
     "--remote-debugging-port=0",
 )
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PAINTED = """[...document.querySelectorAll('.chart canvas')].filter(canvas => canvas.width && canvas.getContext('2d')
+    .getImageData(0, 0, canvas.width, canvas.height).data.some((value, place) => place % 4 === 3 && value)).length"""
+"""Charts with something on them."""
+ALL_PAINTED = f"{PAINTED} === document.querySelectorAll('.chart:not([hidden])').length"
 PATIENCE = 60.0
 """Seconds that a browser on a busy machine gets to do a thing."""
 KEYS = {"Enter": 13, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "Tab": 9}
@@ -43,6 +47,8 @@ class Page:
         self._socket = socket
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._reader = asyncio.create_task(self._read())
+        self._traced = asyncio.Event()
+        self.trace: list[dict[str, Any]] = []
         self.errors: list[str] = []
         self.requests: list[str] = []
 
@@ -74,6 +80,10 @@ class Page:
             self.errors.append(str([value.get("value") for value in params["args"]]))
         elif method == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
+        elif method == "Tracing.dataCollected":
+            self.trace += params["value"]
+        elif method == "Tracing.tracingComplete":
+            self._traced.set()
 
     async def start(self) -> None:
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -84,6 +94,17 @@ class Page:
         await self.send("Page.navigate", url=url)
         hash_ = "#" + url.partition("#")[2] if "#" in url else "#/"
         await self.until(f"document.body?.dataset.ready === {json.dumps(hash_)}")
+
+    async def traced(self, work: Awaitable[Any], categories: str) -> Any:
+        """What `work` returns; the browser's events of these categories meanwhile are in `trace`."""
+        self.trace.clear()
+        self._traced.clear()
+        await self.send("Tracing.start", transferMode="ReportEvents", traceConfig={"includedCategories": [categories]})
+        try:
+            return await work
+        finally:
+            await self.send("Tracing.end")
+            await asyncio.wait_for(self._traced.wait(), PATIENCE)
 
     async def live(self) -> None:
         """Wait until the page is told about changes of runs: those from now on reach it."""

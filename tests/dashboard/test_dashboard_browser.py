@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import Page, find_chromium, open_page
+from chromium import ALL_PAINTED, PAINTED, Page, find_chromium, open_page
 from run_folders import BEGAN, HOSTILE, add_step, append, make_run, rollout, write_logprobs, write_rollouts
 
 from headway.core.messages import ToolCall
@@ -19,9 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 Body = Callable[[Page], Coroutine[Any, Any, None]]
-PAINTED = """[...document.querySelectorAll('.chart canvas')].filter(canvas => canvas.width && canvas.getContext('2d')
-    .getImageData(0, 0, canvas.width, canvas.height).data.some((value, place) => place % 4 === 3 && value)).length"""
-ALL_PAINTED = f"{PAINTED} === document.querySelectorAll('.chart:not([hidden])').length"
 MARKED = """(() => { // columns of a chart with a dashed line of this color, which marks are drawn with
     const canvas = document.querySelector('[aria-label=Entropy] canvas'), wanted = %s;
     const { data, width, height } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);

@@ -182,7 +182,7 @@ export class Chart {
       scales: { x: { time: false, range: (u, min, max) => [min, max] }, y: { distr: this.log ? 3 : 1 } },
       axes: [
         { ...axis, values: board.options.x === "time" ? (u, values) => values.map(hours) : undefined, size: 28 },
-        { ...axis, values: shown, size: 52 },
+        { ...axis, values: shown, size: 60 },
       ],
       hooks: {
         setSelect: [
@@ -203,6 +203,7 @@ export class Chart {
     const { ctx, bbox } = u;
     ctx.save();
     ctx.globalAlpha = 0.6;
+    ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([4, 4]);
     for (const { at, color: paint } of this.board.marks()) {
       ctx.strokeStyle = color(paint);

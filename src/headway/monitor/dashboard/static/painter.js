@@ -29,6 +29,12 @@ export class Painter {
     this.next();
   }
 
+  // Until everything is drawn and nobody scrolls: the time for work that would get into the way of either.
+  async rested() {
+    const busy = () => this.pick(true) || this.pick(false) || performance.now() < this.scrolled + RESTING;
+    while (!this.closed && busy()) await new Promise((done) => setTimeout(done, 50));
+  }
+
   clear() {
     this.sight.disconnect();
     for (const set of [this.items, this.near, this.waiting]) set.clear();

@@ -44,11 +44,11 @@ class Board {
     await Promise.all([this.load(), this.summaries()]);
     replace(this.box, this.tiles, this.bar(), this.grid);
     this.draw();
-    setTimeout(() => this.loadHeats(), 500); // reading rollouts is work for the server; charts come first
+    this.painter.rested().then(() => this.loadHeats()); // reading rollouts is work for the server; charts come first
     const off = onChange(async (names) => {
       if (!this.runs.some((run) => names.has(run))) return;
       await Promise.all([this.load(), this.summaries()]).catch(() => {});
-      if (!this.closed) this.loadHeats();
+      this.painter.rested().then(() => this.loadHeats());
     });
     return {
       close: () => {
@@ -300,6 +300,7 @@ class Board {
   }
 
   async loadHeats() {
+    if (this.closed) return;
     clearTimeout(this.timer);
     const done = await Promise.all(this.heats.map((heat) => heat.load().catch(() => true)));
     if (!this.closed && done.includes(false)) this.timer = setTimeout(() => this.loadHeats(), 3000);
