@@ -13,7 +13,10 @@ MOST_SPANS = 4000
 
 
 def lanes(tables: dict[str, MetricTable], low: float, high: float) -> list[dict[str, Any]]:
-    """Per lane a name and spans `[from, to, what, step]` within the times `low..high`, in order."""
+    """Per lane a name and spans `[from, to, what, step]` within the times `low..high`, in order.
+
+    `thinned` tells whether short ones were left out, `shares` that spans divide a step instead of following each other.
+    """
     out = []
     for process in ("trainer", "sft"):
         if process in tables:
@@ -120,7 +123,8 @@ def _lane(name: str, drawn: tuple[Floats, Spans], low: float, high: float) -> di
         for begin, end, step in zip(begins, ends, steps, strict=True)
         if end > begin and end >= low and begin <= high
     ]
-    if len(rows) > MOST_SPANS:
+    thinned = len(rows) > MOST_SPANS
+    if thinned:
         shortest = sorted((row[1] - row[0] for row in rows), reverse=True)[MOST_SPANS - 1]
         rows = [row for row in rows if row[1] - row[0] >= shortest][:MOST_SPANS]
-    return {"name": name, "spans": sorted(rows)}
+    return {"name": name, "spans": sorted(rows), "thinned": thinned}

@@ -139,7 +139,8 @@ class Lanes {
       ctx.fillRect(start, top + 5, Math.max(0.6, end - start), ROW - 10);
     }
     ctx.fillStyle = color("--mark");
-    for (const [time] of lane.lost ?? []) ctx.fillRect(this.x(time) - 1, top, 3, ROW);
+    const [from, to] = this.view;
+    for (const [time] of lane.lost ?? []) if (time >= from && time <= to) ctx.fillRect(this.x(time) - 1, top, 3, ROW);
   }
 
   level(ctx, { name, times, values }, top) {
@@ -277,9 +278,10 @@ class Lanes {
   }
 }
 
-// How long a span is; where spans are shares of a step, how large a share.
+// How long a span is; where spans are shares of a step, how large a share, if all of them are here.
 function size(lane, [from, to, , step]) {
   if (!lane.shares) return duration(to - from);
+  if (lane.thinned) return "zoom in for its share";
   const whole = lane.spans.filter((span) => span[3] === step).reduce((sum, span) => sum + span[1] - span[0], 0);
   return `${Math.round((100 * (to - from)) / whole)} % of episodes' time`;
 }
