@@ -11,9 +11,9 @@ from headway.models.lora import adapter_tensors
 from headway.models.registry import FAMILIES
 from headway.models.weights import base_parameters
 from headway.trainer.probe import make_probe
-from headway.trainer.sharding import full
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender
+from headway.transport.weights.shards import Shard, parts_of
 
 POLICY = "policy"
 
@@ -40,11 +40,11 @@ class Publisher:
         self._sender.close()
 
 
-def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
     """The tensors of a version, one parameter at a time; ranks that share the weights must iterate alike.
 
-    A sharded parameter goes out sharded, each rank its rows, unless it is spread over several tensors: those are cut
-    from the whole, which is gathered.
+    A sharded parameter goes out as it lies, each rank its rows, also where it is spread over several tensors. An
+    adapter is small: it is gathered, since half of its tensors go out transposed.
     """
     if state.model.adapters is not None:
         yield from ((name, tensor.detach().to(state.compute_dtype)) for name, tensor in adapter_tensors(state.model))
@@ -53,19 +53,19 @@ def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor]]:
         tensor = parameter.detach().to(state.compute_dtype)
         parts = FAMILIES[state.config.family].parts(name, state.config)
         if any(part.at for part in parts):
-            tensor = full(tensor)
-        for part in parts:
-            yield part.name, tensor[part.at] if part.at else tensor
+            yield from parts_of(tensor, ((part.name, part.at) for part in parts))
+        else:
+            yield from ((part.name, tensor) for part in parts)
 
 
 class _Counted:
     """Passes tensors on and counts their bytes."""
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def __init__(self, tensors: Iterator[tuple[str, Tensor | Shard]]) -> None:
         self._tensors = tensors
         self.bytes = 0
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor | Shard]]:
         for name, tensor in self._tensors:
             self.bytes += tensor.numel() * tensor.itemsize
             yield name, tensor

@@ -9,7 +9,10 @@ if TYPE_CHECKING:
     # The orchestrator reads announcements from this package, and has no use for torch.
     from torch import Tensor
 
-NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor]]"
+    from headway.transport.weights.shards import Shard
+
+NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor | Shard]]"
+"""Whole tensors, DTensors, or what a rank holds of a tensor; the same names in the same order on every rank."""
 
 
 class WeightSender(Protocol):

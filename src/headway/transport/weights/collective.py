@@ -23,6 +23,7 @@ from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES
 from headway.transport.weights.base import NamedTensors
 from headway.transport.weights.layout import Assembler, Layout, gather_layout
+from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.pairing import connect_store, open_store, pair
 from headway.transport.weights.parking import park
 from headway.transport.weights.ranks import barrier, on_rank_zero, rank_and_ranks
@@ -123,7 +124,7 @@ class CollectiveSender:
             _log.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
 
 
-def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
+def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
     """Ask the trainer for a version and take each rank's pieces as they come."""
     host, port, backend = (update.transport[key] for key in ("host", "port", "backend"))
     if backend != "gloo":

@@ -21,6 +21,7 @@ from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.base import NamedTensors
 from headway.transport.weights.fingerprint import Fingerprint, TensorSum
 from headway.transport.weights.layout import Layout, Part, RankParts, gather_layout, torch_dtype
+from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
 from headway.transport.weights.shards import Shard, shards
 
@@ -64,7 +65,7 @@ class FilesystemSender:
         """Published versions stay: engines that start later read them."""
 
 
-def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
+def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
     """What a version's folder holds, whole tensors stitched from the ranks' rows. Files are mapped, not copied."""
     folder = Path(update.transport["path"])
     layout = read_manifest(folder).layout

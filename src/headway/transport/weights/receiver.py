@@ -9,9 +9,10 @@ from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.transport.weights.fingerprint import Fingerprint, TensorSum
 from headway.transport.weights.layout import Layout
+from headway.transport.weights.mappings import Mappings
 
 Fetched = tuple[Layout, Iterator[tuple[str, Tensor]]]
-Fetch = Callable[[WeightUpdate], Fetched]
+Fetch = Callable[[WeightUpdate, Mappings], Fetched]
 """What every transport's module offers: what is to come, and the tensors as they come."""
 
 WAYS = ("filesystem", "shared_memory", "collective")
@@ -27,11 +28,12 @@ class Receiver:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        self._mappings = Mappings()
 
     def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
         fetch = _way(update)
         try:
-            layout, tensors = fetch(update)
+            layout, tensors = fetch(update, self._mappings)
         except KeyError as error:
             raise HeadwayError(f"the update to version {update.version} lacks transport.{error.args[0]}") from error
         if layout.fingerprint != update.fingerprint:
@@ -47,7 +49,8 @@ class Receiver:
         _prove(fingerprint, layout, update)
 
     def close(self) -> None:
-        """Nothing stays open between two updates."""
+        """Let go of the trainer's memory."""
+        self._mappings.keep(lambda path: False)
 
 
 def _way(update: WeightUpdate) -> Fetch:

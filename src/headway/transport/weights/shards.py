@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
+from headway.transport.weights.base import NamedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,16 @@ class Shard:
     def whole(self) -> bool:
         return self.offset == 0 and self.tensor.numel() == prod(self.shape)
 
+    def numel(self) -> int:
+        """Of the whole, as a DTensor counts."""
+        return prod(self.shape)
 
-def shards(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> Iterator[Shard]:
+    @property
+    def itemsize(self) -> int:
+        return self.tensor.itemsize
+
+
+def shards(tensors: NamedTensors, rank: int, ranks: int) -> Iterator[Shard]:
     """What `rank` of `ranks` has to send. Every rank passes the same names in the same order.
 
     A DTensor sharded over its rows is sent by each rank's rows (one replica of each); whole copies of a tensor
@@ -32,12 +42,43 @@ def shards(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int) -> Iter
     """
     for index, (name, tensor) in enumerate(tensors):
         mine = index % ranks == rank
-        if _is_dtensor(tensor):
+        if isinstance(tensor, Shard):
+            shard: Shard | None = tensor
+        elif _is_dtensor(tensor):
             shard = _local_shard(name, tensor)
         else:
             shard = Shard(name, tensor.detach(), 0, tuple(tensor.shape)) if mine else None
         if shard is not None and (shard.tensor.numel() or (mine and prod(shard.shape) == 0)):
             yield shard
+
+
+At = tuple[int | slice, ...]
+
+
+def parts_of(tensor: Tensor, parts: Iterable[tuple[str, At]]) -> Iterator[tuple[str, Tensor | Shard]]:
+    """`tensor[at]` under each name: of a DTensor what this rank holds of it, which may be nothing. None is gathered."""
+    if not _is_dtensor(tensor):
+        yield from ((name, tensor[at]) for name, at in parts)
+        return
+    held = _local_shard("a parameter in parts", tensor)
+    shadow = torch.empty(tensor.shape, device="meta")
+    local = held.tensor if held is not None else torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
+    begin = held.offset // max(prod(tensor.shape[1:]), 1) if held is not None else 0
+    for name, at in parts:
+        yield name, _cut(name, local, begin, at, tuple(shadow[at].shape))
+
+
+def _cut(name: str, local: Tensor, begin: int, at: At, shape: tuple[int, ...]) -> Shard:
+    """What rows `local` of a parameter, from number `begin` on, hold of its part `at`, whose shape is `shape`."""
+    rows, *rest = at
+    if isinstance(rows, int):
+        inside = begin <= rows < begin + len(local)
+        return Shard(name, local[rows - begin][tuple(rest)] if inside else local[:0], 0, shape)
+    start, end = max(rows.start, begin), min(rows.stop, begin + len(local))
+    if start >= end:
+        return Shard(name, local[:0], 0, shape)
+    mine = local[start - begin : end - begin][(slice(None), *rest)]
+    return Shard(name, mine, (start - rows.start) * prod(shape[1:]), shape)
 
 
 def _is_dtensor(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES, Arena
 from headway.transport.weights.base import NamedTensors
 from headway.transport.weights.layout import Assembler, Layout, gather_layout
+from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.parking import park
 from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
 from headway.transport.weights.shards import shards
@@ -94,7 +95,7 @@ class SharedMemorySender:
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
+def fetch(update: WeightUpdate, mappings: Mappings) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
     """Views of the trainer's segments; if these are written over before the last one was taken, HeadwayError."""
     prefix, buffer, host = (update.transport[key] for key in ("prefix", "buffer", "host"))
     if host != socket.gethostname():
@@ -104,15 +105,22 @@ def fetch(update: WeightUpdate) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
         )
     table = _table(prefix, buffer)
     layout = _posted(table, update).layout
-    return layout, _read(prefix, buffer, layout, update)
+    mappings.keep(lambda path: path.name.startswith(prefix))
+    segments = (
+        (rank, piece, mappings.open(_segment(prefix, buffer, rank, piece), size))
+        for rank, pieces in enumerate(layout.pieces)
+        for piece, size in enumerate(pieces)
+    )
+    return layout, _read(segments, layout, table, update)
 
 
-def _read(prefix: str, buffer: int, layout: Layout, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
+def _read(
+    segments: Iterator[tuple[int, int, Tensor]], layout: Layout, table: Path, update: WeightUpdate
+) -> Iterator[tuple[str, Tensor]]:
     assembler = Assembler(layout)
-    for rank, pieces in enumerate(layout.pieces):
-        for piece, size in enumerate(pieces):
-            yield from assembler.piece(rank, piece, _map(_segment(prefix, buffer, rank, piece), size))
-    _posted(_table(prefix, buffer), update)
+    for rank, piece, data in segments:
+        yield from assembler.piece(rank, piece, data)
+    _posted(table, update)
 
 
 def sweep() -> None:
@@ -130,15 +138,6 @@ def _posted(table: Path, update: WeightUpdate) -> _Posted:
         if posted.version == update.version:
             return posted
     raise HeadwayError(f"version {update.version} is no longer in shared memory; ask for the latest one")
-
-
-def _map(path: Path, size: int) -> Tensor:
-    try:
-        if path.stat().st_size >= size:
-            return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-    except (OSError, RuntimeError) as error:
-        raise HeadwayError(f"{path}: cannot map a segment of weights ({error})") from None
-    raise HeadwayError(f"{path}: a segment of weights is shorter than the {size} bytes announced")
 
 
 def _segment(prefix: str, buffer: int, rank: int, slab: int) -> Path:
