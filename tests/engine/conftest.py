@@ -30,7 +30,10 @@ def vllm(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vll
     live.close()
 
 
-@pytest.fixture(scope="session", params=["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(
+    scope="session",
+    params=["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])],
+)
 def server(request: pytest.FixtureRequest) -> LiveServer:
     """A server of each engine; every protocol test runs against all of them."""
     live: LiveServer = request.getfixturevalue(request.param)

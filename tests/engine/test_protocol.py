@@ -12,11 +12,13 @@ import aiohttp
 import msgspec
 import numpy as np
 import pytest
+import torch
 from engine_common import publish, training_logprobs
 from engine_serving import LiveServer
 
-from headway.core.protocol import EngineState, GenerateRequest, SamplingParams, WeightUpdate
+from headway.core.protocol import EngineState, GenerateChoice, GenerateRequest, SamplingParams, WeightUpdate
 from headway.models.checkpoint import load_model
+from headway.models.decoder import DecoderLM
 from headway.rendering.load import load_renderer
 from headway.transport.inference import EngineError, InferenceClient
 
@@ -46,7 +48,7 @@ def with_client(server: LiveServer, body: Any, token: str | None = None) -> None
         async with InferenceClient(server.url, token=token) as client:
             await body(client)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), 240))
 
 
 async def until_state(client: InferenceClient, condition: Callable[[EngineState], bool]) -> None:
@@ -250,6 +252,45 @@ def test_a_wrong_update_is_refused_and_nothing_changes(server: LiveServer, tmp_p
         assert await client.weights() == before and await client.health()
 
     with_client(server, body, server.token)
+
+
+def test_32_requests_in_flight_over_updates_carry_the_right_version_of_every_token(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    """Only the last norm differs between versions, so that what is cached is every version's, and each token's logprob
+    tells which version has sampled it."""
+    models = {100 + n: scaled(load_model(server.folder), scale) for n, scale in enumerate((1.0, 0.6, 0.0, 0.3, 1.0))}
+    updates = [publish(tmp_path, version, model) for version, model in models.items()]
+    prompts = [[1 + n, 2, 3] for n in range(32)]
+
+    async def body(client: InferenceClient) -> None:
+        await client.update_weights(updates[0])
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        flights = [asyncio.create_task(client.generate(GenerateRequest(p, sampling_params=params))) for p in prompts]
+        for update in updates[1:]:
+            before = (await client.state()).generated_tokens
+            await until_state(client, lambda state, before=before: state.generated_tokens >= before + 32 * 4)
+            await client.update_weights(update)
+        choices = [(await flight).choices[0] for flight in flights]
+        for tokens, choice in zip(prompts, choices, strict=True):
+            check(tokens, choice)
+        assert max(len(choice.versions) for choice in choices) >= 3
+
+    def check(tokens: list[int], choice: GenerateChoice) -> None:
+        assert choice.logprobs is not None and [v for v, _ in choice.versions] == list(models)[: len(choice.versions)]
+        got = [entry.logprob for entry in choice.logprobs.content]
+        of_version = [version for version, count in choice.versions for _ in range(count)]
+        every = {v: training_logprobs(m, tokens + choice.token_ids)[len(tokens) - 1 :] for v, m in models.items()}
+        expected = [float(every[version][place]) for place, version in enumerate(of_version)]
+        assert np.abs(np.array(got) - np.array(expected)).max() < 1e-4
+
+    with_client(server, body, server.token)
+
+
+def scaled(model: DecoderLM, scale: float) -> DecoderLM:
+    with torch.no_grad():
+        model.model.norm.weight.mul_(scale)
+    return model
 
 
 def test_pause_holds_requests_until_resume(server: LiveServer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_common import prompt, publish
-from vllm_harness import LORA, MOE, TIED, UNTIED, Harness, hugging_face, make
+from vllm_harness import MOE, TIED, Harness, hugging_face, make
 
 from headway.config.shared import SharedMemoryWeights
 from headway.core.protocol import GenerateRequest, SamplingParams
@@ -17,15 +17,15 @@ from headway.inference.engine import UpdateError
 from headway.models.weights import hf_tensors
 from headway.transport.weights import make_sender
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOLERANCE = 1e-4
 TOKENS = prompt(60)
 
 
-@pytest.fixture(scope="module", params=["tied", "moe", "untied"])
+@pytest.fixture(scope="module", params=["tied", "moe"])
 def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    config = {"tied": TIED, "moe": MOE, "untied": UNTIED}[request.param]
-    harness = Harness(config, tmp_path_factory.mktemp("vllm") / request.param, LORA if config is UNTIED else None)
+    config = {"tied": TIED, "moe": MOE}[request.param]
+    harness = Harness(config, tmp_path_factory.mktemp("vllm") / request.param)
     yield harness
     harness.close()
 
@@ -43,8 +43,7 @@ def test_a_load_that_fails_half_way_leaves_the_old_version_whole(
 ) -> None:
     vllm.run(vllm.engine.update(vllm.publish(tmp_path / "good", 11)))
     before = vllm.served(TOKENS)
-    narrow = replace(vllm.config, mlp_width=vllm.config.mlp_width - 16, expert_width=vllm.config.expert_width - 16)
-    bad = publish(tmp_path / "bad", 12, make(narrow, 12))
+    bad = publish(tmp_path / "bad", 12, make(replace(vllm.config, heads=2), 12))
     with pytest.raises(UpdateError, match=r"misshapen.*expected"):
         vllm.run(vllm.engine.update(bad))
     with monkeypatch.context() as patch, pytest.raises(UpdateError, match="could not load"):
@@ -77,7 +76,7 @@ def test_weights_come_through_shared_memory(vllm: Harness, tmp_path: Path) -> No
     assert float((vllm.served(TOKENS) - expected).abs().max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("counts", [False, True])
 def test_versions_are_counted_by_vllm_or_by_us(
     vllm: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool
 ) -> None:
