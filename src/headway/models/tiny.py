@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headway.core.errors import UsageError
+from headway.models.cache import cache_folder
 from headway.models.config import ModelConfig
 
 TINY = ModelConfig(
@@ -55,7 +55,7 @@ def resolve_model(path: str) -> Path:
         raise UsageError(
             f"model {path!r} is neither a folder with a config.json nor a built-in ({', '.join(BUILT_IN)})"
         )
-    folder = _cache() / "models" / f"{path}-{_digest(path)}"
+    folder = cache_folder() / "models" / f"{path}-{_digest(path)}"
     if not folder.is_dir():
         with _lock(folder.with_suffix(".lock")):
             if not folder.is_dir():
@@ -77,10 +77,6 @@ def save_built_in(name: str, folder: Path) -> None:
         end_of_turn, end_of_text = vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]
         config = replace(BUILT_IN[name], vocab_size=vocab_size, eos_ids=(end_of_turn, end_of_text), pad_id=end_of_text)
         save_checkpoint(build_model(config, seed=SEED), folder, files_from=files)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("HEADWAY_CACHE") or Path.home() / ".cache" / "headway")
 
 
 def _digest(name: str) -> str:

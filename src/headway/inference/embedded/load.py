@@ -12,6 +12,7 @@ from headway.inference.embedded.store import KvStore
 from headway.models.checkpoint import load_config, read_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.native import library
 from headway.models.registry import build_model
 from headway.models.weights import hf_layout, hf_tensors, load_hf_tensors
 from headway.monitor.progress import progress
@@ -29,6 +30,8 @@ def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
     if inference.threads is not None:
         # Otherwise torch's own choice: all cores, or what OMP_NUM_THREADS left to this process.
         torch.set_num_threads(inference.threads)
+    if device.type == "cpu" and dtype is torch.float32:
+        library.enable()
     model = _load_model(folder, device, dtype)
     limits = size_engine(inference, model.config, settings.seq_len, dtype, free_memory(device))
     engine = EmbeddedEngine(model, limits)

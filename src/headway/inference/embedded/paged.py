@@ -10,6 +10,8 @@ from torch import Tensor
 
 from headway.inference.embedded.store import KvStore
 from headway.inference.embedded.window import Window, WindowGroup
+from headway.models.native import ops
+from headway.models.native.library import native
 
 Ints = NDArray[np.int64]
 
@@ -49,18 +51,37 @@ class BlockGroup:
         return picked.view(self.batch, -1, kv_heads, dim).transpose(1, 2)
 
 
+class DirectGroup:
+    """Decoding sequences whose blocks a compiled kernel reads where they are. `tokens` None means the whole step."""
+
+    def __init__(self, store: KvStore, table: Ints, rows: Ints, positions: Ints, tokens: Tensor | None) -> None:
+        self.tokens = tokens
+        self._store = store
+        self._table, self._rows, self._positions = (torch.from_numpy(x) for x in (table, rows, positions))
+        self._longest = int(positions.max())
+
+    def attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, layer: int) -> Tensor:
+        store = self._store
+        keys, values = store.keys[layer], store.values[layer]
+        return ops.attend_cache(
+            q_BHD, keys, values, self._table, self._rows, self._positions, store.block_size, self._longest
+        )
+
+
+DecodeGroup = DirectGroup | WindowGroup
+
+
 class PagedPlan:
     """An `AttentionPlan`: built once per step from where its tokens are, shared by all layers."""
 
-    def __init__(self, store: KvStore, slots_T: Tensor, decoding: WindowGroup | None, groups: list[BlockGroup]) -> None:
+    def __init__(self, store: KvStore, slots_T: Tensor, decoding: DecodeGroup | None, groups: list[BlockGroup]) -> None:
         self.slots_T = slots_T
         self._store = store
         self._decoding = decoding
         self._groups = groups
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
-        self._store.keys[layer].index_copy_(0, self.slots_T, k_TKD)
-        self._store.values[layer].index_copy_(0, self.slots_T, v_TKD)
+        self._store.write(layer, self.slots_T, k_TKD, v_TKD)
         decoding = self._decoding
         if decoding is not None and decoding.tokens is None:
             return decoding.attend(q_THD, k_TKD, v_TKD, layer)
@@ -96,20 +117,35 @@ class Layout:
 
 
 def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_kv: int) -> PagedPlan:
-    """Decoding sequences use the window where there is one that fits; the rest is grouped by length."""
+    """Decoding sequences are read in place where that kernel is compiled, or use the window where there is one that
+    fits; the rest is grouped by length."""
     rows_T, size, positions = layout.rows, store.block_size, layout.positions_T
     if len(positions) > len(rows_T):
         rows_T = np.repeat(rows_T, layout.counts)
     slots = to_device(store, layout.blocks[rows_T, positions // size] * size + positions % size)
     rest = np.arange(len(layout.rows))
-    decoding = None
-    if window is not None:
+    decoding: DecodeGroup | None = None
+    if native(store.keys[0]):
+        alone = layout.counts == 1
+        decoding = _direct_group(store, layout, alone)
+        rest = np.flatnonzero(~alone)
+    elif window is not None:
         # What a sequence shares with another of this same step is not in the blocks yet, so no row can be filled.
         alone = (layout.counts == 1) & layout.settled
         decoding = _window_group(window, layout, alone, heads_per_kv)
         rest = rest if decoding is None else np.flatnonzero(~alone)
     groups = _block_groups(store, layout, rest, heads_per_kv) if len(rest) else []
     return PagedPlan(store, slots, decoding, groups)
+
+
+def _direct_group(store: KvStore, layout: Layout, alone: NDArray[np.bool_]) -> DirectGroup | None:
+    if alone.all():
+        return DirectGroup(store, layout.blocks, layout.rows, layout.starts, None)
+    single = np.flatnonzero(alone)
+    if not len(single):
+        return None
+    tokens = torch.from_numpy((np.cumsum(layout.counts) - 1)[single])
+    return DirectGroup(store, layout.blocks, layout.rows[single], layout.starts[single], tokens)
 
 
 def _window_group(window: Window, layout: Layout, alone: NDArray[np.bool_], heads_per_kv: int) -> WindowGroup | None:

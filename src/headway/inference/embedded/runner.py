@@ -14,6 +14,7 @@ from headway.inference.embedded.store import KvStore
 from headway.inference.embedded.window import Window
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
+from headway.models.serving import join_siblings
 
 Ints = NDArray[np.int64]
 
@@ -26,6 +27,8 @@ class Runner:
         self.store = store
         self.rows = rows
         config = model.config
+        if next(model.parameters()).is_cpu:
+            join_siblings(model)
         self.device = next(model.parameters()).device
         self._heads_per_kv = config.heads // config.kv_heads
         self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None

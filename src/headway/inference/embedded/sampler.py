@@ -11,6 +11,8 @@ from torch import Tensor
 
 from headway.inference.embedded.rows import Rows
 from headway.inference.engine import TopLogprobs
+from headway.models.native import ops
+from headway.models.native.library import native
 
 Ints = NDArray[np.int64]
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -33,24 +35,15 @@ def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Sequence[int])
     was drawn from: after temperature and filters; of the plain one where decoding is greedy. Raises
     FloatingPointError where the logits are not finite, as those of a model that has diverged.
     """
-    device = logits_NV.device
-    greedy = rows.greedy[which]
     logits = logits_NV
     if rows.tempered[which].any():
-        logits = logits / torch.from_numpy(rows.temperature[which]).to(device)[:, None]
+        logits = logits / torch.from_numpy(rows.temperature[which]).to(logits.device)[:, None]
     if rows.filtered[which].any():
         logits = _filter(logits, rows, which)
-    logprobs_NV = torch.log_softmax(logits, dim=-1)
-    if greedy.all():
-        tokens = logits.argmax(-1)
-    else:
-        noise = torch.from_numpy(uniform(rows.seed[which], np.array(positions))).to(device)
-        tokens = _draw(logprobs_NV, noise)
-        if greedy.any():
-            tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(-1), tokens)
-    logprobs = logprobs_NV.gather(1, tokens[:, None])[:, 0]
-    most = int(rows.top_logprobs[which].max())
-    top = top_logprobs(logprobs_NV, rows.top_logprobs[which]) if most else None
+    noise = uniform(rows.seed[which], np.asarray(positions))
+    tokens, logprobs = _draw(logits, noise, rows.greedy[which])
+    most = rows.top_logprobs[which]
+    top = top_logprobs(torch.log_softmax(logits, dim=-1), most) if most.any() else None
     drawn = logprobs.tolist()
     if math.isnan(sum(drawn)):
         raise FloatingPointError("the model's logits are not finite")
@@ -89,11 +82,20 @@ def choice_seed(seed: int, index: int) -> int:
     return (seed + index * 0xD1342543DE82EF95) & _MASK
 
 
-def _draw(logprobs_NV: Tensor, noise_N: Tensor) -> Tensor:
-    """Where the cumulative probability first exceeds the noise. A token of probability 0 is never that place."""
+def _draw(logits_NV: Tensor, noise_N: NDArray[np.float32], greedy_N: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+    """Tokens and their logprobs: where the cumulative probability first exceeds the noise, or the most likely one.
+
+    A token of probability 0 is never drawn.
+    """
+    if native(logits_NV):
+        return ops.draw(logits_NV, torch.from_numpy(np.where(greedy_N, np.float32(-1), noise_N)))
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     cumulative = logprobs_NV.exp().cumsum(-1)
-    target = noise_N[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logprobs_NV.shape[-1] - 1)
+    target = torch.from_numpy(noise_N).to(logits_NV.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logprobs_NV.shape[-1] - 1)
+    if greedy_N.any():
+        tokens = torch.where(torch.from_numpy(greedy_N).to(logits_NV.device), logits_NV.argmax(-1), tokens)
+    return tokens, logprobs_NV.gather(1, tokens[:, None])[:, 0]
 
 
 def _filter(logits_NV: Tensor, rows: Rows, which: Ints) -> Tensor:

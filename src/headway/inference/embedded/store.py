@@ -1,6 +1,10 @@
 """The tensors behind the KV cache's blocks."""
 
 import torch
+from torch import Tensor
+
+from headway.models.native import ops
+from headway.models.native.library import native
 
 
 class KvStore:
@@ -23,6 +27,15 @@ class KvStore:
         self.device = device
         self.keys = list(torch.zeros(shape, dtype=dtype, device=device))
         self.values = list(torch.zeros(shape, dtype=dtype, device=device))
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Put tokens' keys and values into their slots."""
+        keys, values = self.keys[layer], self.values[layer]
+        if native(keys):
+            ops.write_cache(k_TKD, v_TKD, slots_T, keys, values)
+        else:
+            keys.index_copy_(0, slots_T, k_TKD)
+            values.index_copy_(0, slots_T, v_TKD)
 
     @property
     def bytes(self) -> int:

@@ -13,7 +13,8 @@ from headway.inference.embedded.probe import check_probe
 from headway.inference.engine import UpdateError
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
-from headway.models.weights import base_parameters, load_hf_tensors
+from headway.models.serving import join_siblings, trade_weights
+from headway.models.weights import load_hf_tensors
 from headway.transport.weights import make_receiver
 
 
@@ -57,7 +58,7 @@ class Updater:
         """Between two steps: make the staged version the one that serves. Raises UpdateError, nothing changed."""
         update = staged.update
         if update.adapter is None:
-            self._swap()
+            trade_weights(self._engine.model, self._buffers())
             self._engine.weights_changed(update.version)
             return
         assert staged.adapter is not None
@@ -81,13 +82,9 @@ class Updater:
             live = self._engine.model
             weight = live.head_weight()
             self._spare = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
+            if weight.is_cpu:
+                join_siblings(self._spare)
         return self._spare
-
-    def _swap(self) -> None:
-        """Only pointers move."""
-        pairs = zip(base_parameters(self._engine.model), base_parameters(self._buffers()), strict=True)
-        for (_, live), (_, spare) in pairs:
-            live.data, spare.data = spare.data, live.data
 
     def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
         ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}

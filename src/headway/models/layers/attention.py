@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from headway.models.attention import attention
 from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.linear import Linear
+from headway.models.layers.linear import Linear, Siblings
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import rotate
+from headway.models.native import ops
+from headway.models.native.library import native
 from headway.models.packed import AttentionPlan
 
 Attend = Callable[["SelfAttention", Tensor, Tensor, Tensor, AttentionPlan], Tensor]
@@ -30,22 +32,28 @@ class SelfAttention(nn.Module):
         self.k_proj = Linear(config.width, config.kv_heads * config.head_dim, bias)
         self.v_proj = Linear(config.width, config.kv_heads * config.head_dim, bias)
         self.o_proj = Linear(config.heads * config.head_dim, config.width, bias)
+        self.siblings = Siblings(self.q_proj, self.k_proj, self.v_proj)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         gate = context.adapter_gate
         heads = (x_TD.shape[0], -1, self.head_dim)
-        q_THD: Tensor = self.q_proj(x_TD, gate).view(heads)
-        k_TKD: Tensor = self.k_proj(x_TD, gate).view(heads)
-        v_TKD: Tensor = self.v_proj(x_TD, gate).view(heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD = rotate(q_THD, context.cos, context.sin)
-        k_TKD = rotate(k_TKD, context.cos, context.sin)
+        q_THD, k_TKD, v_TKD = (x.view(heads) for x in self.siblings(x_TD, gate))
+        q_THD, k_TKD = self._turn(q_THD, k_TKD, context.cos, context.sin)
         mixed_THD = self.attend(self, q_THD, k_TKD, v_TKD, context.plan)
         out_TD: Tensor = self.o_proj(mixed_THD.flatten(1), gate)
         return out_TD
+
+    def _turn(self, q_THD: Tensor, k_TKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys at their positions."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if native(q_THD):
+            norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
+            return ops.turn(q_THD, k_TKD, norms, 0.0 if q_norm is None else q_norm.eps, cos, sin)
+        if q_norm is not None and k_norm is not None:
+            q_THD, k_TKD = q_norm(q_THD), k_norm(k_TKD)
+        return rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin)
 
 
 def attend(module: SelfAttention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: AttentionPlan) -> Tensor:

@@ -1,5 +1,7 @@
 """The one linear layer: a weight, and a bank of low-rank adapters beside it."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,3 +32,29 @@ class Linear(nn.Module):
             x_TI = F.dropout(x_TI, self.adapter_dropout)
         ranks_TR = F.linear(x_TI, self.lora_A) * adapter_gate
         return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B)
+
+
+class Siblings:
+    """Linear layers over one input, each with its own parameters. `join` lays these side by side in memory, and
+    then a serving pass is one matrix product. Not a module: the parameters belong to the layers."""
+
+    def __init__(self, *linears: Linear) -> None:
+        self.joined: Tensor | None = None
+        self._linears = linears
+        self._sizes = [linear.weight.shape[0] for linear in linears]
+
+    def __call__(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
+        """The output of each."""
+        joined = self.joined
+        # Weights that were moved since, as by `nn.Module.to`, are no longer those that were joined.
+        if joined is not None and adapter_gate is None and joined.data_ptr() == self._linears[0].weight.data_ptr():
+            return torch.split(F.linear(x_TI, joined), self._sizes, dim=-1)
+        return [linear(x_TI, adapter_gate) for linear in self._linears]
+
+    def join(self) -> None:
+        """Move the weights together; from now on they get no gradients. Layers with a bias stay as they are."""
+        if any(linear.bias is not None for linear in self._linears):
+            return
+        self.joined = torch.cat([linear.weight.data for linear in self._linears])
+        for linear, part in zip(self._linears, torch.split(self.joined, self._sizes), strict=True):
+            linear.weight.data = part

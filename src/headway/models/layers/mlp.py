@@ -5,7 +5,9 @@ from torch import Tensor, nn
 
 from headway.models.kernels import fused
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.linear import Linear
+from headway.models.layers.linear import Linear, Siblings
+from headway.models.native import ops
+from headway.models.native.library import native
 
 
 class GatedMlp(nn.Module):
@@ -14,11 +16,11 @@ class GatedMlp(nn.Module):
         self.gate_proj = Linear(width, mlp_width, bias)
         self.up_proj = Linear(width, mlp_width, bias)
         self.down_proj = Linear(mlp_width, width, bias)
+        self.siblings = Siblings(self.gate_proj, self.up_proj)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        gate = context.adapter_gate
-        hidden = gated_silu(self.gate_proj(x_TD, gate), self.up_proj(x_TD, gate))
-        out: Tensor = self.down_proj(hidden, gate)
+        gate_TM, up_TM = self.siblings(x_TD, context.adapter_gate)
+        out: Tensor = self.down_proj(gated_silu(gate_TM, up_TM), context.adapter_gate)
         return out
 
 
@@ -28,4 +30,6 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
         from headway.models.kernels.gated import gated_silu as gated_silu_fused
 
         return gated_silu_fused(gate, up)
+    if native(gate):
+        return ops.gated_silu(gate, up)
     return F.silu(gate) * up

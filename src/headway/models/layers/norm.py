@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.models.native import ops
+from headway.models.native.library import native
+
 
 class RMSNorm(nn.Module):
     """Normalizes the last axis; the statistics are float32 whatever the input is."""
@@ -15,4 +18,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == 2 and native(x):
+            return ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)

@@ -1,0 +1,164 @@
+/* Keys and values in a paged cache: writing them, and attending over them with one query per token.
+
+   A cache has slots of `kv_heads` heads of `size`; slot = block * block_size + offset. Row r of `table` names the
+   blocks of a sequence in order. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "exp.h"
+
+/* Token t's keys and values, `stride` numbers apart, go to slot `slots[t]`. */
+void write_cache(const float *keys, long key_stride, const float *values, long value_stride, const int64_t *slots,
+                 long tokens, long width, float *key_cache, float *value_cache)
+{
+    for (long t = 0; t < tokens; t++) {
+        memcpy(key_cache + slots[t] * width, keys + t * key_stride, width * sizeof(float));
+        memcpy(value_cache + slots[t] * width, values + t * value_stride, width * sizeof(float));
+    }
+}
+
+struct cache {
+    const float *keys, *values;
+    long block_size, width;
+};
+
+/* exp(score - highest score) in place; returns their sum, NaN where a score is not finite. */
+static float exponentials(float *restrict scores, long count)
+{
+    float highest = scores[0], taint = 0, sum = 0;
+    for (long p = 0; p < count; p++) {
+        highest = fmaxf(highest, scores[p]);
+        taint += 0 * scores[p];
+    }
+    for (long p = 0; p < count; p++) {
+        scores[p] = exp_float(scores[p] - highest);
+        sum += scores[p];
+    }
+    return sum + taint;
+}
+
+/* The scores of `count` neighbouring places. Four at a time, so that a vector of the query serves four keys.
+   `size` is a constant wherever this and `add_values` are inlined. */
+static inline __attribute__((always_inline)) void score_keys(const float *query, const float *keys, long count,
+                                                             long width, long size, float scale,
+                                                             float *restrict scores)
+{
+    long p = 0;
+    for (; p + 4 <= count; p += 4) {
+        const float *k0 = keys + p * width, *k1 = k0 + width, *k2 = k1 + width, *k3 = k2 + width;
+        float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+        for (long i = 0; i < size; i++) {
+            s0 += query[i] * k0[i];
+            s1 += query[i] * k1[i];
+            s2 += query[i] * k2[i];
+            s3 += query[i] * k3[i];
+        }
+        scores[p] = s0 * scale;
+        scores[p + 1] = s1 * scale;
+        scores[p + 2] = s2 * scale;
+        scores[p + 3] = s3 * scale;
+    }
+    for (; p < count; p++) {
+        float sum = 0;
+        for (long i = 0; i < size; i++)
+            sum += query[i] * keys[p * width + i];
+        scores[p] = sum * scale;
+    }
+}
+
+/* Adds the values of `count` neighbouring places, each times its weight, to `mixed`. */
+static inline __attribute__((always_inline)) void add_values(const float *weights, const float *values, long count,
+                                                             long width, long size, float *restrict mixed)
+{
+    long p = 0;
+    for (; p + 4 <= count; p += 4) {
+        const float *v0 = values + p * width, *v1 = v0 + width, *v2 = v1 + width, *v3 = v2 + width;
+        float w0 = weights[p], w1 = weights[p + 1], w2 = weights[p + 2], w3 = weights[p + 3];
+        for (long i = 0; i < size; i++)
+            mixed[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i];
+    }
+    for (; p < count; p++)
+        for (long i = 0; i < size; i++)
+            mixed[i] += weights[p] * values[p * width + i];
+}
+
+/* What one token attends over: `count` places in `blocks`, of kv heads `first_head` to `last_head`. */
+struct span {
+    const int64_t *blocks;
+    long count, first_head, last_head;
+};
+
+/* All query heads of a token's span, block by block, so that memory is read in its own order. `scores` has room for
+   `group` times the span's kv heads times its places. */
+static inline __attribute__((always_inline)) void attend_span(struct cache cache, struct span span, long group,
+                                                              long size, const float *query, float *restrict scores,
+                                                              float *restrict out)
+{
+    float scale = 1 / sqrtf((float)size);
+    for (long p = 0, block = 0; p < span.count; p += cache.block_size, block++) {
+        const float *keys = cache.keys + span.blocks[block] * cache.block_size * cache.width;
+        long count = span.count - p < cache.block_size ? span.count - p : cache.block_size;
+        for (long head = span.first_head * group; head < span.last_head * group; head++)
+            score_keys(query + head * size, keys + head / group * size, count, cache.width, size, scale,
+                       scores + (head - span.first_head * group) * span.count + p);
+    }
+    for (long head = span.first_head * group; head < span.last_head * group; head++) {
+        float *own = scores + (head - span.first_head * group) * span.count;
+        float share = 1 / exponentials(own, span.count);
+        for (long p = 0; p < span.count; p++)
+            own[p] *= share;
+        memset(out + head * size, 0, size * sizeof(float));
+    }
+    for (long p = 0, block = 0; p < span.count; p += cache.block_size, block++) {
+        const float *values = cache.values + span.blocks[block] * cache.block_size * cache.width;
+        long count = span.count - p < cache.block_size ? span.count - p : cache.block_size;
+        for (long head = span.first_head * group; head < span.last_head * group; head++)
+            add_values(scores + (head - span.first_head * group) * span.count + p, values + head / group * size,
+                       count, cache.width, size, out + head * size);
+    }
+}
+
+static void attend_sized(struct cache cache, struct span span, long group, long size, const float *query,
+                         float *scores, float *out)
+{
+    switch (size) {
+    case 32: attend_span(cache, span, group, 32, query, scores, out); break;
+    case 64: attend_span(cache, span, group, 64, query, scores, out); break;
+    case 128: attend_span(cache, span, group, 128, query, scores, out); break;
+    default: attend_span(cache, span, group, size, query, scores, out);
+    }
+}
+
+/* Token t, of the sequence in row `rows[t]` of `table`, attends over its places 0 to `positions[t]`, the longest of
+   which is `longest`. `queries` are rows, `stride` numbers apart, of `heads` heads. With few tokens, threads share
+   one by its kv heads. Returns 0, or 1 where there is no memory for the scores. */
+int attend_cache(const float *queries, long stride, const float *keys, const float *values, const int64_t *table,
+                 long table_stride, const int64_t *rows, const int64_t *positions, long tokens, long heads,
+                 long kv_heads, long size, long block_size, long longest, float *out, int threads)
+{
+    struct cache cache = {keys, values, block_size, kv_heads * size};
+    long group = heads / kv_heads, parts = tokens < threads ? kv_heads : 1;
+    int failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *scores = malloc((longest + 1) * heads / parts * sizeof(float));
+        if (!scores) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for collapse(2) schedule(dynamic)
+        for (long t = 0; t < tokens; t++) {
+            for (long part = 0; part < parts; part++) {
+                struct span span = {table + rows[t] * table_stride, positions[t] + 1, part * kv_heads / parts,
+                                    (part + 1) * kv_heads / parts};
+                if (scores)
+                    attend_sized(cache, span, group, size, queries + t * stride, scores, out + t * heads * size);
+            }
+        }
+        free(scores);
+    }
+    return failed;
+}

@@ -1,0 +1,32 @@
+/* exp in float32, written so that a compiler turns a loop over it into vector code. */
+
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LOG2_E 1.44269504f
+#define LN_2 0.693147182f
+
+/* Within two units in the last place between -87 and 88, and 0 below. Takes NaN for something small: callers look
+   for it themselves, which is cheaper. */
+static inline float exp_float(float x)
+{
+    float clamped = fminf(fmaxf(x, -88.0f), 88.0f);
+    float power = rintf(clamped * LOG2_E);
+    float rest = clamped - power * LN_2;
+    float series = 1.0f / 5040;
+    series = series * rest + 1.0f / 720;
+    series = series * rest + 1.0f / 120;
+    series = series * rest + 1.0f / 24;
+    series = series * rest + 1.0f / 6;
+    series = series * rest + 0.5f;
+    series = series * rest + 1.0f;
+    series = series * rest + 1.0f;
+    /* 2^power; 0 where power is -127. */
+    int32_t bits = ((int32_t)power + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return series * scale;
+}
