@@ -169,6 +169,16 @@ def test_wordle_demonstrations_never_contradict_what_they_were_told() -> None:
             assert wordle.feedback(later, earlier) == told
 
 
+def test_sensible_kuhn_demonstrations_bet_on_the_king_and_never_on_the_jack() -> None:
+    for row in kuhn_poker.demonstrations(200, seed=2, sensible_share=1.0, system=None):
+        told = row["messages"][0]["content"]
+        said = {message["content"] for message in row["messages"] if message["role"] == "assistant"}
+        if "you hold K" in told:
+            assert said <= {"bet", "call"}
+        if "you hold J" in told:
+            assert said <= {"check", "fold"}
+
+
 def test_careless_wordle_demonstrations_take_more_guesses() -> None:
     careful, half, careless = (
         sum(len(row["messages"]) for row in wordle.demonstrations(200, seed=1, careless_share=share))

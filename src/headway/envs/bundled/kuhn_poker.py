@@ -114,16 +114,26 @@ def spoken_action(text: str) -> str:
     return next(reversed(re.findall(r"\b(check|bet|call|fold)\b", text.lower())), "")
 
 
-def demonstrations(n: int, seed: int = 0, *, system: str | None = SYSTEM) -> list[Row]:
-    """`n` seats of hands played at random but by the rules."""
+def demonstrations(n: int, seed: int = 0, sensible_share: float = 0.0, *, system: str | None = SYSTEM) -> list[Row]:
+    """`n` seats of hands played at random but by the rules.
+
+    A share of the seats knows what a card is worth: it bets and calls with the king, checks and folds with the jack.
+    """
     rng = random.Random(seed)
     rows: list[Row] = []
     while len(rows) < n:
         hand = Hand(rng.choice(DEALS))
         seats: list[list[Message]] = [[], []]
+        sensible = [rng.random() < sensible_share for _ in seats]
         while hand.legal:
-            seat, text, action = seats[hand.player], observation(hand), rng.choice(hand.legal)
+            seat, text = seats[hand.player], observation(hand)
+            action = _sensible(hand, rng) if sensible[hand.player] else rng.choice(hand.legal)
             seat += [*(opening(system, text) if not seat else [Message("user", text)]), Message("assistant", action)]
             hand.act(action)
         rows += [demonstration(seat) for seat in seats]
     return rows[:n]
+
+
+def _sensible(hand: Hand, rng: random.Random) -> str:
+    bold, timid = ("call", "fold") if "call" in hand.legal else ("bet", "check")
+    return {"K": bold, "J": timid}.get(hand.cards[hand.player]) or rng.choice(hand.legal)
