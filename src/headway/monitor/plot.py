@@ -35,7 +35,7 @@ def plot_runs(runs: Sequence[RunPaths], out: Path) -> None:
         _draw(lag, lines, "lag/mean", name)
     # From zero, unless there are losses to show, as in games.
     reward.set(ylabel="reward", ylim=(min(0.0, _lowest(reward)) * 1.1, None))
-    reward.legend(loc="lower right", frameon=False)
+    reward.legend(loc="best", frameon=False)
     lag.set(xlabel="step", ylabel="mean lag (versions)", ylim=(0, None))
     for axes in (reward, lag):
         axes.grid(alpha=0.25)
@@ -61,7 +61,7 @@ def _draw_reward(axes: Any, name: str, lines: Metrics) -> None:
     keys = sorted({key for line in lines for key in line if key.startswith("eval/") and key.endswith("/avg")})
     for key, marker in zip(keys, cycle(MARKERS), strict=False):
         points = [(line["step"], line[key]) for line in lines if key in line]
-        axes.plot(*zip(*points, strict=True), marker, color=color, label=f"{name}: {key}")
+        axes.plot(*zip(*points, strict=True), f"{marker}:", color=color, label=f"{name}: {key}")
 
 
 def _draw(axes: Any, lines: Metrics, key: str, label: str) -> tuple[list[float], list[float]] | None:
