@@ -53,7 +53,7 @@ class Updates:
         """What the trainer announces with its next version."""
         for _, parameter in self._state.trained():
             noise = torch.randn(parameter.shape, generator=self._random)
-            parameter.add_(noise, alpha=self._step * float(parameter.std()) + 1e-4)
+            parameter.add_(noise, alpha=self._step * float(parameter.square().mean().sqrt()))
         self._state.step += 1
         self._publisher.publish(self._state)
         update = latest(self.paths)

@@ -14,20 +14,32 @@ _FIRST = -(2**31)
 
 
 async def serve_probe(llm: Any, probe: WeightProbe) -> Served:
-    """What `llm` makes of the probe's tokens now. Its scheduler must run; what is cached is not used."""
-    from vllm import SamplingParams
+    """What `llm` makes of the probe's tokens. Its scheduler, which is paused, goes on with them first.
 
-    # vLLM computes a prompt whose logprobs are wanted anew, and with a salt of its own nobody else meets its KV.
+    Nothing that is cached is used: vLLM computes a prompt whose logprobs are wanted anew, and with a salt of its own
+    nobody else meets its KV.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
     name = f"probe-{uuid.uuid4().hex}"
     prompt = {"prompt_token_ids": list(probe.token_ids), "cache_salt": name}
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        prompt_logprobs=0,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
     await llm.collective_rpc("headway_watch", args=(list(probe.token_ids),))
     try:
-        async for output in llm.generate(prompt, params, name, priority=_first_if_heeded(llm)):
-            final = output
+        answer = await llm.add_request(name, prompt, params, priority=_first_if_heeded(llm))
+        await llm.resume_generation()
+        output = await answer.get()
     finally:
         streams = await llm.collective_rpc("headway_seen")
-    rows = zip(probe.token_ids[1:], final.prompt_logprobs[1:], strict=True)
+    rows = zip(probe.token_ids[1:], output.prompt_logprobs[1:], strict=True)
     logprobs = [row[token].logprob for token, row in rows]
     return Served(logprobs, str(llm.model_config.dtype).removeprefix("torch."), streams[0])
 

@@ -21,7 +21,7 @@ class Proof:
         self._serving: WeightProbe | None = None
 
     async def hold(self, update: WeightUpdate, take_back: Callable[[], Awaitable[None]]) -> None:
-        """Let the scheduler go on with the weights of `update`, which it holds, and see what it makes of the probe.
+        """Let the paused scheduler go on with the weights of `update`, and see what it makes of the probe.
 
         Raises UpdateError after `take_back`, which stops the scheduler and brings the old weights back; LostError
         where these are not what they were.
@@ -43,5 +43,4 @@ class Proof:
         raise UpdateError(f"version {update.version} was refused: {wrong}")
 
     async def _wrong(self, probe: WeightProbe) -> str | None:
-        await self._llm.resume_generation()
         return mismatch(probe, await serve_probe(self._llm, probe))
