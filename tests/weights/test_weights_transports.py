@@ -20,6 +20,7 @@ from headway.transport.weights import make_receiver, make_sender, pairing, share
 from headway.transport.weights.announce import announced, latest, withdraw
 from headway.transport.weights.collective import CollectiveSender
 from headway.transport.weights.fingerprint import fingerprint_of
+from headway.transport.weights.mappings import Mappings
 
 TRANSPORTS = [FilesystemWeights(), SharedMemoryWeights(), CollectiveWeights()]
 every_transport = pytest.mark.parametrize("settings", TRANSPORTS, ids=lambda settings: settings.type)
@@ -70,6 +71,16 @@ def test_an_engine_gets_what_the_trainer_published(settings: WeightTransport, pa
         assert update.version == version
         assert update.fingerprint == fingerprint_of(_weights(version).items()).hexdigest()
         assert _same(_receive(update), _weights(version))
+    sender.close()
+
+
+@every_transport
+def test_one_engine_takes_version_after_version(settings: WeightTransport, paths: RunPaths) -> None:
+    sender, receiver = make_sender(settings, paths), make_receiver()
+    for version in range(4):
+        update = sender.publish(version, _weights(version).items())
+        assert _same({name: tensor.clone() for name, tensor in receiver.receive(update)}, _weights(version))
+    receiver.close()
     sender.close()
 
 
@@ -218,6 +229,41 @@ def test_a_buffer_that_is_written_over_while_it_is_read_is_refused(paths: RunPat
     with pytest.raises(HeadwayError, match=r"no longer in shared memory|fingerprint"):
         list(reading)
     sender.close()
+
+
+def test_segments_that_were_replaced_by_larger_ones_are_mapped_anew(paths: RunPaths) -> None:
+    sender, receiver = shared_memory.SharedMemorySender(paths, slab_bytes=4096), make_receiver()
+    for version in range(6):
+        weights = {"w": torch.full((300 * 4**version,), float(version))}
+        update = sender.publish(version, weights.items())
+        assert _same({name: tensor.clone() for name, tensor in receiver.receive(update)}, weights)
+    receiver.close()
+    sender.close()
+
+
+def test_a_segment_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / f"cut-short-{os.getpid()}")
+    sender, receiver = make_sender(SharedMemoryWeights(), paths), make_receiver()
+    update = sender.publish(0, [("w", torch.ones(9))])
+    segment = shared_memory._segment(update.transport["prefix"], 0, 0, 0)
+    whole = segment.read_bytes()
+    segment.unlink()
+    segment.write_bytes(whole[:20])
+    with pytest.raises(HeadwayError, match="shorter than"):
+        list(receiver.receive(update))
+    segment.unlink()
+    segment.write_bytes(whole)
+    assert dict(receiver.receive(update))["w"].tolist() == [1.0] * 9
+    sender.close()
+
+
+def test_an_engine_lets_go_of_a_trainer_that_was_followed_by_another(tmp_path: Path) -> None:
+    mappings = Mappings()
+    senders = [make_sender(SharedMemoryWeights(), RunPaths(tmp_path / f"{name}-{os.getpid()}")) for name in "ab"]
+    for sender in senders:
+        list(shared_memory.fetch(sender.publish(0, [("w", torch.ones(9))]), mappings)[1])
+        assert len(mappings._mapped) == 1
+        sender.close()
 
 
 def _publish_and_die(root: str) -> None:
