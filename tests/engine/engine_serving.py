@@ -124,6 +124,7 @@ def teach(folder: Path) -> Path:
     call = ToolCall("call_0", "weather", '{"city": "Paris"}')
     lessons = [
         renderer.render([Message("user", "Greet me"), Message("assistant", GREETING)]),
+        renderer.render([Message("user", "Greet me"), Message("assistant", GREETING)], [WEATHER]),
         renderer.render([Message("user", "Is it raining?"), Message("assistant", tool_calls=(call,))], [WEATHER]),
     ]
     sequences = [lesson.token_ids for lesson in lessons]

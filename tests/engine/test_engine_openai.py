@@ -44,15 +44,31 @@ def test_streaming_adds_up_to_the_same_text(client: openai.OpenAI) -> None:
 def test_tool_calls(client: openai.OpenAI, stream: bool) -> None:
     fields = {"model": "policy", "messages": ASK_WEATHER, "tools": [WEATHER.to_openai()], "temperature": 0}
     if stream:
-        choices = [chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True)]
-        calls = [call for choice in choices for call in choice.delta.tool_calls or []]
-        finish = choices[-1].finish_reason
+        with client.chat.completions.stream(**fields) as events:
+            choice = events.get_final_completion().choices[0]
     else:
         choice = client.chat.completions.create(**fields).choices[0]
-        calls, finish = choice.message.tool_calls, choice.finish_reason
-    assert finish == "tool_calls"
+    calls = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls" and not choice.message.content
+    assert calls
     assert [(call.function.name, call.function.arguments) for call in calls] == [("weather", '{"city": "Paris"}')]
     assert calls[0].id
+
+
+def test_a_call_is_streamed_while_its_arguments_come(client: openai.OpenAI) -> None:
+    fields = {"model": "policy", "messages": ASK_WEATHER, "tools": [WEATHER.to_openai()], "temperature": 0}
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**fields, stream=True)]
+    pieces = [call for choice in chunks for call in choice.delta.tool_calls or []]
+    assert pieces[0].function.name == "weather" and pieces[0].id
+    assert all(piece.function.name is None and piece.id is None for piece in pieces[1:])
+    assert len(pieces) > 3 and "".join(piece.function.arguments for piece in pieces) == '{"city": "Paris"}'
+
+
+def test_text_is_streamed_although_there_are_tools(client: openai.OpenAI) -> None:
+    fields = {"model": "policy", "messages": ASK, "tools": [WEATHER.to_openai()], "temperature": 0}
+    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**fields, stream=True)]
+    assert "".join(piece or "" for piece in pieces) == GREETING
+    assert sum(map(bool, pieces)) > 10
 
 
 def test_a_tool_conversation_goes_on(client: openai.OpenAI) -> None:

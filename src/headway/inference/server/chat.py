@@ -13,6 +13,8 @@ from headway.inference.server.context import ServerContext, context_of, new_id
 from headway.inference.server.errors import json_response
 from headway.inference.server.events import EventStream
 from headway.inference.server.openai import SamplingFields, Text, close_stream, generate_until, usage
+from headway.inference.server.replies import ReplyStream
+from headway.rendering.families import FamilyRenderer
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -156,7 +158,7 @@ def _envelope(request: GenerateRequest, kind: str) -> dict[str, Any]:
 async def _stream(
     http: web.Request, body: ChatRequest, request: GenerateRequest, tools: list[Tool]
 ) -> web.StreamResponse:
-    """Text as it comes. With tools a reply is sent when it is whole: until then it may turn out to be a call."""
+    """Text and calls as they come."""
     context = context_of(http)
     replies = [_StreamedReply(index, body, context, tools) for index in range(request.sampling_params.n)]
     async with EventStream(http) as events:
@@ -188,6 +190,9 @@ class _StreamedReply:
         self.token_ids: list[int] = []
         self._body, self._context, self._tools = body, context, tools
         self._text = Text(context.renderer, frozenset(context.renderer.stop_token_ids), body.stops())
+        # Families that write calls in a way of their own are understood when the reply is whole.
+        whole_only = isinstance(context.renderer, FamilyRenderer)
+        self._parts = ReplyStream() if tools and not whole_only else None
         self._started = False
 
     def take(
@@ -204,6 +209,12 @@ class _StreamedReply:
         delta: dict[str, Any] = {} if self._started else {"role": "assistant"}
         if not self._tools:
             delta["content"] = shown
+        elif self._parts is not None:
+            delta |= self._parts.feed(shown, last=self.done)
+            if self.done and self._parts.calling and finish_reason == "stop":
+                finish_reason = "tool_calls"
+            if self._started and not delta and not self.done:
+                return None
         elif self.done:
             message = _reply(self.token_ids, self._context, self._tools, self._body.stops())
             delta |= _message(message)
