@@ -104,7 +104,8 @@ def demonstrations(
 ) -> list[Row]:
     """`n` games of a player who never contradicts what it was told; no secret is of the eval split.
 
-    A share of the games is played without listening, each guess at random: reward then has something to sort out.
+    A share of the games is played by one who heeds only the letters called right: reward then has something to sort
+    out.
     """
     rng = random.Random(seed)
     everything = _secrets(length, alphabet, None)
@@ -121,13 +122,17 @@ def demonstrations(
             if guess == secret:
                 break
             marks = feedback(secret, guess)
-            if game not in careless:
-                candidates = [word for word in candidates if feedback(word, guess) == marks]
+            heard = [mark == "G" or game not in careless for mark in marks]
+            candidates = [word for word in candidates if _agree(feedback(word, guess), marks, heard)]
             messages.append(Message("user", marks))
         if messages[-1].role == "user":
             messages.pop()
         rows.append(demonstration(messages))
     return rows
+
+
+def _agree(marks: str, others: str, heard: list[bool]) -> bool:
+    return all(a == b for a, b, counts in zip(marks, others, heard, strict=True) if counts)
 
 
 def _secrets(length: int, alphabet: str, words: list[str] | None) -> list[str]:
