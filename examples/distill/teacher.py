@@ -1,4 +1,4 @@
-"""Makes an untrained model of the tiny one's kind, more than twice as large: `python teacher.py FOLDER`."""
+"""Makes an untrained model of the tiny one's kind, half as large again: `python teacher.py FOLDER`."""
 
 import sys
 from dataclasses import replace
@@ -12,7 +12,7 @@ from headway.models.tiny import resolve_model
 def main() -> None:
     out = Path(sys.argv[1])
     tiny = resolve_model("tiny")
-    config = replace(load_config(tiny), width=192, layers=4, heads=6, mlp_width=384)
+    config = replace(load_config(tiny), width=160, mlp_width=384)
     model = build_model(config, seed=0)
     save_checkpoint(model, out, files_from=tiny)
     print(f"{out}: {sum(parameter.numel() for parameter in model.parameters()):,} parameters")
