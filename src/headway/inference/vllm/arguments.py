@@ -44,7 +44,6 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
         "dtype": dtype,
         "max_model_len": max_len,
         "max_num_seqs": own.max_running,
-        "max_num_batched_tokens": own.max_batched_tokens,
         "enable_prefix_caching": own.prefix_cache,
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
@@ -56,6 +55,9 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
     }
     if own.kv_memory_gb is not None:
         chosen["kv_cache_memory_bytes"] = int(own.kv_memory_gb * 1e9)
+    # On GPUs vLLM knows better than our default what fills the device.
+    if device == "cpu" or "max_batched_tokens" in own.model_fields_set:
+        chosen["max_num_batched_tokens"] = own.max_batched_tokens
     if device == "cpu":
         chosen = _for_cpu(chosen, config, memory)
     if settings.model.lora is not None:

@@ -69,9 +69,6 @@ class VllmEngine:
         self._flights: dict[str, Flight] = {}
         self._in_line = 0
         """Sequences that were asked for and have not ended."""
-        self._sent = 0
-        """Sequences that vLLM was given since it was idle; `_idle_at` had started in its life by then."""
-        self._idle_at = 0
         self._epoch = 0
         self._open = asyncio.Event()
         self._update_lock = asyncio.Lock()
@@ -208,8 +205,6 @@ class VllmEngine:
     def _forget(self, flight: Flight) -> None:
         del self._flights[flight.request_id]
         self._in_line -= flight.sequences
-        if not self._flights:
-            self._sent, self._idle_at = 0, self._stats.started
 
     async def _outputs(self, flight: Flight, *, stream: bool) -> AsyncGenerator[Any, None]:
         """What vLLM has for a request; nothing where it was aborted before vLLM had it."""
@@ -225,12 +220,11 @@ class VllmEngine:
             raise RequestError(f"model {request.model!r} does not exist", "model", 404)
         flight.counted = adapter is None and self._limits.counts_versions
         room = self.max_model_len - len(request.token_ids)
-        params = sampling_of(request, eos=self._eos, room=room, piecewise=stream or not flight.counted)
         salt = f"{self._epoch}.{self._adapters.epoch(request.model)}.{request.cache_salt or ''}"
         prompt = {"prompt_token_ids": request.token_ids, "cache_salt": salt}
-        flight.sent = True
-        self._sent += flight.sequences
         try:
+            params = sampling_of(request, eos=self._eos, room=room, piecewise=stream or not flight.counted)
+            flight.sent = True
             async with aclosing(
                 self._llm.generate(prompt, params, flight.request_id, lora_request=adapter, priority=request.priority)
             ) as outputs:
@@ -243,8 +237,10 @@ class VllmEngine:
             raise LoadingError("vLLM has died; the server starts again", retry_after=5) from None
         except EngineGenerateError as error:
             raise FailedError(f"vLLM failed: {error.__cause__ or error}") from None
-        except ValueError as error:
-            raise RequestError(f"vLLM refuses the request: {error}") from None
+        except HeadwayError:
+            raise
+        except Exception as error:  # What is left are vLLM's own checks of a request.
+            raise RequestError(f"vLLM refuses the request: {error}", getattr(error, "parameter", None)) from None
 
     async def _update(self, update: WeightUpdate) -> WeightReply:
         started = time.perf_counter()
@@ -265,12 +261,11 @@ class VllmEngine:
         self._held.forget_previous()
         staged = await asyncio.to_thread(self._stager.weights, update)
         received, before = staged.bytes, self._weights
-        async with self._stopped(update.mode):
+        async with self._stopped(update.mode, for_probe=update.probe is not None):
             try:
                 await self._held.load(staged)
                 await self._serve_as(WeightState(update.version, update.fingerprint, time.time()))
                 if not self._paused:
-                    self._sent += update.probe is not None
                     await self._proof.hold(update, lambda: self._take_back(before))
             except LostError as error:
                 self._die(str(error))
@@ -302,16 +297,19 @@ class VllmEngine:
         self._epoch += 1
 
     @asynccontextmanager
-    async def _stopped(self, mode: Mode) -> AsyncIterator[None]:
+    async def _stopped(self, mode: Mode, *, for_probe: bool = False) -> AsyncIterator[None]:
         """Nothing runs meanwhile, and what starts afterwards sees nothing of what was cached before.
 
         Running requests keep their KV. Those that vLLM has in line were given to it with the old salt: while there
-        are any, its cache is cleared, at the price of computing what runs again.
+        are any, its cache is cleared, at the price of computing what runs again. The same lets a probe in before
+        the others where all places are taken.
         """
         self._open.clear()
         try:
-            all_started = self._sent == self._stats.started - self._idle_at
-            await self._stop("keep" if self._paused and mode == "wait" else mode, clear_cache=not all_started)
+            all_started = all(flight.started for flight in self._flights.values() if flight.sent)
+            full = for_probe and self._in_line >= self._limits.max_running
+            mode = "keep" if self._paused and mode == "wait" else mode
+            await self._stop(mode, clear_cache=full or not all_started)
             yield
         finally:
             if not self._paused and not self._down:

@@ -30,6 +30,11 @@ class Flight:
         self._prompt: list[Any] | None = None
 
     @property
+    def started(self) -> bool:
+        """All choices have got a token."""
+        return all(self._runs)
+
+    @property
     def sequences(self) -> int:
         return len(self._choices)
 
@@ -53,7 +58,7 @@ class Flight:
             choice.top_logprobs += grown.top_logprobs
             choice.versions = grown.versions
             choice.finish_reason = grown.finish_reason or choice.finish_reason
-            choice.experts = getattr(part, "routed_experts", None)
+            choice.experts = choice.experts if part.routed_experts is None else part.routed_experts
 
     def result(self) -> Result:
         """All of it. A choice that vLLM never began was aborted."""

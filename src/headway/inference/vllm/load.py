@@ -37,13 +37,14 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     device = _import(settings.placement.device)
     given = settings.inference.vllm
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
 
     check_arguments(given, [field.name for field in fields(AsyncEngineArgs)])
     chosen = arguments(settings, folder, device, free_memory(torch.device("cpu")))
     stats = EngineStats()
     try:
         with _environment(settings, chosen, device), ThreadPoolExecutor(1) as helper:
-            config = AsyncEngineArgs(**chosen).create_engine_config()
+            config = AsyncEngineArgs(**chosen).create_engine_config(UsageContext.OPENAI_API_SERVER)
             contents = helper.submit(_contents, folder, config.model_config)
             llm = _start(config, stats)
     except HeadwayError:

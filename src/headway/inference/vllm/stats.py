@@ -11,8 +11,6 @@ class EngineStats:
     """Counts over all steps so far, of all of vLLM's engines together. Fed by `logger_of`'s loggers."""
 
     def __init__(self) -> None:
-        self.started = 0
-        """Sequences that have got their first token."""
         self.generated_tokens = 0
         self.preemptions = 0
         self._running: dict[int, int] = {}
@@ -32,7 +30,6 @@ class EngineStats:
             self._running[engine] = scheduler.num_running_reqs
             self._kv_usage[engine] = scheduler.kv_cache_usage
         if iteration is not None:
-            self.started += len(iteration.time_to_first_tokens_iter)
             self.preemptions += iteration.num_preempted_reqs
             self.generated_tokens += iteration.num_generation_tokens
             self._recent.append((time.monotonic(), self.generated_tokens))

@@ -14,7 +14,10 @@ _SEEDS = 2**62
 
 
 def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, piecewise: bool) -> Any:
-    """vLLM's parameters for a request that has `room` tokens to go. `piecewise`: tokens as they come."""
+    """vLLM's parameters for a request that has `room` tokens to go. `piecewise`: every token as it comes.
+
+    Otherwise the first, and then all others at the end.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -34,7 +37,9 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, piec
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA if piecewise else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA,
+        # The first token always comes at once, which tells that the request has started.
+        **({} if piecewise else {"stream_interval": max(room, 1)}),
     )
 
 

@@ -123,6 +123,12 @@ def test_a_seed_is_refused_where_it_would_end_the_engine(vllm: Harness) -> None:
     assert len(vllm.run(vllm.generate(TOKENS, 4)).token_ids) == 4
 
 
+def test_what_vllm_refuses_is_the_requests_fault(vllm: Harness) -> None:
+    with pytest.raises(RequestError, match=r"vLLM refuses.*\[0, 2\]") as caught:
+        vllm.run(vllm.generate(TOKENS, 4, temperature=3.0))
+    assert (caught.value.status, caught.value.param) == (400, "temperature")
+
+
 def test_base_weights_are_hugging_faces_after_updates_beside_adapters(vllm: Harness, tmp_path: Path) -> None:
     for version in (11, 12):
         vllm.run(vllm.engine.update(vllm.publish(tmp_path, version)))
