@@ -1,9 +1,11 @@
 """What goes out is the same whoever holds it: one rank, two that share, or two groups that replicate."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from trainer_helpers import run_paths, run_ranks, small_settings
 
 from headway.models.checkpoint import load_model
@@ -25,8 +27,9 @@ def publish_all(folder: Path, ranks: int, replicas: int) -> list[str]:
     with joined(small_settings(**layout).placement) as group:
         for model in MODELS:
             settings = small_settings(model__path=model, **layout)
-            publisher = Publisher(settings, run_paths(folder / model))
-            assert publisher.publish(build_state(settings, group))["publish_bytes"] > 0
+            publisher, state = Publisher(settings, run_paths(folder / model)), build_state(settings, group)
+            with patch.object(DTensor, "full_tensor", side_effect=AssertionError("a whole tensor was gathered")):
+                assert publisher.publish(state)["publish_bytes"] > 0
             publisher.close()
             update = latest(run_paths(folder / model))
             assert update is not None
