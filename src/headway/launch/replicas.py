@@ -70,6 +70,9 @@ def run_replicas(
     ready = _Announcement(layout, say)
     processes = [ManagedProcess(spec, logs) for spec in specs]
     Supervisor(processes, progress=lambda: 0, on_tick=ready.look, on_event=say).run()
+    if run is None:
+        # They ended because they were asked to, so nobody will look for a reason.
+        shutil.rmtree(folder)
 
 
 def plan(host: str, port: int, count: int, *, router: bool) -> Layout:
