@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
+import lookup
 import pytest
 from e2e_runs import Run, RunRl, serving, warm_up
 
@@ -81,3 +83,34 @@ def test_distillation(run_rl: RunRl, teacher: str, algorithm: str) -> None:
     run = run_rl("--max_steps", "40", "--trainer.optim.lr", "3e-4", *chosen, *evaluated)
     before, after = run.column("orchestrator", "eval/held-out/avg")
     assert after > before + 0.1, (before, after)
+
+
+@pytest.fixture(scope="module")
+def tool_user(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that asks the tool in two conversations of five, gives up in the others, and knows how a tool replies."""
+    rows = lookup.demonstrations(10_000, seed=0, giving_up=0.6)
+    short = ("--max_steps", "300", "--trainer.schedule.decay_steps", "150")
+    roles = ("--data.train_roles", '["assistant", "tool"]')
+    return warm_up(tmp_path_factory.mktemp("tools"), rows, "--model.path", str(warm_model), *short, *roles)
+
+
+def with_tool(model: Path, values: str) -> tuple[str, ...]:
+    env = f'[{{id = "{lookup.__file__}:Lookup", args = {{values = "{values}"}}}}]'
+    size = ("--orchestrator.batch_size", "64", "--orchestrator.sampling.max_tokens", "64", "--max_steps", "30")
+    return ("--model.path", str(model), "--orchestrator.envs", env, "--orchestrator.eval.envs", "[]", *size)
+
+
+def test_conversations_with_a_tool(run_rl: RunRl, tool_user: Path) -> None:
+    run = run_rl(*with_tool(tool_user, lookup.LETTERS), *ON_POLICY)
+    assert_learned(run, by=0.2)
+    assert_trainer_agrees_with_engine(run)
+    before, after = run.rise("turns/mean")
+    assert after > before + 0.2, "the tool is not asked more often"
+
+
+def test_echo_learns_to_ask_and_what_is_answered(run_rl: RunRl, tool_user: Path) -> None:
+    run = run_rl(*with_tool(tool_user, "ab"), "--orchestrator.algorithm.type", "echo")
+    assert_learned(run, by=0.2)
+    surprise = run.column("trainer", "loss/ce")
+    before, after = median(surprise[:6]), median(surprise[-6:])
+    assert after < 0.7 * before, (before, after)
