@@ -3,6 +3,7 @@
 const AHEAD = "600px"; // what is this close counts as in sight, so that scrolling meets charts that are there
 const RESTING = 200; // ms without scrolling after which the page counts as idle
 const SPARE = 6; // ms that must be left of a frame to draw in
+const LATEST = 500; // ms after which a page that is never idle draws all the same
 
 const whenIdle = window.requestIdleCallback ?? ((run) => setTimeout(() => run({ timeRemaining: () => SPARE }), 50));
 
@@ -67,18 +68,20 @@ export class Painter {
     if (!this.idling && this.pick(false)) this.idle();
   }
 
-  idle() {
+  idle(since = performance.now()) {
     this.idling = true;
-    whenIdle((deadline) => {
+    const idle = (deadline) => {
       const rest = this.scrolled + RESTING - performance.now();
       if (rest > 0) {
         setTimeout(() => this.idle(), rest);
-        return;
+      } else if (deadline.timeRemaining() < SPARE && performance.now() < since + LATEST) {
+        this.idle(since);
+      } else {
+        this.idling = false;
+        this.paint(this.pick(false));
       }
-      this.idling = false;
-      if (deadline.timeRemaining() >= SPARE) this.paint(this.pick(false));
-      else this.next();
-    });
+    };
+    whenIdle(idle, { timeout: LATEST });
   }
 
   pick(near) {
