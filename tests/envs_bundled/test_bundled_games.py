@@ -161,8 +161,9 @@ def test_wordle(guesses: list[str], reward: float, told: list[str]) -> None:
     assert said_to(trace) == [wordle.START, *told]
 
 
-def test_wordle_demonstrations_never_contradict_what_they_were_told() -> None:
-    for row in wordle.demonstrations(50, seed=1):
+@pytest.mark.parametrize("methodical", [False, True])
+def test_wordle_demonstrations_never_contradict_what_they_were_told(methodical: bool) -> None:
+    for row in wordle.demonstrations(50, seed=1, methodical=methodical):
         turns = [message["content"] for message in row["messages"][2:]]
         guesses, marks = turns[::2], turns[1::2]
         for told, (earlier, later) in zip(marks, pairwise(guesses), strict=True):
@@ -177,6 +178,15 @@ def test_sensible_kuhn_demonstrations_bet_on_the_king_and_never_on_the_jack() ->
             assert said <= {"bet", "call"}
         if "you hold J" in told:
             assert said <= {"check", "fold"}
+
+
+def test_methodical_wordle_demonstrations_are_decided_by_what_they_were_told() -> None:
+    played: dict[str, set[str]] = {}
+    for row in wordle.demonstrations(200, seed=1, methodical=True, system=None):
+        turns = [message["content"] for message in row["messages"]]
+        for guess in range(1, len(turns), 2):
+            played.setdefault(" ".join(turns[:guess]), set()).add(turns[guess])
+    assert all(len(guesses) == 1 for guesses in played.values())
 
 
 def test_careless_wordle_demonstrations_take_more_guesses() -> None:

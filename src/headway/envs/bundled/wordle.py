@@ -97,6 +97,7 @@ def demonstrations(
     seed: int = 0,
     careless_share: float = 0.0,
     *,
+    methodical: bool = False,
     length: int = 3,
     alphabet: str = "abcdef",
     guesses: int = 6,
@@ -104,8 +105,9 @@ def demonstrations(
 ) -> list[Row]:
     """`n` games of a player who never contradicts what it was told; no secret is of the eval split.
 
-    A share of the games is played by one who heeds only the letters called right: reward then has something to sort
-    out.
+    Where `methodical`, it takes the first guess that fits instead of any, so that what it was told decides the next
+    guess by itself. A share of the games is played by another who does not listen and guesses at random: reward then
+    has something to sort out.
     """
     rng = random.Random(seed)
     everything = _secrets(length, alphabet, None)
@@ -117,22 +119,18 @@ def demonstrations(
         secret, candidates = rng.choice(secrets), everything
         messages = opening(told, START)
         for _ in range(guesses):
-            guess = rng.choice(candidates)
+            guess = candidates[0] if methodical and game not in careless else rng.choice(candidates)
             messages.append(Message("assistant", guess))
             if guess == secret:
                 break
             marks = feedback(secret, guess)
-            heard = [mark == "G" or game not in careless for mark in marks]
-            candidates = [word for word in candidates if _agree(feedback(word, guess), marks, heard)]
+            if game not in careless:
+                candidates = [word for word in candidates if feedback(word, guess) == marks]
             messages.append(Message("user", marks))
         if messages[-1].role == "user":
             messages.pop()
         rows.append(demonstration(messages))
     return rows
-
-
-def _agree(marks: str, others: str, heard: list[bool]) -> bool:
-    return all(a == b for a, b, counts in zip(marks, others, heard, strict=True) if counts)
 
 
 def _secrets(length: int, alphabet: str, words: list[str] | None) -> list[str]:
