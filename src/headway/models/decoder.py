@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models.config import ModelConfig
@@ -11,7 +10,7 @@ from headway.models.layers.adapters import AdapterBank
 from headway.models.layers.block import Block
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import expert_counts
-from headway.models.layers.linear import Linear
+from headway.models.layers.linear import Linear, product
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import RotaryTable
 from headway.models.packed import ModelOutput, PackedTokens
@@ -69,7 +68,7 @@ class DecoderLM(nn.Module):
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """float32 (N, vocab)."""
-        return F.linear(hidden_ND, self.head_weight()).float()
+        return product(hidden_ND, self.head_weight()).float()
 
     def _routing(self, experts: list[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Experts used (T, layers, k), -1 in dense layers, and tokens per expert (layers, experts)."""

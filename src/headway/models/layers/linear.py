@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.models.native import ops
+from headway.models.native.library import native
+
 
 class Linear(nn.Module):
     """`lora_A` (ranks, in) and `lora_B` (ranks, out) hold the adapters of all slots, one after the other along
@@ -25,13 +28,20 @@ class Linear(nn.Module):
         self.adapter_dropout = 0.0
 
     def forward(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
-        out_TO = F.linear(x_TI, self.weight, self.bias)
+        out_TO = product(x_TI, self.weight, self.bias)
         if adapter_gate is None or self.lora_A is None or self.lora_B is None:
             return out_TO
         if self.training and self.adapter_dropout:
             x_TI = F.dropout(x_TI, self.adapter_dropout)
         ranks_TR = F.linear(x_TI, self.lora_A) * adapter_gate
         return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B)
+
+
+def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`F.linear`."""
+    if bias_O is None and native(x_TI) and ops.multiplies(x_TI):
+        return ops.product(x_TI, weight_OI)
+    return F.linear(x_TI, weight_OI, bias_O)
 
 
 class Siblings:
@@ -48,7 +58,7 @@ class Siblings:
         joined = self.joined
         # Weights that were moved since, as by `nn.Module.to`, are no longer those that were joined.
         if joined is not None and adapter_gate is None and joined.data_ptr() == self._linears[0].weight.data_ptr():
-            return torch.split(F.linear(x_TI, joined), self._sizes, dim=-1)
+            return torch.split(product(x_TI, joined), self._sizes, dim=-1)
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
     def join(self) -> None:

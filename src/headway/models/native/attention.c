@@ -10,6 +10,8 @@
 
 #include "exp.h"
 
+#define LINE 16
+
 /* Token t's keys and values, `stride` numbers apart, go to slot `slots[t]`. */
 void write_cache(const float *keys, long key_stride, const float *values, long value_stride, const int64_t *slots,
                  long tokens, long width, float *key_cache, float *value_cache)
@@ -91,33 +93,57 @@ struct span {
     long count, first_head, last_head;
 };
 
+static inline const float *block_of(const float *cached, struct cache cache, struct span span, long block)
+{
+    return cached + span.blocks[block] * cache.block_size * cache.width;
+}
+
+/* Ask for one of `parts` of a block ahead of its use: blocks lie anywhere, so the processor can't guess the next. */
+static inline void fetch_part(const float *block, struct cache cache, long part, long parts)
+{
+    long numbers = cache.block_size * cache.width;
+    for (long i = numbers * part / parts; i < numbers * (part + 1) / parts; i += LINE)
+        __builtin_prefetch(block + i);
+}
+
 /* All query heads of a token's span, block by block, so that memory is read in its own order. `scores` has room for
-   `group` times the span's kv heads times its places. */
+   the span's query heads times its places. */
 static inline __attribute__((always_inline)) void attend_span(struct cache cache, struct span span, long group,
                                                               long size, const float *query, float *restrict scores,
                                                               float *restrict out)
 {
     float scale = 1 / sqrtf((float)size);
-    for (long p = 0, block = 0; p < span.count; p += cache.block_size, block++) {
-        const float *keys = cache.keys + span.blocks[block] * cache.block_size * cache.width;
-        long count = span.count - p < cache.block_size ? span.count - p : cache.block_size;
-        for (long head = span.first_head * group; head < span.last_head * group; head++)
-            score_keys(query + head * size, keys + head / group * size, count, cache.width, size, scale,
-                       scores + (head - span.first_head * group) * span.count + p);
+    long first = span.first_head * group, heads = (span.last_head - span.first_head) * group;
+    long last = (span.count - 1) / cache.block_size;
+    for (long block = 0; block <= last; block++) {
+        const float *keys = block_of(cache.keys, cache, span, block);
+        const float *next = block < last ? block_of(cache.keys, cache, span, block + 1)
+                                         : block_of(cache.values, cache, span, 0);
+        long start = block * cache.block_size;
+        long count = block < last ? cache.block_size : span.count - start;
+        for (long head = 0; head < heads; head++) {
+            fetch_part(next, cache, head, heads);
+            score_keys(query + (first + head) * size, keys + (first + head) / group * size, count, cache.width, size,
+                       scale, scores + head * span.count + start);
+        }
     }
-    for (long head = span.first_head * group; head < span.last_head * group; head++) {
-        float *own = scores + (head - span.first_head * group) * span.count;
+    for (long head = 0; head < heads; head++) {
+        float *own = scores + head * span.count;
         float share = 1 / exponentials(own, span.count);
         for (long p = 0; p < span.count; p++)
             own[p] *= share;
-        memset(out + head * size, 0, size * sizeof(float));
     }
-    for (long p = 0, block = 0; p < span.count; p += cache.block_size, block++) {
-        const float *values = cache.values + span.blocks[block] * cache.block_size * cache.width;
-        long count = span.count - p < cache.block_size ? span.count - p : cache.block_size;
-        for (long head = span.first_head * group; head < span.last_head * group; head++)
-            add_values(scores + (head - span.first_head * group) * span.count + p, values + head / group * size,
-                       count, cache.width, size, out + head * size);
+    memset(out + first * size, 0, heads * size * sizeof(float));
+    for (long block = 0; block <= last; block++) {
+        const float *values = block_of(cache.values, cache, span, block);
+        const float *next = block_of(cache.values, cache, span, block < last ? block + 1 : last);
+        long start = block * cache.block_size;
+        long count = block < last ? cache.block_size : span.count - start;
+        for (long head = 0; head < heads; head++) {
+            fetch_part(next, cache, head, heads);
+            add_values(scores + head * span.count + start, values + (first + head) / group * size, count,
+                       cache.width, size, out + (first + head) * size);
+        }
     }
 }
 

@@ -15,6 +15,7 @@ _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, 
 _SIGNATURES = {
     "rms_norm": [_POINTER, *[_LONG] * 3, _POINTER, _FLOAT, _POINTER, _INT],
     "turn": [_POINTER, _LONG, _POINTER, *[_LONG] * 5, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 4, _INT],
+    "product": [_POINTER, *[_LONG] * 2, _POINTER, *[_LONG] * 2, _POINTER, _INT],
     "gated_silu": [_POINTER, _LONG, _POINTER, *[_LONG] * 3, _POINTER, _INT],
     "write_cache": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER],
     "attend_cache": [_POINTER, _LONG, *[_POINTER] * 3, _LONG, *[_POINTER] * 2, *[_LONG] * 6, _POINTER, _INT],

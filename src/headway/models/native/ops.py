@@ -1,9 +1,39 @@
 """The kernels over tensors: float32, on CPU, without gradients. `library.native` says when they may be called."""
 
+import platform
+
 import torch
 from torch import Tensor
 
 from headway.models.native.library import kernels
+
+
+_ON_ARM = platform.machine() in ("aarch64", "arm64")
+_WIDEST = 1024
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether `product` is faster than torch for `x` (T, inputs): where that was measured, on ARM, for narrow models."""
+    return _ON_ARM and x.shape[-1] <= _WIDEST
+
+
+def product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """As `F.linear`."""
+    x_TI = _dense_rows(x_TI)
+    outputs, inputs = weight_OI.shape
+    rows = x_TI.shape[0]
+    out = torch.empty(rows, outputs)
+    kernels().product(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        weight_OI.data_ptr(),
+        outputs,
+        inputs,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
 
 
 def rms_norm(x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
