@@ -136,7 +136,9 @@ def test_base_weights_are_hugging_faces_after_updates_beside_adapters(vllm: Harn
         assert float((vllm.served(TOKENS) - expected).abs().max()) < TOLERANCE
 
 
-def test_when_vllm_dies_requests_fail_for_another_try_and_the_server_is_told(vllm: Harness) -> None:
+def test_when_vllm_dies_requests_fail_for_another_try_and_the_server_is_told(vllm: Harness, tmp_path: Path) -> None:
+    update = vllm.publish(tmp_path, 21)
+
     async def body() -> None:
         flights = [asyncio.create_task(vllm.generate(prompt(9, seed=n), 200)) for n in range(4)]
         await vllm.until_generated(4)
@@ -148,6 +150,8 @@ def test_when_vllm_dies_requests_fail_for_another_try_and_the_server_is_told(vll
             await asyncio.sleep(0.05)
         with pytest.raises(LoadingError, match="died"):
             await vllm.engine.generate(GenerateRequest([1], sampling_params=SamplingParams(max_tokens=1)))
+        with pytest.raises(LoadingError, match="died"):
+            await vllm.engine.update(update)
 
     vllm.run(body())
     assert len(vllm.deaths) == 1 and vllm.engine.problem == vllm.deaths[0]

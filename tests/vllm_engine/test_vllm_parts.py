@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,18 +19,29 @@ from hypothesis import strategies as st
 from vllm_harness import TIED, make
 
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.config.shared import LoraSettings, ModelSettings, PlacementSettings
+from headway.config.shared import (
+    CollectiveWeights,
+    FilesystemWeights,
+    LoraSettings,
+    ModelSettings,
+    PlacementSettings,
+    SharedMemoryWeights,
+    WeightTransport,
+)
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
 from headway.inference.vllm import load
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.staging import StagedFile, Stager
 from headway.inference.vllm.stats import EngineStats
+from headway.inference.vllm.tether import SERVER
 from headway.inference.vllm.translate import add_run, finish_of, logprobs_of, prompt_logprobs_of, runs_of
-from headway.inference.vllm.worker import SERVER, read_staged
+from headway.inference.vllm.worker import read_staged
 from headway.models.checkpoint import save_checkpoint
 from headway.models.weights import hf_tensors
 from headway.monitor.doctor import vllm as doctor
+from headway.transport.weights import make_sender
 
 GB = 10**9
 
@@ -180,6 +190,20 @@ def test_only_a_whole_version_of_this_model_is_staged(tmp_path: Path) -> None:
         Stager(shapes).weights(msgspec.structs.replace(update, fingerprint="f" * 32))
 
 
+@pytest.mark.parametrize("transport", [FilesystemWeights(), SharedMemoryWeights(), CollectiveWeights()])
+def test_versions_come_by_every_transport(tmp_path: Path, transport: WeightTransport) -> None:
+    tensors = dict(hf_tensors(make(TIED, 1)))
+    sender = make_sender(transport, RunPaths(tmp_path))
+    try:
+        update = sender.publish(1, tensors.items())
+        staged = Stager({name: tuple(tensor.shape) for name, tensor in tensors.items()}).weights(update)
+    finally:
+        sender.close()
+    read = dict(read_staged(staged.path, staged.places))
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+    staged.close()
+
+
 def test_a_damaged_version_is_refused_by_the_names_of_its_tensors(tmp_path: Path) -> None:
     update = publish(tmp_path, 1, make(TIED, 1))
     file = next(Path(update.transport["path"]).glob("*.safetensors"))
@@ -232,16 +256,17 @@ def test_a_device_that_vllm_was_not_built_for_is_refused(folder: Path) -> None:
 
 def test_a_worker_ends_when_its_server_was_killed() -> None:
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    code = "import headway.inference.vllm.worker, time; print('up', flush=True); time.sleep(600)"
-    worker = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {SERVER: str(server.pid)}, stdout=subprocess.PIPE
+    code = (
+        "from headway.inference.vllm.tether import end_with_server; import time\n"
+        "end_with_server(); print('up', flush=True); time.sleep(600)"
     )
+    command, environment = [sys.executable, "-c", code], os.environ | {SERVER: str(server.pid)}
+    worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert worker.stdout is not None and worker.stdout.readline() == b"up\n"
-    server.send_signal(signal.SIGKILL)
+    server.kill()
     server.wait()
     assert worker.wait(60) == 1
-    late = subprocess.run([sys.executable, "-c", code], env=os.environ | {SERVER: str(server.pid)}, timeout=120)
-    assert late.returncode == 1
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 1
 
 
 def versions(**packages: str) -> Callable[[str], str | None]:

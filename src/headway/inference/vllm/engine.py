@@ -182,9 +182,12 @@ class VllmEngine:
             await self.close()
             raise HeadwayError("vLLM has no kernels for this model here; its last words are above") from None
 
-    def _submit(self, request: GenerateRequest) -> Flight:
+    def _check_up(self) -> None:
         if self._down:
             raise LoadingError(f"the engine does not serve: {self._down}", retry_after=5)
+
+    def _submit(self, request: GenerateRequest) -> Flight:
+        self._check_up()
         params = request.sampling_params
         if self._in_line + params.n > self._limits.max_running + self._limits.max_waiting:
             raise BusyError(f"{self._limits.max_waiting} requests are waiting already; try again later")
@@ -245,6 +248,7 @@ class VllmEngine:
     async def _update(self, update: WeightUpdate) -> WeightReply:
         started = time.perf_counter()
         async with self._update_lock:
+            self._check_up()
             if self._serves(update):
                 return WeightReply(update.version, update.fingerprint, 0.0, 0)
             take_over = self._take_over if update.adapter is None else self._take_over_adapter

@@ -22,7 +22,7 @@ from headway.inference.vllm.engine import VllmEngine
 from headway.inference.vllm.limits import Limits
 from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats, logger_of
-from headway.inference.vllm.worker import SERVER
+from headway.inference.vllm.tether import SERVER
 from headway.models.checkpoint import read_tensors
 from headway.transport.weights.fingerprint import Fingerprint
 

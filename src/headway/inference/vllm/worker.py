@@ -5,8 +5,6 @@ to be installed or registered and nothing of vLLM is replaced. The module is imp
 """
 
 import os
-import select
-import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.inference.vllm.probe import StreamWatch
-
-SERVER = "HEADWAY_SERVER_PID"
-"""Names the process that the workers belong to."""
+from headway.inference.vllm.tether import SERVER, end_with_server
 
 
 class Place(NamedTuple):
@@ -90,19 +86,5 @@ def pack_experts(model: nn.Module) -> None:
             kernel.fused_experts.process_weights_after_loading(module)
 
 
-def end_with(server: int) -> None:
-    """End this process as soon as `server` has, however that ended: killed, it could not have told us."""
-    try:
-        handle = os.pidfd_open(server)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def watch() -> None:
-        select.select([handle], [], [])
-        os._exit(1)
-
-    threading.Thread(target=watch, name="headway-server-watch", daemon=True).start()
-
-
-if SERVER in os.environ and int(os.environ[SERVER]) != os.getpid():
-    end_with(int(os.environ[SERVER]))
+if os.environ.get(SERVER, str(os.getpid())) != str(os.getpid()):
+    end_with_server()
