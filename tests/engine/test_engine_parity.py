@@ -1,5 +1,7 @@
 """The engine's logprobs are the trainer's, however the tokens were scheduled."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -21,9 +23,20 @@ from engine_common import (
 
 from headway.inference.embedded.window import Window
 from headway.models.attention import PackedPlan
+from headway.models.native import library
 from headway.models.packed import PackedTokens, positions_of
 
 TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True, params=["compiled", "plain"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the compiled kernels and without; the training pass that is compared with never uses them."""
+    library.disable()
+    if request.param == "compiled":
+        assert library.enable(), "these tests need a C compiler"
+    yield
+    library.disable()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,6 +186,7 @@ def test_waves_of_requests_leave_holes_between_rows() -> None:
 
 @pytest.mark.parametrize("budget", [0, 10**9])
 def test_decoding_with_and_without_the_dense_window(budget: int) -> None:
+    library.disable()
     model = make_model(LLAMA)
     engine = make_engine(model)
     assert engine.runner.window is not None

@@ -56,15 +56,18 @@ class Siblings:
     def __call__(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
         """The output of each."""
         joined = self.joined
-        # Weights that were moved since, as by `nn.Module.to`, are no longer those that were joined.
-        if joined is not None and adapter_gate is None and joined.data_ptr() == self._linears[0].weight.data_ptr():
+        if joined is not None and adapter_gate is None and self._serves(joined):
             return torch.split(product(x_TI, joined), self._sizes, dim=-1)
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
     def join(self) -> None:
-        """Move the weights together; from now on they get no gradients. Layers with a bias stay as they are."""
+        """Move the weights together. Layers with a bias stay as they are."""
         if any(linear.bias is not None for linear in self._linears):
             return
         self.joined = torch.cat([linear.weight.data for linear in self._linears])
         for linear, part in zip(self._linears, torch.split(self.joined, self._sizes), strict=True):
             linear.weight.data = part
+
+    def _serves(self, joined: Tensor) -> bool:
+        """Only in serving passes, for it gives no gradients; not once weights were moved, as `nn.Module.to` does."""
+        return torch.is_inference_mode_enabled() and joined.data_ptr() == self._linears[0].weight.data_ptr()

@@ -3,10 +3,7 @@
    A cache has slots of `kv_heads` heads of `size`; slot = block * block_size + offset. Row r of `table` names the
    blocks of a sequence in order. */
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "exp.h"
 
@@ -27,19 +24,17 @@ struct cache {
     long block_size, width;
 };
 
-/* exp(score - highest score) in place; returns their sum, NaN where a score is not finite. */
-static float exponentials(float *restrict scores, long count)
+/* Scores become weights that add up to 1; all NaN where a score is not finite. */
+static void softmax(float *restrict scores, long count)
 {
-    float highest = scores[0], taint = 0, sum = 0;
-    for (long p = 0; p < count; p++) {
-        highest = fmaxf(highest, scores[p]);
-        taint += 0 * scores[p];
-    }
+    float highest = highest_of(scores, count), sum = 0;
     for (long p = 0; p < count; p++) {
         scores[p] = exp_float(scores[p] - highest);
         sum += scores[p];
     }
-    return sum + taint;
+    float share = isnan(highest) ? NAN : 1 / sum;
+    for (long p = 0; p < count; p++)
+        scores[p] *= share;
 }
 
 /* The scores of `count` neighbouring places. Four at a time, so that a vector of the query serves four keys.
@@ -127,12 +122,8 @@ static inline __attribute__((always_inline)) void attend_span(struct cache cache
                        scale, scores + head * span.count + start);
         }
     }
-    for (long head = 0; head < heads; head++) {
-        float *own = scores + head * span.count;
-        float share = 1 / exponentials(own, span.count);
-        for (long p = 0; p < span.count; p++)
-            own[p] *= share;
-    }
+    for (long head = 0; head < heads; head++)
+        softmax(scores + head * span.count, span.count);
     memset(out + first * size, 0, heads * size * sizeof(float));
     for (long block = 0; block <= last; block++) {
         const float *values = block_of(cache.values, cache, span, block);

@@ -30,3 +30,15 @@ static inline float exp_float(float x)
     memcpy(&scale, &bits, sizeof scale);
     return series * scale;
 }
+
+/* The highest of `count` numbers; NaN where it is not finite or one of them is NaN. */
+static inline float highest_of(const float *x, long count)
+{
+    float highest = x[0];
+    long unordered = 0;
+    for (long i = 0; i < count; i++) {
+        highest = fmaxf(highest, x[i]);
+        unordered += x[i] != x[i];
+    }
+    return unordered || !isfinite(highest) ? NAN : highest;
+}

@@ -7,13 +7,12 @@ from torch import Tensor
 
 from headway.models.native.library import kernels
 
-
 _ON_ARM = platform.machine() in ("aarch64", "arm64")
 _WIDEST = 1024
 
 
 def multiplies(x: Tensor) -> bool:
-    """Whether `product` is faster than torch for `x` (T, inputs): where that was measured, on ARM, for narrow models."""
+    """Whether `product` is faster than torch for `x` (T, inputs), which was measured on ARM for narrow models."""
     return _ON_ARM and x.shape[-1] <= _WIDEST
 
 

@@ -1,21 +1,6 @@
 /* One token from each row of logits. */
 
-#include <math.h>
-#include <stdint.h>
-
 #include "exp.h"
-
-/* The highest logit; NaN where there is none, or one is NaN. */
-static float highest_of(const float *row, long vocab)
-{
-    float highest = row[0];
-    long unordered = 0;
-    for (long i = 0; i < vocab; i++) {
-        highest = fmaxf(highest, row[i]);
-        unordered += row[i] != row[i];
-    }
-    return unordered || !isfinite(highest) ? NAN : highest;
-}
 
 /* Row r draws where the cumulative probability first exceeds `noise[r]`, or, where noise is negative, the first of
    the most likely tokens; `logprobs[r]` is the token's, NaN where logits are not finite. Tokens of probability 0

@@ -1,0 +1,52 @@
+"""Weights laid out for serving are the same weights, also after they were traded for new ones."""
+
+import pytest
+import torch
+from models_common import packed_logits, random_model, random_tokens, small
+
+from headway.models.decoder import DecoderLM
+from headway.models.serving import join_siblings, trade_weights
+from headway.models.weights import hf_tensors
+
+LENGTHS = [5, 9]
+
+
+@torch.inference_mode()
+def served(model: DecoderLM) -> torch.Tensor:
+    return packed_logits(model, random_tokens(model.config, LENGTHS), LENGTHS)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"mlp_bias": True}])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_joining_changes_neither_weights_nor_what_is_computed(family: str, changes: dict[str, bool]) -> None:
+    model = random_model(small(family, **changes))
+    weights = {name: tensor.clone() for name, tensor in hf_tensors(model)}
+    before = served(model)
+    join_siblings(model)
+    assert (served(model) - before).abs().max() < 1e-5
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in hf_tensors(model))
+
+
+def test_models_trade_their_weights_joined_or_not() -> None:
+    for joined in (True, False):
+        live, spare = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)
+        old, new = served(live), served(spare)
+        join_siblings(live)
+        if joined:
+            join_siblings(spare)
+        trade_weights(live, spare)
+        assert (served(live) - new).abs().max() < 1e-5 and (served(spare) - old).abs().max() < 1e-5
+        trade_weights(live, spare)
+        assert (served(live) - old).abs().max() < 1e-5
+
+
+def test_a_joined_model_can_still_be_trained_and_moved() -> None:
+    model = random_model(small("qwen3"))
+    join_siblings(model)
+    packed_logits(model, random_tokens(model.config, LENGTHS), LENGTHS).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    before = served(model)
+    model.to(torch.float64).to(torch.float32)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    assert (served(model) - before).abs().max() > 1e-3
