@@ -13,8 +13,9 @@ _FIRST = -(2**31)
 """The priority of a probe, where vLLM heeds priorities: before everyone's."""
 
 
-async def serve_probe(llm: Any, probe: WeightProbe) -> Served:
-    """What `llm` makes of the probe's tokens. Its scheduler, which is paused, goes on with them first.
+async def serve_probe(llm: Any, probe: WeightProbe) -> list[Served]:
+    """What each data-parallel engine of `llm` makes of the probe's tokens. The schedulers, which are paused, go on with
+    them first.
 
     Nothing that is cached is used: vLLM computes a prompt whose logprobs are wanted anew, and with a salt of its own
     nobody else meets its KV.
@@ -33,15 +34,27 @@ async def serve_probe(llm: Any, probe: WeightProbe) -> Served:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     await llm.collective_rpc("headway_watch", args=(list(probe.token_ids),))
+    engines: int = llm.vllm_config.parallel_config.data_parallel_size
+    first = _first_if_heeded(llm)
     try:
-        answer = await llm.add_request(name, prompt, params, priority=_first_if_heeded(llm))
+        answers = [
+            await llm.add_request(
+                f"{name}-{rank}", prompt, params, priority=first, data_parallel_rank=rank if engines > 1 else None
+            )
+            for rank in range(engines)
+        ]
         await llm.resume_generation()
-        output = await answer.get()
+        outputs = [await answer.get() for answer in answers]
     finally:
-        streams = await llm.collective_rpc("headway_seen")
+        # vLLM passes on what the first engine's workers return.
+        streams = [*(await llm.collective_rpc("headway_seen"))[:1], *[None] * (engines - 1)]
+    dtype = str(llm.model_config.dtype).removeprefix("torch.")
+    return [Served(_logprobs(probe, output), dtype, seen) for output, seen in zip(outputs, streams, strict=True)]
+
+
+def _logprobs(probe: WeightProbe, output: Any) -> list[float]:
     rows = zip(probe.token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    logprobs = [row[token].logprob for token, row in rows]
-    return Served(logprobs, str(llm.model_config.dtype).removeprefix("torch."), streams[0])
+    return [row[token].logprob for token, row in rows]
 
 
 def _first_if_heeded(llm: Any) -> int:

@@ -43,4 +43,5 @@ class Proof:
         raise UpdateError(f"version {update.version} was refused: {wrong}")
 
     async def _wrong(self, probe: WeightProbe) -> str | None:
-        return mismatch(probe, await serve_probe(self._llm, probe))
+        found = [mismatch(probe, served) for served in await serve_probe(self._llm, probe)]
+        return next((wrong for wrong in found if wrong is not None), None)
