@@ -113,9 +113,8 @@ class EmbeddedEngine:
         for sequence in step.admitted:
             self.runner.enter(sequence, self.adapters.slot(sequence.adapter))
         with torch.inference_mode():
-            logits, drawing, which = self.runner.run(step)
-            positions = [len(step.sequences[i].tokens) for i in drawing.tolist()]
-            sampled = sample(logits, self.runner.rows, which, positions) if positions else None
+            logits, drawing, which, positions = self.runner.run(step)
+            sampled = sample(logits, self.runner.rows, which, positions) if len(drawing) else None
         return self._emit(step, drawing.tolist(), sampled)
 
     def abort(self, request_id: str) -> list[Event]:

@@ -15,6 +15,9 @@ from headway.models.native.library import native
 
 Ints = NDArray[np.int64]
 
+_SHORT = 64
+"""Tokens of one sequence in a step up to which each is read for by itself; more are a product worth padding for."""
+
 
 @dataclass(slots=True)
 class BlockGroup:
@@ -52,7 +55,8 @@ class BlockGroup:
 
 
 class DirectGroup:
-    """Decoding sequences whose blocks a compiled kernel reads where they are. `tokens` None means the whole step."""
+    """Tokens whose sequences' blocks a compiled kernel reads where they are: each at its position, in its row of the
+    table. `tokens` None means the whole step."""
 
     def __init__(self, store: KvStore, table: Ints, rows: Ints, positions: Ints, tokens: Tensor | None) -> None:
         self.tokens = tokens
@@ -117,8 +121,8 @@ class Layout:
 
 
 def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_kv: int) -> PagedPlan:
-    """Decoding sequences are read in place where that kernel is compiled, or use the window where there is one that
-    fits; the rest is grouped by length."""
+    """Where that kernel is compiled, blocks of sequences with few tokens are read in place. Otherwise decoding
+    sequences use the window where there is one that fits. The rest is grouped by length."""
     rows_T, size, positions = layout.rows, store.block_size, layout.positions_T
     if len(positions) > len(rows_T):
         rows_T = np.repeat(rows_T, layout.counts)
@@ -126,9 +130,9 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
     rest = np.arange(len(layout.rows))
     decoding: DecodeGroup | None = None
     if native(store.keys[0]):
-        alone = layout.counts == 1
-        decoding = _direct_group(store, layout, alone)
-        rest = np.flatnonzero(~alone)
+        short = layout.counts <= _SHORT
+        decoding = _direct_group(store, layout, rows_T, short)
+        rest = np.flatnonzero(~short)
     elif window is not None:
         # What a sequence shares with another of this same step is not in the blocks yet, so no row can be filled.
         alone = (layout.counts == 1) & layout.settled
@@ -138,14 +142,14 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
     return PagedPlan(store, slots, decoding, groups)
 
 
-def _direct_group(store: KvStore, layout: Layout, alone: NDArray[np.bool_]) -> DirectGroup | None:
-    if alone.all():
-        return DirectGroup(store, layout.blocks, layout.rows, layout.starts, None)
-    single = np.flatnonzero(alone)
-    if not len(single):
+def _direct_group(store: KvStore, layout: Layout, rows_T: Ints, short: NDArray[np.bool_]) -> DirectGroup | None:
+    positions = layout.positions_T
+    if short.all():
+        return DirectGroup(store, layout.blocks, rows_T, positions, None)
+    tokens = np.flatnonzero(np.repeat(short, layout.counts))
+    if not len(tokens):
         return None
-    tokens = torch.from_numpy((np.cumsum(layout.counts) - 1)[single])
-    return DirectGroup(store, layout.blocks, layout.rows[single], layout.starts[single], tokens)
+    return DirectGroup(store, layout.blocks, rows_T[tokens], positions[tokens], torch.from_numpy(tokens))
 
 
 def _window_group(window: Window, layout: Layout, alone: NDArray[np.bool_], heads_per_kv: int) -> WindowGroup | None:

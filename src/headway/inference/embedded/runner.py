@@ -45,8 +45,9 @@ class Runner:
         if self.window is not None:
             self.window.enter(sequence.row)
 
-    def run(self, step: Step) -> tuple[Tensor, Ints, Ints]:
-        """Logits (N, vocab) of the N sequences that get a token now; their places in the step; their rows.
+    def run(self, step: Step) -> tuple[Tensor, Ints, Ints, Ints]:
+        """Logits (N, vocab) of the N sequences that get a token now; their places in the step; their rows; and the
+        positions at which their tokens will stand.
 
         Prompt logprobs are added to the sequences that want them.
         """
@@ -68,7 +69,7 @@ class Runner:
         drawing = np.flatnonzero(starts + counts == lengths)
         if len(drawing) < len(hidden):
             hidden = hidden[self._to_device(ends[drawing] - 1)]
-        return self.model.logits(hidden), drawing, which[drawing]
+        return self.model.logits(hidden), drawing, which[drawing], lengths[drawing]
 
     def experts_of(self, sequence: Sequence) -> NDArray[np.integer] | None:
         """The experts (tokens, layers, k) of everything that was run, None where the model has none."""
