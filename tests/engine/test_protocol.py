@@ -15,9 +15,10 @@ import pytest
 import torch
 from engine_common import publish, training_logprobs
 from engine_serving import LiveServer
+from numpy.typing import NDArray
 
 from headway.core.protocol import EngineState, GenerateChoice, GenerateRequest, SamplingParams, WeightUpdate
-from headway.models.checkpoint import load_model
+from headway.models.checkpoint import load_model, save_checkpoint
 from headway.models.decoder import DecoderLM
 from headway.rendering.load import load_renderer
 from headway.transport.inference import EngineError, InferenceClient
@@ -291,6 +292,42 @@ def scaled(model: DecoderLM, scale: float) -> DecoderLM:
     with torch.no_grad():
         model.model.norm.weight.mul_(scale)
     return model
+
+
+def test_what_is_served_after_an_update_is_hugging_faces(server: LiveServer, tmp_path: Path) -> None:
+    """The model's head is tied to its embedding, of which an engine may hold two copies."""
+    old, new = load_model(server.folder), shaken(load_model(server.folder))
+    updates = [publish(tmp_path, 200, new), publish(tmp_path, 201, old)]
+    tokens = [n % 90 for n in range(7, 300, 5)]
+
+    async def body(client: InferenceClient) -> None:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        for update, model in zip(updates, (new, old), strict=True):
+            await client.update_weights(update)
+            scores = (await client.generate(GenerateRequest(tokens, sampling_params=params))).prompt_logprobs
+            assert scores is not None
+            served = np.array([score.logprob for score in scores if score is not None])
+            assert np.abs(served - hugging_face(model, tmp_path / str(update.version), tokens)).max() < 1e-4
+
+    with_client(server, body, server.token)
+
+
+def shaken(model: DecoderLM) -> DecoderLM:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.02)
+    return model
+
+
+def hugging_face(model: DecoderLM, folder: Path, tokens: list[int]) -> NDArray[np.float32]:
+    """The logprobs that transformers gives to all tokens but the first."""
+    from transformers import AutoModelForCausalLM
+
+    save_checkpoint(model, folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(theirs(torch.tensor([tokens])).logits[0], dim=-1)
+    return logprobs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
 def test_pause_holds_requests_until_resume(server: LiveServer) -> None:

@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 TOKENS = prompt(60)
 
 
-@pytest.fixture(scope="module", params=["tied", "moe"])
+@pytest.fixture(scope="module", params=["moe", pytest.param("tied", marks=pytest.mark.slow)])
 def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     config = {"tied": TIED, "moe": MOE}[request.param]
     harness = Harness(config, tmp_path_factory.mktemp("vllm") / request.param)
