@@ -39,7 +39,7 @@ class Linear(nn.Module):
 
 def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`F.linear`."""
-    if bias_O is None and native(x_TI) and ops.multiplies(x_TI):
+    if bias_O is None and native(x_TI) and ops.multiplies(x_TI, weight_OI):
         return ops.product(x_TI, weight_OI)
     return F.linear(x_TI, weight_OI, bias_O)
 
