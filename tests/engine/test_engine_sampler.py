@@ -24,7 +24,7 @@ def rows_for(params: list[SamplingParams], seeds: list[int]) -> Rows:
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], position: int = 5) -> Sampled:
     which = np.arange(len(params))
-    return sample(logits, rows_for(params, seeds), which, [position] * len(params))
+    return sample(logits, rows_for(params, seeds), which, np.full(len(params), position))
 
 
 def reference(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_the_filtered_distribution(params: list[SamplingPa
 def test_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(40_000, 1)
     rows = rows_for([SamplingParams()], [11])
-    tokens = sample(logits, rows, np.zeros(40_000, dtype=np.int64), range(40_000)).tokens
+    tokens = sample(logits, rows, np.zeros(40_000, dtype=np.int64), np.arange(40_000)).tokens
     frequencies = torch.bincount(torch.tensor(tokens), minlength=4) / 40_000
     assert (frequencies - torch.softmax(logits[0], -1)).abs().max() < 0.01
 

@@ -1,7 +1,6 @@
 """From logits to tokens: temperature, filters, seeds, logprobs; all rows of a step at once."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ class Sampled:
     top: list[TopLogprobs] | None
 
 
-def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Sequence[int]) -> Sampled:
+def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Ints) -> Sampled:
     """Draw one token from each row of float32 logits; row i belongs to sequence row `which[i]`.
 
     `positions[i]` is where the token will stand in its sequence. The draw depends on (seed, position) and the
@@ -40,7 +39,7 @@ def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Sequence[int])
         logits = logits / torch.from_numpy(rows.temperature[which]).to(logits.device)[:, None]
     if rows.filtered[which].any():
         logits = _filter(logits, rows, which)
-    noise = uniform(rows.seed[which], np.asarray(positions))
+    noise = uniform(rows.seed[which], positions)
     tokens, logprobs = _draw(logits, noise, rows.greedy[which])
     most = rows.top_logprobs[which]
     top = top_logprobs(torch.log_softmax(logits, dim=-1), most) if most.any() else None
