@@ -121,6 +121,8 @@ def _environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -
     """What vLLM's processes find when they start. What the user has set stays, and so does our own environment."""
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if device == "cpu":
+        # Left to itself vLLM binds each worker to a NUMA node of its own, of which there may be too few.
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # The model in the engine's process: one import of vLLM less, and one hop less for every step.
         if chosen.get("tensor_parallel_size", 1) == 1:
             wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
