@@ -84,8 +84,10 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._down = self._down or "shutting down"
-        for task in self._tasks:
-            task.cancel()
+        # vLLM's own reader goes first: the end of what it reads from is no news, and it would write a page about it.
+        for task in (*self._tasks, self._llm.output_handler):
+            if task is not None:
+                task.cancel()
         await asyncio.to_thread(self._llm.shutdown)
         self._stager.close()
         self._held.close()
