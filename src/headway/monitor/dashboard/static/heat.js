@@ -43,7 +43,7 @@ export class Heat {
 
   paint() {
     const { canvas, data } = this;
-    if (!data?.counts.length) return;
+    if (!data?.counts.length) return false;
     const ratio = devicePixelRatio;
     const [width, height] = [this.board.size.width * ratio, this.board.size.height * ratio];
     Object.assign(canvas, { width, height });
@@ -71,6 +71,7 @@ export class Heat {
         height - 6 * ratio,
       );
     }
+    return true;
   }
 
   hover(event) {

@@ -7,7 +7,8 @@ const LATEST = 500; // ms after which a page that is never idle draws all the sa
 
 const whenIdle = window.requestIdleCallback ?? ((run) => setTimeout(() => run({ timeRemaining: () => SPARE }), 50));
 
-// Items have a `node` and `paint()`. One that was drawn before and is out of sight keeps its picture until it is near.
+// Items have a `node` and `paint()`, which is false where there was nothing to draw yet. One that was drawn before and is
+// out of sight keeps its picture until it is near.
 export class Painter {
   constructor() {
     Object.assign(this, { items: new Map(), near: new Set(), waiting: new Set(), painted: new WeakSet() });
@@ -93,8 +94,7 @@ export class Painter {
   paint(item) {
     if (item && !this.closed) {
       this.waiting.delete(item);
-      this.painted.add(item);
-      item.paint();
+      if (item.paint() !== false) this.painted.add(item);
     }
     this.next();
   }
