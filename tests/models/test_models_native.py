@@ -46,6 +46,15 @@ def test_norm(rows: int, size: int, seed: int) -> None:
 
 
 @settings(max_examples=40, deadline=None)
+@given(sizes, st.integers(1, 300), st.integers(0, 99))
+def test_norm_of_a_sum(rows: int, size: int, seed: int) -> None:
+    stream, delta, weight = numbers(seed, rows, size), numbers(seed + 1, rows, size), numbers(seed + 2, size)
+    total, normed = ops.added_norm(stream, delta, weight, 1e-6)
+    assert torch.equal(total, stream + delta)
+    assert close(normed, F.rms_norm(stream + delta, (size,), weight, 1e-6))
+
+
+@settings(max_examples=40, deadline=None)
 @given(sizes, st.integers(1, 200), st.sampled_from([1.0, 20.0, 1000.0]), st.integers(0, 99))
 def test_gated_silu(rows: int, size: int, spread: float, seed: int) -> None:
     gate, up = (numbers(seed, rows, 2 * size) * spread).chunk(2, dim=-1)

@@ -38,9 +38,9 @@ class Block(nn.Module):
 
         `given` are the experts to use, -1 where the router chooses.
         """
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), context)
-        normed_TD = self.post_attention_layernorm(x_TD)
+        mixed_TD = self.self_attn(self.input_layernorm(x_TD), context)
+        x_TD, normed_TD = self.post_attention_layernorm.added(x_TD, mixed_TD)
         if isinstance(self.mlp, SparseMlp):
-            mixed_TD, experts_Tk = self.mlp(normed_TD, given_Tk)
-            return x_TD + mixed_TD, experts_Tk
+            sparse_TD, experts_Tk = self.mlp(normed_TD, given_Tk)
+            return x_TD + sparse_TD, experts_Tk
         return x_TD + self.mlp(normed_TD, context), None

@@ -21,3 +21,10 @@ class RMSNorm(nn.Module):
         if x.dim() == 2 and native(x):
             return ops.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def added(self, stream_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream with `delta` added to it, and the norm of that: between two parts of a block."""
+        if native(stream_TD):
+            return ops.added_norm(stream_TD, delta_TD, self.weight, self.eps)
+        stream_TD = stream_TD + delta_TD
+        return stream_TD, F.rms_norm(stream_TD, self.shape, self.weight, self.eps)

@@ -28,6 +28,21 @@ void rms_norm(const float *x, long stride, long rows, long size, const float *we
     }
 }
 
+/* `sum` becomes x + delta, `out` its norm; all are dense. */
+void added_norm(const float *x, const float *delta, long rows, long size, const float *weight, float eps,
+                float *restrict sum, float *restrict out, int threads)
+{
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * size > SPREAD_FROM)
+    for (long row = 0; row < rows; row++) {
+        float *restrict to = sum + row * size;
+        for (long i = 0; i < size; i++)
+            to[i] = x[row * size + i] + delta[row * size + i];
+        float scale = norm_scale(to, size, eps);
+        for (long i = 0; i < size; i++)
+            out[row * size + i] = to[i] * scale * weight[i];
+    }
+}
+
 /* One row's heads, normed by `weight` where there is one, then rotated. */
 static void turn_heads(const float *x, long heads, long size, const float *weight, float eps, const float *cos,
                        const float *sin, float *restrict out)

@@ -14,6 +14,7 @@ logger = logging.getLogger("headway.models")
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
 _SIGNATURES = {
     "rms_norm": [_POINTER, *[_LONG] * 3, _POINTER, _FLOAT, _POINTER, _INT],
+    "added_norm": [_POINTER, _POINTER, *[_LONG] * 2, _POINTER, _FLOAT, *[_POINTER] * 2, _INT],
     "turn": [_POINTER, _LONG, _POINTER, *[_LONG] * 5, _POINTER, _POINTER, _FLOAT, *[_POINTER] * 4, _INT],
     "product": [_POINTER, *[_LONG] * 2, _POINTER, *[_LONG] * 2, _POINTER, _INT],
     "gated_silu": [_POINTER, _LONG, _POINTER, *[_LONG] * 3, _POINTER, _INT],

@@ -46,6 +46,23 @@ def rms_norm(x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def added_norm(stream_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of the first two, and its `rms_norm`."""
+    stream_TD, delta_TD = stream_TD.contiguous(), delta_TD.contiguous()
+    total, out = torch.empty(stream_TD.shape), torch.empty(stream_TD.shape)
+    kernels().added_norm(
+        stream_TD.data_ptr(),
+        delta_TD.data_ptr(),
+        *stream_TD.shape,
+        weight.data_ptr(),
+        eps,
+        total.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return total, out
+
+
 def turn(
     q_THD: Tensor, k_TKD: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
