@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.linear import Siblings
@@ -13,6 +15,20 @@ def join_siblings(model: DecoderLM) -> None:
     """Lay the weights of layers that share an input side by side, so that they are one product."""
     for siblings in _siblings(model):
         siblings.join()
+
+
+def take_weights(live: DecoderLM, spare: DecoderLM) -> None:
+    """`live` gets what `spare` holds, whose content is undefined afterwards.
+
+    On an accelerator the bytes are copied, in the current stream: graphs that were recorded know the weights by their
+    addresses, which therefore never change. On a CPU the two trade.
+    """
+    if live.head_weight().is_cpu:
+        trade_weights(live, spare)
+        return
+    pairs = list(zip(base_parameters(live), base_parameters(spare), strict=True))
+    with torch.no_grad():
+        torch._foreach_copy_([ours.data for (_, ours), _ in pairs], [theirs.data for _, (_, theirs) in pairs])
 
 
 def trade_weights(live: DecoderLM, spare: DecoderLM) -> None:

@@ -27,8 +27,7 @@ class Runner:
         self.store = store
         self.rows = rows
         config = model.config
-        if next(model.parameters()).is_cpu:
-            join_siblings(model)
+        join_siblings(model)
         self.device = next(model.parameters()).device
         self._heads_per_kv = config.heads // config.kv_heads
         self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None

@@ -13,7 +13,7 @@ from headway.inference.embedded.probe import check_probe
 from headway.inference.engine import UpdateError
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
-from headway.models.serving import join_siblings, trade_weights
+from headway.models.serving import join_siblings, take_weights
 from headway.models.weights import load_hf_tensors
 from headway.transport.weights import make_receiver
 
@@ -28,7 +28,7 @@ class Staged:
 
 
 class Updater:
-    """Receives into a second set of buffers, which then trades places with the live one.
+    """Receives into a second set of buffers, from which the live one is then replaced.
 
     The buffers stay for the next update, so that a run neither allocates nor frees weights while it serves.
     `lora` says how adapters are scaled where an update does not say it itself.
@@ -58,7 +58,7 @@ class Updater:
         """Between two steps: make the staged version the one that serves. Raises UpdateError, nothing changed."""
         update = staged.update
         if update.adapter is None:
-            trade_weights(self._engine.model, self._buffers())
+            take_weights(self._engine.model, self._buffers())
             self._engine.weights_changed(update.version)
             return
         assert staged.adapter is not None
@@ -82,8 +82,7 @@ class Updater:
             live = self._engine.model
             weight = live.head_weight()
             self._spare = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
-            if weight.is_cpu:
-                join_siblings(self._spare)
+            join_siblings(self._spare)
         return self._spare
 
     def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
