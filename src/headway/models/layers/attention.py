@@ -14,7 +14,7 @@ from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import rotate
 from headway.models.native import ops
 from headway.models.native.library import native
-from headway.models.packed import AttentionPlan
+from headway.models.packed import AttentionPlan, CachePlan
 
 Attend = Callable[["SelfAttention", Tensor, Tensor, Tensor, AttentionPlan], Tensor]
 
@@ -40,8 +40,12 @@ class SelfAttention(nn.Module):
         gate = context.adapter_gate
         heads = (x_TD.shape[0], -1, self.head_dim)
         q_THD, k_TKD, v_TKD = (x.view(heads) for x in self.siblings(x_TD, gate))
-        q_THD, k_TKD = self._turn(q_THD, k_TKD, context.cos, context.sin)
-        mixed_THD = self.attend(self, q_THD, k_TKD, v_TKD, context.plan)
+        plan, cos, sin = context.plan, context.cos, context.sin
+        if isinstance(plan, CachePlan):
+            mixed_THD = plan.attend_unturned(q_THD, k_TKD, v_TKD, *self._norms(), cos, sin, self.layer)
+        else:
+            q_THD, k_TKD = self._turn(q_THD, k_TKD, cos, sin)
+            mixed_THD = self.attend(self, q_THD, k_TKD, v_TKD, plan)
         out_TD: Tensor = self.o_proj(mixed_THD.flatten(1), gate)
         return out_TD
 
@@ -49,11 +53,16 @@ class SelfAttention(nn.Module):
         """Queries and keys at their positions."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if native(q_THD):
-            norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-            return ops.turn(q_THD, k_TKD, norms, 0.0 if q_norm is None else q_norm.eps, cos, sin)
+            return ops.turn(q_THD, k_TKD, *self._norms(), cos, sin)
         if q_norm is not None and k_norm is not None:
             q_THD, k_TKD = q_norm(q_THD), k_norm(k_TKD)
         return rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin)
+
+    def _norms(self) -> tuple[tuple[Tensor, Tensor] | None, float]:
+        """The weights of the norms of queries and keys, and what they add to the mean square."""
+        if self.q_norm is None or self.k_norm is None:
+            return None, 0.0
+        return (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
 
 
 def attend(module: SelfAttention, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: AttentionPlan) -> Tensor:

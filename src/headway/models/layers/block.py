@@ -38,7 +38,12 @@ class Block(nn.Module):
 
         `given` are the experts to use, -1 where the router chooses.
         """
-        mixed_TD = self.self_attn(self.input_layernorm(x_TD), context)
+        return self.finish(x_TD, self.self_attn(self.input_layernorm(x_TD), context), context, given_Tk)
+
+    def finish(
+        self, x_TD: Tensor, mixed_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `forward` returns, once attention is done: every row by itself."""
         x_TD, normed_TD = self.post_attention_layernorm.added(x_TD, mixed_TD)
         if isinstance(self.mlp, SparseMlp):
             sparse_TD, experts_Tk = self.mlp(normed_TD, given_Tk)
