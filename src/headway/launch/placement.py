@@ -54,6 +54,11 @@ def _cuda(gpus: list[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
+def gpus_of(environment: dict[str, str]) -> list[str]:
+    """The GPUs that a process with these variables sees; none on CPU."""
+    return [gpu for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+
+
 def visible_gpus() -> list[str]:
     """Indices of NVIDIA GPUs, as CUDA_VISIBLE_DEVICES narrows them; found without importing torch."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

@@ -13,9 +13,10 @@ from headway.config.rl import RlSettings
 from headway.core.errors import UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
-from headway.launch.placement import Placement, available_cores, place, visible_gpus
+from headway.launch.placement import Placement, available_cores, gpus_of, place, visible_gpus
 from headway.launch.ports import free_port
 from headway.launch.process import ManagedProcess, ProcessSpec
+from headway.launch.sharing import MemoryPlan, gpu_memory, plan_memory
 from headway.launch.supervisor import Supervisor
 from headway.launch.view import RunView
 
@@ -26,12 +27,14 @@ def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
     console = console or Console()
     placement = place(settings.placement, visible_gpus(), available_cores())
+    memory = _plan_memory(settings, placement)
     write_process_settings(settings, paths.config)
     _write_token(paths)
     with _only_supervisor(paths), RunView(paths, settings.max_steps, console) as view:
         view.event(f"run folder: {paths.root}")
-        view.event(placement.explanation)
-        processes = [ManagedProcess(spec, paths.logs) for spec in process_specs(settings, paths, placement)]
+        for line in (placement.explanation, *memory.lines):
+            view.event(line)
+        processes = [ManagedProcess(spec, paths.logs) for spec in process_specs(settings, paths, placement, memory)]
         supervisor = Supervisor(processes, progress=lambda: view.step, on_tick=view.tick, on_event=view.event)
         finished = supervisor.run()
         if not finished:
@@ -39,7 +42,9 @@ def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None
     return finished
 
 
-def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -> list[ProcessSpec]:
+def process_specs(
+    settings: RlSettings, paths: RunPaths, placement: Placement, memory: MemoryPlan | None = None
+) -> list[ProcessSpec]:
     """Engines (unless the settings name running ones), orchestrator, trainer."""
     python = [sys.executable, "-m", "headway.cli.main"]
     engines = [] if settings.orchestrator.engines else placement.engines
@@ -48,7 +53,10 @@ def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -
         ProcessSpec(
             f"inference-{index}",
             # A port of its own for all attempts: who was talking to an engine that died finds the next one there.
-            [*serve, "--port", str(free_port(settings.inference.host)), "--name", f"inference-{index}"],
+            [
+                *(*serve, "--port", str(free_port(settings.inference.host)), "--name", f"inference-{index}"),
+                *_kv_flags(memory.kv_bytes[index] if memory else None),
+            ],
             environment,
         )
         for index, environment in enumerate(engines)
@@ -64,6 +72,23 @@ def process_specs(settings: RlSettings, paths: RunPaths, placement: Placement) -
     trainer = [*python, "train", "@", str(paths.config / "trainer.toml")]
     specs.append(ProcessSpec("trainer", trainer, placement.trainer, ends=True))
     return specs
+
+
+def _plan_memory(settings: RlSettings, placement: Placement) -> MemoryPlan:
+    """The division of GPUs that trainer and engines share; nothing to divide on CPU or with engines elsewhere."""
+    gpus = gpus_of(placement.trainer)
+    if not gpus or settings.orchestrator.engines:
+        return MemoryPlan([None] * len(placement.engines), [])
+    from headway.models.checkpoint import load_config
+    from headway.models.tiny import resolve_model
+
+    config = load_config(resolve_model(settings.model.path))
+    every = dict.fromkeys(gpus + [gpu for engine in placement.engines for gpu in gpus_of(engine)])
+    return plan_memory(settings, config, placement, gpu_memory(list(every)))
+
+
+def _kv_flags(kv_bytes: int | None) -> list[str]:
+    return [] if kv_bytes is None else ["--inference.kv_memory_gb", f"{kv_bytes / 1e9:.6g}"]
 
 
 def _write_token(paths: RunPaths) -> None:

@@ -1,6 +1,7 @@
 """The task families of `reasoning-gym`, each with its own generator and scorer."""
 
 import difflib
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.adapters.packages import require
 from headway.envs.base import SingleTurn, reward
-from headway.envs.bundled.prompts import opening
+from headway.envs.bundled.prompts import Row, demonstration, opening
 
 SYSTEM = "Solve the problem. Give only the final answer between <answer> and </answer>."
 
@@ -30,16 +31,7 @@ class ReasoningGym(SingleTurn):
         config: dict[str, Any] | None = None,
         system: str | None = SYSTEM,
     ) -> None:
-        gym = require("reasoning_gym", "reasoning-gym", "environments")
-        families = sorted(require("reasoning_gym.factory", "reasoning-gym", "environments").DATASETS)
-        if dataset not in families:
-            near = difflib.get_close_matches(dataset, families, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(families)}"
-            raise UsageError(f'reasoning-gym has no family "{dataset}"; {hint}')
-        try:
-            self._dataset = gym.create_dataset(dataset, size=num_tasks, seed=seed, **(config or {}))
-        except (TypeError, AssertionError, ValueError) as error:
-            raise UsageError(f'reasoning-gym: family "{dataset}" refuses its config: {error}') from error
+        self._dataset = _create(dataset, num_tasks, seed, config)
         self._system = system
         self._num_tasks = num_tasks
 
@@ -53,6 +45,47 @@ class ReasoningGym(SingleTurn):
     def score(self, task: Task, answer: str) -> float:
         entry = self._dataset[task.data["index"]]
         return float(self._dataset.score_answer(extract_answer(answer), entry))
+
+
+def demonstrations(
+    n: int,
+    seed: int = 0,
+    wrong_share: float = 0.0,
+    *,
+    dataset: str,
+    config: dict[str, Any] | None = None,
+    system: str | None = SYSTEM,
+) -> list[Row]:
+    """`n` solved problems to warm a model up with; take a seed that neither training nor evaluation uses.
+
+    A share of them gives the answer of another problem: reward then has something to sort out.
+    """
+    problems = _create(dataset, n, seed, config)
+    answers = [str(problems[index]["answer"]) for index in range(n)]
+    rng = random.Random(seed)
+    for index in rng.sample(range(n), round(wrong_share * n)):
+        answers[index] = str(problems[(index + rng.randrange(1, max(2, n))) % n]["answer"])
+    # Tags where they are asked for.
+    form = "<answer>{}</answer>" if system == SYSTEM else "{}"
+    return [
+        demonstration([*opening(system, problems[index]["question"]), Message("assistant", form.format(answer))])
+        for index, answer in enumerate(answers)
+    ]
+
+
+def _create(family: str, size: int, seed: int, config: dict[str, Any] | None) -> Any:
+    """Raises UsageError where there is no such family, or its config is not one."""
+    gym = require("reasoning_gym", "reasoning-gym", "environments")
+    families = sorted(require("reasoning_gym.factory", "reasoning-gym", "environments").DATASETS)
+    if family not in families:
+        near = difflib.get_close_matches(family, families, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(families)}"
+        raise UsageError(f'reasoning-gym has no family "{family}"; {hint}')
+    try:
+        # Problem i is drawn with seed + i there: neighbouring seeds would share all but one of their problems.
+        return gym.create_dataset(family, size=size, seed=(seed << 20) % 2**31, **(config or {}))
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UsageError(f'reasoning-gym: family "{family}" refuses its config: {error}') from error
 
 
 def extract_answer(reply: str) -> str:

@@ -1,0 +1,130 @@
+"""The memory of GPUs that several processes share, divided before any of them starts.
+
+The trainer gets what it will need at its peak, by estimate; engines get their weights, and as much KV cache as is then
+left, but never more than could be full.
+"""
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.config.rl import RlSettings
+from headway.core.errors import UsageError
+from headway.launch.memory import (
+    Shares,
+    compute_bytes,
+    engine_shares,
+    gib,
+    kv_bytes_per_token,
+    kv_limits,
+    trainer_shares,
+)
+from headway.launch.placement import Placement, gpus_of
+from headway.models.config import ModelConfig
+
+MARGIN = 0.05
+"""Share of a GPU that nobody is given: estimates are estimates."""
+
+REMEDIES = {
+    "weights": "train an adapter with model.lora.rank, or use more GPUs",
+    "gradients": "train an adapter with model.lora.rank",
+    "optimizer": "set trainer.optimizer_on_cpu, or train an adapter with model.lora.rank",
+    "working copy": "train an adapter with model.lora.rank",
+    "activations": 'lower seq_len, or set trainer.activations.checkpoint = "selective" or "full"',
+    "head": "lower trainer.head_chunk",
+    "updates": 'set weights.type = "filesystem"',
+    "process": "use a GPU with more free memory",
+    "spare": "train an adapter with model.lora.rank, or use more GPUs",
+    "steps": "lower inference.max_running or inference.max_batched_tokens",
+    "KV": "lower inference.kv_memory_gb",
+}
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Bytes of a GPU, and how many of them nobody has taken."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """`kv_bytes` by engine, None where an engine has a GPU to itself; `lines` explain the division to people."""
+
+    kv_bytes: list[int | None]
+    lines: list[str]
+
+
+def plan_memory(
+    settings: RlSettings, config: ModelConfig, placement: Placement, memory: Mapping[str, GpuMemory]
+) -> MemoryPlan:
+    """Divide every GPU that more than one process uses. Raises UsageError where it is too small, with a remedy."""
+    trainers, homes = gpus_of(placement.trainer), [gpus_of(engine)[0] for engine in placement.engines]
+    kv_bytes: list[int | None] = [None] * len(homes)
+    lines = []
+    for gpu in dict.fromkeys(homes):
+        engines = [index for index, home in enumerate(homes) if home == gpu]
+        if len(engines) + (gpu in trainers) < 2 or gpu not in memory:
+            continue
+        trainer = trainer_shares(settings, config) if gpu in trainers else Shares({})
+        size = _divide(settings, config, gpu, memory[gpu], trainer, len(engines))
+        for index in engines:
+            kv_bytes[index] = size
+        lines.append(_explain(settings, config, gpu, memory[gpu], trainer, len(engines), size))
+    return MemoryPlan(kv_bytes, lines)
+
+
+def _divide(
+    settings: RlSettings, config: ModelConfig, gpu: str, memory: GpuMemory, trainer: Shares, engines: int
+) -> int:
+    """Bytes of each engine's KV cache."""
+    engine = engine_shares(settings, config)
+    least, most = kv_limits(settings.inference, config, settings.seq_len, compute_bytes(settings.model))
+    if settings.inference.kv_memory_gb is not None:
+        least = most = min(most, int(settings.inference.kv_memory_gb * 1e9))
+    spare = memory.free - int(MARGIN * memory.total) - trainer.total - engines * engine.total
+    if spare < engines * least:
+        raise UsageError(_too_small(gpu, memory, trainer, engine, least, engines))
+    return min(most, spare // engines)
+
+
+def _too_small(gpu: str, memory: GpuMemory, trainer: Shares, engine: Shares, kv: int, engines: int) -> str:
+    """What is missing, and what to do about the largest part that can be made smaller."""
+    parts = {**{name: engines * size for name, size in engine.parts.items()}, "KV": engines * kv}
+    parts |= {name: size + parts.get(name, 0) for name, size in trainer.parts.items()}
+    largest = max((name for name in parts if name != "process"), key=lambda name: parts[name])
+    who = f"trainer (~{gib(trainer.total)} GiB) and " if trainer.parts else ""
+    return (
+        f"GPU {gpu} has {gib(memory.free)} GiB free, {gib(MARGIN * memory.total)} of them kept as a margin; {who}"
+        f"{engines} engine(s) of ~{gib(engine.total + kv)} GiB do not fit. "
+        f"Most goes to {largest} ({gib(parts[largest])} GiB): {REMEDIES[largest]}"
+    )
+
+
+def _explain(
+    settings: RlSettings, config: ModelConfig, gpu: str, memory: GpuMemory, trainer: Shares, engines: int, kv: int
+) -> str:
+    engine = engine_shares(settings, config)
+    tokens = kv // kv_bytes_per_token(config, compute_bytes(settings.model))
+    left = memory.free - trainer.total - engines * (engine.total + kv)
+    who = f"trainer ~{gib(trainer.total)} ({trainer.explain()}), " if trainer.parts else ""
+    count = f"{engines} engines, each" if engines > 1 else "engine"
+    return (
+        f"GPU {gpu}, {gib(memory.free)} of {gib(memory.total)} GiB free: {who}"
+        f"{count} ~{gib(engine.total)} ({engine.explain()}) + KV {gib(kv)} ({tokens:,} tokens), {gib(left)} left"
+    )
+
+
+def gpu_memory(gpus: list[str]) -> dict[str, GpuMemory]:
+    """By GPU, as nvidia-smi reports it; without those it does not know."""
+    found = {}
+    for gpu in gpus:
+        query = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
+        try:
+            reply = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+            total, free = (int(field) * 2**20 for field in reply.stdout.split(","))
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            continue
+        found[gpu] = GpuMemory(total, free)
+    return found
