@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from aiohttp import web
 from engine_common import QWEN3
+from vllm_here import vllm_flags
 
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import ModelSettings
@@ -102,10 +103,11 @@ class VllmServer(LiveServer):
 def start_vllm(folder: Path, log: Path, *options: str) -> subprocess.Popen[bytes]:
     """Begin to serve `folder`; `vllm_server` waits for it. So several can start side by side."""
     command = [sys.executable, "-m", "headway.cli.main", "serve", str(folder), "--engine", "vllm", "--port", "0"]
-    sizes = ["--seq-len", "512", "--inference.threads", "1", "--inference.max-running", "64"]
+    command += ["--seq-len", "512", "--inference.threads", "1", "--inference.max-running", "64"]
+    command += [*vllm_flags(), *options]
     environment = os.environ | {"HEADWAY_TOKEN": TOKEN, "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
-        return subprocess.Popen([*command, *sizes, *options], stdout=output, stderr=output, env=environment)
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
 def vllm_server(process: subprocess.Popen[bytes], folder: Path, log: Path) -> VllmServer:

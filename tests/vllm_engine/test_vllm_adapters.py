@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_common import mismatch, prompt, training_logprobs
 from vllm_harness import LORA, UNTIED, Harness, hugging_face, make
+from vllm_here import TOLERANCE
 
 from headway.config.shared import FilesystemWeights
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
@@ -20,7 +21,6 @@ from headway.models.lora import adapter_tensors, apply_lora, merge_adapter
 from headway.transport.weights import make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-TOLERANCE = 1e-4
 TOKENS = prompt(40)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_common import prompt, publish
 from vllm_harness import MOE, TIED, Harness, hugging_face, make
+from vllm_here import TOLERANCE
 
 from headway.config.shared import SharedMemoryWeights
 from headway.core.protocol import GenerateRequest, SamplingParams
@@ -18,7 +19,6 @@ from headway.models.weights import hf_tensors
 from headway.transport.weights import make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-TOLERANCE = 1e-4
 TOKENS = prompt(60)
 
 
@@ -128,7 +128,7 @@ def test_a_request_in_line_starts_on_the_new_weights_alone(vllm: Harness, tmp_pa
         await vllm.engine.pause("keep")
         flight = asyncio.create_task(vllm.generate(long, 8))
         await asyncio.sleep(0.1)
-        assert all(flight.sent for flight in vllm.engine._flights.values())
+        assert all(flight.sent for flight in vllm.engine._flights)
         await vllm.engine.update(update)
         await vllm.engine.resume()
         choice = await flight

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 from engine_common import QWEN3, publish
+from vllm_here import DTYPE, KV_GB, ON_GPU, vllm_arguments
 
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import LoraSettings, ModelSettings
@@ -39,8 +40,14 @@ class Harness:
         self.deaths: list[str] = []
         save_checkpoint(make(config, seed=0), folder)
         settings = ServeSettings(
-            model=ModelSettings(path=str(folder), lora=lora),
-            inference=InferenceSettings(engine="vllm", threads=1, max_running=64, vllm=vllm),
+            model=ModelSettings(path=str(folder), dtype=DTYPE, lora=lora),
+            inference=InferenceSettings(
+                engine="vllm",
+                threads=1,
+                max_running=64,
+                kv_memory_gb=KV_GB if ON_GPU else None,
+                vllm=vllm_arguments(**vllm),
+            ),
             seq_len=256,
         )
         self._loop = asyncio.new_event_loop()

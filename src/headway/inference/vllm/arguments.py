@@ -34,7 +34,8 @@ class HfConfig:
 
 
 def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -> dict[str, Any]:
-    """Arguments of vLLM's engine on `device` ("cpu" or "cuda"), where `memory` bytes may hold a KV cache."""
+    """Arguments of vLLM's engine on `device`: "cpu", where `memory` bytes may hold a KV cache, or "cuda", which has
+    `memory` bytes in all."""
     own = settings.inference
     config = read_config(folder)
     dtype = settings.model.dtype if settings.model.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
@@ -58,8 +59,7 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
     # On GPUs vLLM knows better than our default what fills the device.
     if device == "cpu" or "max_batched_tokens" in own.model_fields_set:
         chosen["max_num_batched_tokens"] = own.max_batched_tokens
-    if device == "cpu":
-        chosen = _for_cpu(chosen, config, memory)
+    chosen = _for_cpu(chosen, config, memory) if device == "cpu" else _for_gpu(chosen, memory)
     if settings.model.lora is not None:
         rank = next((rank for rank in _LORA_RANKS if rank >= settings.model.lora.rank), settings.model.lora.rank)
         chosen |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": _ADAPTERS}
@@ -80,6 +80,13 @@ def _for_cpu(chosen: dict[str, Any], config: HfConfig, memory: int) -> dict[str,
         **chosen,
         "max_num_batched_tokens": max(chosen["max_num_batched_tokens"], max_len),
     }
+
+
+def _for_gpu(chosen: dict[str, Any], memory: int) -> dict[str, Any]:
+    """With a KV cache of a given size, others may have the rest of the device: vLLM must not want it to be free."""
+    if "kv_cache_memory_bytes" not in chosen:
+        return chosen
+    return {"gpu_memory_utilization": min(1.0, chosen["kv_cache_memory_bytes"] / memory), **chosen}
 
 
 def check_arguments(given: dict[str, Any], known: Iterable[str]) -> None:

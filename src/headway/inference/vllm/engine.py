@@ -5,7 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from headway.core.errors import HeadwayError
@@ -20,8 +20,10 @@ from headway.core.protocol import (
 from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, LoadingError, Mode, RequestError, Result
 from headway.inference.vllm.adapters import Adapters
 from headway.inference.vllm.flight import Flight
+from headway.inference.vllm.flights import Flights
 from headway.inference.vllm.limits import Limits
 from headway.inference.vllm.proof import Proof
+from headway.inference.vllm.scheduler import Scheduler
 from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.translate import sampling_of
@@ -64,13 +66,9 @@ class VllmEngine:
         self._proof = Proof(llm)
         self._weights = WeightState(0, fingerprint, time.time())
         self._down: str | None = "starting"
-        self._updating: str | None = None
-        self._paused = False
-        self._flights: dict[str, Flight] = {}
-        self._in_line = 0
-        """Sequences that were asked for and have not ended."""
+        self._flights = Flights()
+        self._scheduler = Scheduler(llm, self._flights, places=limits.max_running, alive=lambda: self._down is None)
         self._epoch = 0
-        self._open = asyncio.Event()
         self._update_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -78,7 +76,7 @@ class VllmEngine:
         if self._limits.counts_versions:
             await self._llm.update_weight_version("0")
         self._down = None
-        self._open.set()
+        self._scheduler.open.set()
         await self._try_out()
         self._background(self._watch())
 
@@ -95,7 +93,7 @@ class VllmEngine:
 
     @property
     def problem(self) -> str | None:
-        return self._down or self._updating
+        return self._down or self._scheduler.waits
 
     def models(self) -> dict[str, int]:
         return {POLICY: self._weights.version} | self._adapters.versions()
@@ -107,7 +105,7 @@ class VllmEngine:
                 async for output in outputs:
                     flight.take(output)
         finally:
-            self._forget(flight)
+            self._flights.remove(flight)
         return flight.result()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -121,7 +119,7 @@ class VllmEngine:
                 for choice in flight.result().choices:
                     yield Chunk(choice.index, [], [], [], [], "abort")
         finally:
-            self._forget(flight)
+            self._flights.remove(flight)
 
     def abort(self, request_id: str) -> bool:
         flight = self._flights.get(request_id)
@@ -134,19 +132,20 @@ class VllmEngine:
 
     def state(self) -> EngineState:
         # vLLM reports at every step; between two, aborts may have emptied what it spoke of.
-        running = min(self._stats.running, self._in_line)
+        in_line = self._flights.sequences
+        running = min(self._stats.running, in_line)
         return EngineState(
             version=self._weights.version,
             fingerprint=self._weights.fingerprint,
             running=running,
-            waiting=self._in_line - running,
-            kv_usage=self._stats.kv_usage if self._in_line else 0.0,
+            waiting=in_line - running,
+            kv_usage=self._stats.kv_usage if in_line else 0.0,
             kv_capacity_tokens=self._limits.kv_capacity_tokens,
             preemptions=self._stats.preemptions,
             tokens_per_second=self._stats.tokens_per_second(),
             max_model_len=self.max_model_len,
             generated_tokens=self._stats.generated_tokens,
-            paused=self._paused,
+            paused=self._scheduler.paused,
             adapters=self._adapters.versions(),
         )
 
@@ -161,20 +160,18 @@ class VllmEngine:
         async with self._update_lock:
             if name not in self._adapters:
                 return False
-            users = [flight.request_id for flight in self._flights.values() if flight.request.model == name]
+            users = [flight.request_id for flight in self._flights if flight.request.model == name]
             await self._llm.abort(users)
             await self._adapters.drop(self._llm, name)
             return True
 
     async def pause(self, mode: Mode) -> None:
         async with self._update_lock:
-            await self._stop(mode, clear_cache=False)
-            self._paused = True
+            await self._scheduler.pause(mode)
 
     async def resume(self) -> None:
         async with self._update_lock:
-            await self._llm.resume_generation()
-            self._paused = False
+            await self._scheduler.resume()
 
     async def _try_out(self) -> None:
         """One token now, because what vLLM has no kernels for ends it at the first step and not before."""
@@ -191,7 +188,7 @@ class VllmEngine:
     def _submit(self, request: GenerateRequest) -> Flight:
         self._check_up()
         params = request.sampling_params
-        if self._in_line + params.n > self._limits.max_running + self._limits.max_waiting:
+        if self._flights.sequences + params.n > self._limits.max_running + self._limits.max_waiting:
             raise BusyError(f"{self._limits.max_waiting} requests are waiting already; try again later")
         if params.seed is not None and not self._limits.seeds:
             raise RequestError(
@@ -200,23 +197,16 @@ class VllmEngine:
                 "seed",
             )
         request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-        if request_id in self._flights:
-            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
         flight = Flight(request, request_id, lambda: self.models().get(request.model, 0))
-        self._flights[request_id] = flight
-        self._in_line += flight.sequences
+        self._flights.add(flight)
         return flight
-
-    def _forget(self, flight: Flight) -> None:
-        del self._flights[flight.request_id]
-        self._in_line -= flight.sequences
 
     async def _outputs(self, flight: Flight, *, stream: bool) -> AsyncGenerator[Any, None]:
         """What vLLM has for a request; nothing where it was aborted before vLLM had it."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         # During an update requests wait here, and so start on the new weights, with a cache of their own.
-        await self._open.wait()
+        await self._scheduler.open.wait()
         if flight.aborted:
             return
         request = flight.request
@@ -267,11 +257,11 @@ class VllmEngine:
         self._held.forget_previous()
         staged = await asyncio.to_thread(self._stager.weights, update)
         received, before = staged.bytes, self._weights
-        async with self._stopped(update.mode, for_probe=update.probe is not None):
+        async with self._scheduler.stopped(update.mode, for_probe=update.probe is not None):
             try:
                 await self._held.load(staged)
                 await self._serve_as(WeightState(update.version, update.fingerprint, time.time()))
-                if not self._paused:
+                if not self._scheduler.paused:
                     await self._proof.hold(update, lambda: self._take_back(before))
             except LostError as error:
                 self._die(str(error))
@@ -280,16 +270,16 @@ class VllmEngine:
 
     async def _take_back(self, before: WeightState) -> None:
         """Go back to the weights that served `before`. What is in flight may have met those that came after."""
-        for flight in self._flights.values():
+        for flight in self._flights:
             flight.refused = flight.sent
-        await self._stop("abort", clear_cache=True)
+        await self._scheduler.stop("abort", clear_cache=True)
         await self._held.revert()
         await self._serve_as(before)
 
     async def _take_over_adapter(self, update: WeightUpdate) -> int:
         self._adapters.check_enabled()
         tensors = await asyncio.to_thread(self._stager.adapter, update)
-        async with self._stopped(update.mode):
+        async with self._scheduler.stopped(update.mode):
             await self._adapters.load(self._llm, update, tensors)
             if update.adapter == POLICY:
                 self._weights = WeightState(update.version, update.fingerprint, time.time())
@@ -301,34 +291,6 @@ class VllmEngine:
             await self._llm.update_weight_version(str(state.version))
         self._weights = state
         self._epoch += 1
-
-    @asynccontextmanager
-    async def _stopped(self, mode: Mode, *, for_probe: bool = False) -> AsyncIterator[None]:
-        """Nothing runs meanwhile, and what starts afterwards sees nothing of what was cached before.
-
-        Running requests keep their KV. Those that vLLM has in line were given to it with the old salt: while there
-        are any, its cache is cleared, at the price of computing what runs again. The same lets a probe in before
-        the others where all places are taken.
-        """
-        self._open.clear()
-        try:
-            all_started = all(flight.started for flight in self._flights.values() if flight.sent)
-            full = for_probe and self._in_line >= self._limits.max_running
-            mode = "keep" if self._paused and mode == "wait" else mode
-            await self._stop(mode, clear_cache=full or not all_started)
-            yield
-        finally:
-            if not self._paused and not self._down:
-                await self._llm.resume_generation()
-            self._open.set()
-
-    async def _stop(self, mode: Mode, *, clear_cache: bool) -> None:
-        if mode == "wait":
-            self._updating = "waiting for requests to end before it stops or updates"
-        try:
-            await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
-        finally:
-            self._updating = None
 
     async def _watch(self) -> None:
         """vLLM's engine is another process, which may end at any time."""

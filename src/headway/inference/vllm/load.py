@@ -23,6 +23,7 @@ from headway.inference.vllm.limits import Limits
 from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats, logger_of
 from headway.inference.vllm.tether import SERVER
+from headway.inference.vllm.versions import counts_versions
 from headway.models.checkpoint import read_tensors
 from headway.transport.weights.fingerprint import Fingerprint
 
@@ -40,7 +41,7 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     from vllm.usage.usage_lib import UsageContext
 
     check_arguments(given, [field.name for field in fields(AsyncEngineArgs)])
-    chosen = arguments(settings, folder, device, free_memory(torch.device("cpu")))
+    chosen = arguments(settings, folder, device, _memory(device))
     stats = EngineStats()
     try:
         with _environment(settings, chosen, device), ThreadPoolExecutor(1) as helper:
@@ -68,7 +69,6 @@ def _assemble(
     contents: "Future[tuple[dict[str, tuple[int, ...]], str]]",
     on_death: Callable[[str], None] | None,
 ) -> VllmEngine:
-    from vllm.outputs import CompletionOutput
     from vllm.platforms import current_platform
 
     config = llm.vllm_config
@@ -76,7 +76,7 @@ def _assemble(
         max_running=config.scheduler_config.max_num_seqs,
         max_waiting=settings.inference.max_waiting,
         kv_capacity_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-        counts_versions="weight_versions" in {field.name for field in fields(CompletionOutput)},
+        counts_versions=counts_versions(),
         seeds=not (current_platform.is_cpu() and config.scheduler_config.enable_chunked_prefill),
     )
     shapes, fingerprint = contents.result()
@@ -114,6 +114,16 @@ def _import(device: str) -> str:
     if built_for not in ("cpu", "cuda") or device not in ("auto", built_for):
         raise UsageError(f"this vLLM runs on {built_for or 'no device that is here'}, not on {device}; see --device")
     return built_for
+
+
+def _memory(device: str) -> int:
+    if device == "cpu":
+        return free_memory(torch.device("cpu"))
+    from vllm.platforms import current_platform
+
+    # Asked of the driver: torch would take a piece of the device for this process.
+    total: int = current_platform.get_device_total_memory()
+    return total
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from typing import Any
 
 from headway.core.protocol import GenerateRequest
 from headway.inference.engine import FinishReason, TopLogprobs
+from headway.inference.vllm.versions import in_one_piece
 
 Runs = list[tuple[int, int]]
 
@@ -38,8 +39,7 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, piec
         prompt_logprobs=params.prompt_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        # The first token always comes at once, which tells that the request has started.
-        **({} if piecewise else {"stream_interval": max(room, 1)}),
+        **({} if piecewise else in_one_piece(room)),
     )
 
 
