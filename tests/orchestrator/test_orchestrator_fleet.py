@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from virtual_time import run_virtually
 
+from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.orchestrator.engine import STRIKES
 from headway.orchestrator.engines import admin_token, engine_finder
-from headway.orchestrator.fleet import SLOW_SLACK_SECONDS, Fleet
+from headway.orchestrator.fleet import MAX_REFUSALS, SLOW_SLACK_SECONDS, Fleet
 from headway.transport.inference import EngineError
 
 
@@ -24,6 +25,7 @@ class Script:
         self.adapters: dict[str, int] = {}
         self.dead = False
         self.lies = False
+        self.refuses = False
         self.update_seconds = 0.1
         self.updates: list[int] = []
         self.kv_usage = 0.5
@@ -41,6 +43,8 @@ class Script:
         if self.dead:
             raise EngineError(0, "connection reset", retryable=True)
         self.updates.append(update.version)
+        if self.refuses:
+            raise EngineError(409, f"version {update.version} was refused: layer 1 is suspect", retryable=False)
         if self.lies:
             return WeightReply(update.version, "other", 0.1, 100)
         self.version, self.fingerprint = update.version, update.fingerprint
@@ -222,6 +226,34 @@ def test_an_engine_that_serves_other_weights_gets_no_episodes() -> None:
         assert len(fleet.choose("g")) == 2
 
     with_fleet({"honest": honest, "liar": liar}, use)
+
+
+def test_weights_that_every_engine_refuses_end_the_run() -> None:
+    scripts = {"a": Script(), "b": Script()}
+
+    async def main() -> None:
+        fleet = Fleet(lambda: {name: f"http://{name}" for name in scripts}, lambda url: scripts[url[7:]])
+        watch = asyncio.ensure_future(fleet.watch())
+        await fleet.publish(update(0))
+        await asyncio.sleep(3)
+        scripts["a"].refuses = True
+        await fleet.publish(update(1))
+        await asyncio.sleep(120)
+        assert fleet.choose("g") == ["http://b"] and len(scripts["a"].updates) > 2 * MAX_REFUSALS
+        scripts["b"].refuses = True
+        await fleet.publish(update(2))
+        await asyncio.sleep(3)
+        scripts["b"].refuses = False
+        await asyncio.sleep(60)
+        assert fleet.choose("g") == ["http://b"], "a few refusals are forgiven"
+        scripts["b"].refuses = True
+        before = len(scripts["b"].updates)
+        await fleet.publish(update(3))
+        with pytest.raises(HeadwayError, match=r"every engine has refused.*version 3 was refused: layer 1 is suspect"):
+            await watch
+        assert len(scripts["b"].updates) == before + MAX_REFUSALS
+
+    run_virtually(main())
 
 
 def test_an_engine_that_answers_garbage_to_episodes_rests_for_a_while() -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate
+from headway.transport.inference import EngineError
 
 log = logging.getLogger("headway.orchestrator")
 
@@ -42,7 +43,8 @@ class UnfitEngineError(HeadwayError):
 
 
 class Engine:
-    """`serving`: reachable, with weights that the run may sample from. `loaded` is the update it has now."""
+    """`serving`: reachable, with weights that the run may sample from. `loaded` is the update it has now. `refusals`
+    counts updates that it refused since it took one; `refusal` is what it said of the last."""
 
     def __init__(
         self,
@@ -57,6 +59,8 @@ class Engine:
         self.serving = False
         self.loaded: WeightUpdate | None = None
         self.last_reply: WeightReply | None = None
+        self.refusals = 0
+        self.refusal = ""
         self.flights = 0
         self.nudge = asyncio.Event()
         self._wanted, self._changed = wanted, changed
@@ -119,7 +123,15 @@ class Engine:
     async def _keep_current(self, wanted: WeightUpdate, state: EngineState | None) -> None:
         """Give it `wanted` unless it reports to have it, which counts more than what we remember."""
         if state is None or not has_weights(state, wanted) or (wanted.adapter and self.loaded != wanted):
-            push = self.client.load_adapter if wanted.adapter else self.client.update_weights
+            self.last_reply = await self._push(wanted)
+        self.refusals = 0
+        if self.loaded != wanted or not self.serving:
+            self.loaded = wanted
+            self._set_serving(True)
+
+    async def _push(self, wanted: WeightUpdate) -> WeightReply:
+        push = self.client.load_adapter if wanted.adapter else self.client.update_weights
+        try:
             async with asyncio.timeout(UPDATE_TIMEOUT):
                 reply = await push(wanted)
             if (reply.version, reply.fingerprint) != (wanted.version, wanted.fingerprint):
@@ -127,10 +139,12 @@ class Engine:
                     f"was given {wanted.policy}@{wanted.version} {wanted.fingerprint}, "
                     f"serves {reply.version} {reply.fingerprint}"
                 )
-            self.last_reply = reply
-        if self.loaded != wanted or not self.serving:
-            self.loaded = wanted
-            self._set_serving(True)
+        except (EngineError, UnfitEngineError) as error:
+            if not (isinstance(error, EngineError) and error.retryable):
+                self.refusals += 1
+                self.refusal = str(error)
+            raise
+        return reply
 
     async def _pause(self) -> None:
         with suppress(TimeoutError):

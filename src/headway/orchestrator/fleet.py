@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
+from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightReply, WeightUpdate
 from headway.orchestrator.concurrency import Load
 from headway.orchestrator.engine import Engine, EngineClient
@@ -20,6 +21,8 @@ SLOW_FACTOR, SLOW_SLACK_SECONDS = 1.0, 5.0
 AFFINITY_SLACK = 1.25
 """Load above the least loaded engine's up to which a group stays with the engine that knows its prompt."""
 REMEMBERED_GROUPS = 4096
+MAX_REFUSALS = 6
+"""Updates that every engine may refuse in a row. One may be gone before it is fetched; six are no accident."""
 
 
 class Fleet:
@@ -120,10 +123,14 @@ class Fleet:
         )
 
     async def watch(self) -> None:
-        """Until cancelled: let engines in that appear, let go of those that are gone, and of all at the end."""
+        """Until cancelled: let engines in that appear, let go of those that are gone, and of all at the end.
+
+        Raises HeadwayError when no engine takes the trainer's weights.
+        """
         try:
             while True:
                 await self._look()
+                self._check_refusals()
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
             for name in list(self.engines):
@@ -143,6 +150,14 @@ class Fleet:
             if task.done():
                 task.result()
                 raise RuntimeError(f"nobody tends engine {name} any more")
+
+    def _check_refusals(self) -> None:
+        engines = list(self.engines.values())
+        if engines and min(engine.refusals for engine in engines) >= MAX_REFUSALS:
+            raise HeadwayError(
+                f"every engine has refused the last {MAX_REFUSALS} updates it was given; {engines[0].name} says of "
+                f"the last one: {engines[0].refusal}; once that is mended, continue with --resume"
+            )
 
     async def _drop(self, name: str) -> None:
         engine, task = self.engines.pop(name), self._tending.pop(name)
