@@ -1,0 +1,170 @@
+"""What `gpu.py` measures, what it is compared with, and when that is good enough.
+
+The parts are modules beside this one. Each function runs in a process of its own and returns something JSON can hold:
+
+- `engine.measure(shape, sequences)`: `tokens_per_second`, `step_ms`, `floor_ms` (its memory traffic at full speed)
+- `trainer.measure(row)` for each row of `trainer.ROWS`: `tokens_per_second`, `peak_gib`
+- `weights.measure(shape)`: `seconds`, `paused_seconds`
+- `learning.measure(model, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`, `mismatch_kl`, `seconds`
+- `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CLEAR_RISE = 0.2
+"""How much more of the held-out tasks a model must solve after a run than before it."""
+UPDATE_SECONDS, PAUSED_SECONDS = 0.5, 0.1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `bar` and `floor` are in the unit of `ours`; `ratio` is to the anchor, above 1 is better."""
+
+    name: str
+    ours: str
+    holds: bool | None = None
+    anchor: str = ""
+    ratio: float | None = None
+    bar: str = ""
+    floor: str = ""
+
+
+Judge = Callable[[Any], Iterator[Row]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One call of a part's function. `seconds` is its limit; where it is `elastic`, it is told what is left."""
+
+    name: str
+    module: str
+    function: str
+    judge: Judge
+    seconds: float
+    arguments: list[Any] = field(default_factory=list)
+    elastic: bool = False
+
+
+@dataclass(frozen=True)
+class TrainerAnchor:
+    """prime-rl's table, one H100 (an H200 has its arithmetic): tokens/s, peak GiB, and how much faster is asked for."""
+
+    tokens_per_second: float
+    peak_gib: float
+    times: float
+
+
+TRAINER_ANCHORS = {
+    "qwen3-0.6b rl full 16k": TrainerAnchor(16_400, 12.5, 2.0),
+    "qwen3-0.6b rl full 64k": TrainerAnchor(10_200, 19.6, 1.5),
+    "qwen3-0.6b sft full 16k": TrainerAnchor(25_500, 52.8, 2.0),
+    "qwen3-0.6b rl lora 16k": TrainerAnchor(13_300, 5.1, 2.0),
+    "qwen3-4b rl lora 16k": TrainerAnchor(6_200, 23.3, 2.0),
+    "qwen3-4b rl lora 64k": TrainerAnchor(4_160, 42.0, 1.5),
+}
+PACKED, WHOLE, PACKED_SHARE = "qwen3-0.6b rl packed 16k", "qwen3-0.6b rl full 16k", 0.85
+"""Packed batches of log-normal lengths keep this share of the tokens/s of one long sequence."""
+
+ENGINE_ANCHORS = {
+    ("qwen3-0.6b", 256): (22_177, 1.5),
+    ("qwen3-0.6b", 1024): (18_090, None),
+    ("qwen3-4b", 256): (20_365, 1.0),
+}
+"""vLLM 0.26.0's tokens/s on one H200 (bf16, 128 in, 512 out, temperature 1, logprobs), and the multiple asked for."""
+STEP_FLOORS = 2.0
+"""A decode step takes at most this many times what its memory traffic takes."""
+
+
+def judge_check(part: str) -> Judge:
+    def judge(result: list[Mapping[str, Any]]) -> Iterator[Row]:
+        for item in result:
+            error, tolerance = float(item["error"]), float(item["tolerance"])
+            yield Row(f"{part}: {item['name']}", f"{error:.2g}", error <= tolerance, bar=f"<= {tolerance:.2g}")
+
+    return judge
+
+
+def judge_engine(shape: str, sequences: int) -> Judge:
+    def judge(result: Mapping[str, float]) -> Iterator[Row]:
+        name, speed = f"engine {shape}, {sequences} sequences", result["tokens_per_second"]
+        anchor, times = ENGINE_ANCHORS[shape, sequences]
+        yield Row(
+            f"{name}: tokens/s",
+            f"{speed:,.0f}",
+            None if times is None else speed >= times * anchor,
+            f"vLLM {anchor:,}",
+            speed / anchor,
+            "" if times is None else f">= {times * anchor:,.0f}",
+        )
+        step, floor = result["step_ms"], result["floor_ms"]
+        within = step <= STEP_FLOORS * floor
+        yield Row(
+            f"{name}: ms a step", f"{step:.2f}", within, bar=f"<= {STEP_FLOORS * floor:.2f}", floor=f"{floor:.2f}"
+        )
+
+    return judge
+
+
+def judge_trainer(name: str, earlier: Mapping[str, Any]) -> Judge:
+    """`earlier` holds the results of the rows before, for rows that are compared with one of them."""
+
+    def judge(result: Mapping[str, float]) -> Iterator[Row]:
+        speed, peak = result["tokens_per_second"], result["peak_gib"]
+        if name == PACKED:
+            whole = earlier.get(f"trainer {WHOLE}", {}).get("tokens_per_second")
+            bar = PACKED_SHARE * whole if whole else None
+            yield Row(
+                f"trainer {name}: tokens/s",
+                f"{speed:,.0f}",
+                None if bar is None else speed >= bar,
+                f"one sequence {whole:,.0f}" if whole else "",
+                speed / whole if whole else None,
+                f">= {bar:,.0f}" if bar else "",
+            )
+            return
+        anchor = TRAINER_ANCHORS[name]
+        bar = anchor.times * anchor.tokens_per_second
+        yield Row(
+            f"trainer {name}: tokens/s",
+            f"{speed:,.0f}",
+            speed >= bar,
+            f"prime-rl {anchor.tokens_per_second:,.0f}",
+            speed / anchor.tokens_per_second,
+            f">= {bar:,.0f}",
+        )
+        yield Row(
+            f"trainer {name}: peak GiB",
+            f"{peak:.1f}",
+            peak <= anchor.peak_gib,
+            f"prime-rl {anchor.peak_gib}",
+            anchor.peak_gib / peak,
+            f"<= {anchor.peak_gib}",
+        )
+
+    return judge
+
+
+def judge_weights(shape: str) -> Judge:
+    def judge(result: Mapping[str, float]) -> Iterator[Row]:
+        for what, name, bar in (
+            ("seconds", "seconds", UPDATE_SECONDS),
+            ("paused_seconds", "seconds without decoding", PAUSED_SECONDS),
+        ):
+            yield Row(f"update of {shape}: {name}", f"{result[what]:.3f}", result[what] < bar, bar=f"< {bar}")
+
+    return judge
+
+
+def judge_learning(result: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
+    for task, run in result.items():
+        rise = run["after"] - run["before"]
+        yield Row(
+            f"rl {task}: held-out reward",
+            f"{run['before']:.2f} -> {run['after']:.2f} in {run['seconds']:.0f} s",
+            rise >= CLEAR_RISE,
+            bar=f"+{CLEAR_RISE}",
+        )
+        rewards = f"{run['first_reward']:.2f} -> {run['last_reward']:.2f}"
+        yield Row(f"rl {task}: training reward", f"{rewards}, KL {run['mismatch_kl']:.0e}")
