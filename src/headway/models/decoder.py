@@ -46,7 +46,7 @@ class DecoderLM(nn.Module):
         self.model = Decoder(config, block)
         self.lm_head = None if config.tied else Linear(config.width, config.vocab_size)
         self.adapters: AdapterBank | None = None
-        self._rotary = RotaryTable(config)
+        self.rotary = RotaryTable(config)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -54,7 +54,7 @@ class DecoderLM(nn.Module):
         return self.model.layers
 
     def forward(self, tokens: PackedTokens) -> ModelOutput:
-        cos, sin = self._rotary.gather(tokens.positions_T)
+        cos, sin = self.rotary.gather(tokens.positions_T)
         gate = None if self.adapters is None else self.adapters.gate(tokens.adapters_T, tokens.token_ids_T.device)
         given = None if tokens.routed_experts_TLk is None else tokens.routed_experts_TLk.long()
         hidden_TD, experts = self.model(tokens.token_ids_T, ForwardContext(tokens.plan, cos, sin, gate), given)

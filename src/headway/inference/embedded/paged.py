@@ -11,6 +11,7 @@ from torch import Tensor
 from headway.inference.embedded.store import KvStore
 from headway.inference.embedded.window import Window, WindowGroup
 from headway.models.native import ops
+from headway.models.native.forward import Forward
 from headway.models.native.library import native
 
 Ints = NDArray[np.int64]
@@ -140,6 +141,17 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
         rest = rest if decoding is None else np.flatnonzero(~alone)
     groups = _block_groups(store, layout, rest, heads_per_kv) if len(rest) else []
     return PagedPlan(store, slots, decoding, groups)
+
+
+def run_whole(forward: Forward, tokens: list[int], layout: Layout) -> Tensor | None:
+    """Hidden states of a step that can be run in one call: what `make_plan` would read in place, and nothing else."""
+    if layout.counts.max() > _SHORT or not forward.takes(len(tokens)):
+        return None
+    positions, rows_T = layout.positions_T, layout.rows
+    if len(positions) > len(rows_T):
+        rows_T = np.repeat(rows_T, layout.counts)
+    table, rows, places = (torch.from_numpy(x) for x in (layout.blocks, rows_T, positions))
+    return forward(torch.tensor(tokens), places, rows, table, int(positions.max()))
 
 
 def _direct_group(store: KvStore, layout: Layout, rows_T: Ints, short: NDArray[np.bool_]) -> DirectGroup | None:

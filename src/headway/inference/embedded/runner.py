@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.paged import Layout, make_plan
+from headway.inference.embedded.paged import Layout, make_plan, run_whole
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.sampler import top_logprobs
 from headway.inference.embedded.scheduler import Step
@@ -13,6 +13,7 @@ from headway.inference.embedded.sequence import Sequence
 from headway.inference.embedded.store import KvStore
 from headway.inference.embedded.window import Window
 from headway.models.decoder import DecoderLM
+from headway.models.native.forward import Forward
 from headway.models.packed import PackedTokens
 from headway.models.serving import join_siblings
 
@@ -31,6 +32,7 @@ class Runner:
         self.device = next(model.parameters()).device
         self._heads_per_kv = config.heads // config.kv_heads
         self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
+        self._whole = Forward(model, store.keys, store.values, store.block_size)
         self._experts: Tensor | None = None
         if config.experts:
             slots = store.num_blocks * store.block_size
@@ -82,13 +84,16 @@ class Runner:
         return picked
 
     def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
-        plan = make_plan(self.store, self.window, layout, self._heads_per_kv)
         adapters = self.rows.adapter[layout.rows]
+        adapted = bool((adapters >= 0).any())
+        if not adapted and (whole := run_whole(self._whole, tokens, layout)) is not None:
+            return whole
+        plan = make_plan(self.store, self.window, layout, self._heads_per_kv)
         packed = PackedTokens(
             torch.tensor(tokens, device=self.device),
             self._to_device(layout.positions_T),
             plan,
-            adapters_T=self._to_device(np.repeat(adapters, layout.counts)) if (adapters >= 0).any() else None,
+            adapters_T=self._to_device(np.repeat(adapters, layout.counts)) if adapted else None,
         )
         out = self.model(packed)
         if self._experts is not None and out.routed_experts_TLk is not None:

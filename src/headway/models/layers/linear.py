@@ -55,8 +55,7 @@ class Siblings:
 
     def __call__(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
         """The output of each."""
-        joined = self.joined
-        if joined is not None and adapter_gate is None and self._serves(joined):
+        if adapter_gate is None and (joined := self.serving()) is not None:
             return torch.split(product(x_TI, joined), self._sizes, dim=-1)
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
@@ -68,6 +67,10 @@ class Siblings:
         for linear, part in zip(self._linears, torch.split(self.joined, self._sizes), strict=True):
             linear.weight.data = part
 
-    def _serves(self, joined: Tensor) -> bool:
-        """Only in serving passes, for it gives no gradients; not once weights were moved, as `nn.Module.to` does."""
-        return torch.is_inference_mode_enabled() and joined.data_ptr() == self._linears[0].weight.data_ptr()
+    def serving(self) -> Tensor | None:
+        """All weights, one below the other. None where they were not joined or were moved since, as `nn.Module.to`
+        does, and outside serving passes, for this gives no gradients."""
+        joined = self.joined
+        if joined is None or not torch.is_inference_mode_enabled():
+            return None
+        return joined if joined.data_ptr() == self._linears[0].weight.data_ptr() else None

@@ -21,11 +21,15 @@ class RotaryTable:
 
     def gather(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and signed sin, (T, 1, head size) in float32, as `rotate` takes them."""
-        tables = self._tables.get(positions_T.device)
-        if tables is None:
-            tables = self._tables[positions_T.device] = self._build(positions_T.device)
-        cos, sin = tables
+        cos, sin = self.table(positions_T.device)
         return cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
+
+    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of all positions, (positions, head size)."""
+        tables = self._tables.get(device)
+        if tables is None:
+            tables = self._tables[device] = self._build(device)
+        return tables
 
     @torch.inference_mode(False)
     def _build(self, device: torch.device) -> tuple[Tensor, Tensor]:

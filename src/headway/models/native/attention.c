@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "exp.h"
+#include "kernels.h"
 
 #define LINE 16
 
@@ -18,11 +19,6 @@ void write_cache(const float *keys, long key_stride, const float *values, long v
         memcpy(value_cache + slots[t] * width, values + t * value_stride, width * sizeof(float));
     }
 }
-
-struct cache {
-    const float *keys, *values;
-    long block_size, width;
-};
 
 /* Scores become weights that add up to 1; all NaN where a score is not finite. */
 static void softmax(float *restrict scores, long count)
@@ -82,12 +78,6 @@ static inline __attribute__((always_inline)) void add_values(const float *weight
             mixed[i] += weights[p] * values[p * width + i];
 }
 
-/* What one token attends over: `count` places in `blocks`, of kv heads `first_head` to `last_head`. */
-struct span {
-    const int64_t *blocks;
-    long count, first_head, last_head;
-};
-
 static inline const float *block_of(const float *cached, struct cache cache, struct span span, long block)
 {
     return cached + span.blocks[block] * cache.block_size * cache.width;
@@ -101,8 +91,7 @@ static inline void fetch_part(const float *block, struct cache cache, long part,
         __builtin_prefetch(block + i);
 }
 
-/* All query heads of a token's span, block by block, so that memory is read in its own order. `scores` has room for
-   the span's query heads times its places. */
+/* Block by block, so that memory is read in its own order. */
 static inline __attribute__((always_inline)) void attend_span(struct cache cache, struct span span, long group,
                                                               long size, const float *query, float *restrict scores,
                                                               float *restrict out)
@@ -138,8 +127,8 @@ static inline __attribute__((always_inline)) void attend_span(struct cache cache
     }
 }
 
-static void attend_sized(struct cache cache, struct span span, long group, long size, const float *query,
-                         float *scores, float *out)
+void attend(struct cache cache, struct span span, long group, long size, const float *query, float *scores,
+            float *out)
 {
     switch (size) {
     case 32: attend_span(cache, span, group, 32, query, scores, out); break;
@@ -172,7 +161,7 @@ int attend_cache(const float *queries, long stride, const float *keys, const flo
                 struct span span = {table + rows[t] * table_stride, positions[t] + 1, part * kv_heads / parts,
                                     (part + 1) * kv_heads / parts};
                 if (scores)
-                    attend_sized(cache, span, group, size, queries + t * stride, scores, out + t * heads * size);
+                    attend(cache, span, group, size, queries + t * stride, scores, out + t * heads * size);
             }
         }
         free(scores);

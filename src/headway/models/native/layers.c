@@ -1,9 +1,8 @@
 /* What layers do between matrix products. Inputs have rows that are `stride` numbers apart, dense in themselves;
    results are dense. Large inputs are spread over `threads`. */
 
-#include <math.h>
-
 #include "exp.h"
+#include "kernels.h"
 
 #define SPREAD_FROM 65536
 
@@ -43,9 +42,8 @@ void added_norm(const float *x, const float *delta, long rows, long size, const 
     }
 }
 
-/* One row's heads, normed by `weight` where there is one, then rotated. */
-static void turn_heads(const float *x, long heads, long size, const float *weight, float eps, const float *cos,
-                       const float *sin, float *restrict out)
+void turn_heads(const float *x, long heads, long size, const float *weight, float eps, const float *cos,
+                const float *sin, float *restrict out)
 {
     long half = size / 2;
     for (long head = 0; head < heads; head++) {
@@ -78,7 +76,6 @@ void turn(const float *q, long q_stride, const float *k, long k_stride, long row
     }
 }
 
-/* silu(gate) * up over rows of `size`. */
 void gated_silu(const float *gate, long gate_stride, const float *up, long up_stride, long rows, long size,
                 float *restrict out, int threads)
 {

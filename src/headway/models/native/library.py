@@ -20,8 +20,11 @@ _SIGNATURES = {
     "gated_silu": [_POINTER, _LONG, _POINTER, *[_LONG] * 3, _POINTER, _INT],
     "write_cache": [_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER],
     "attend_cache": [_POINTER, _LONG, *[_POINTER] * 3, _LONG, *[_POINTER] * 2, *[_LONG] * 6, _POINTER, _INT],
+    "forward_room": [_POINTER, _POINTER, _INT],
+    "forward": [*[_POINTER] * 4, _INT],
     "draw": [_POINTER, _LONG, _LONG, *[_POINTER] * 4],
 }
+_RESULTS = {"attend_cache": _INT, "forward_room": _LONG}
 
 _library: ctypes.CDLL | None = None
 
@@ -37,7 +40,7 @@ def enable() -> bool:
             return False
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, _INT if name == "attend_cache" else None
+            function.argtypes, function.restype = arguments, _RESULTS.get(name)
         _library = library
     return True
 

@@ -1,0 +1,180 @@
+/* A serving pass over a dense decoder, from token ids to hidden states, in one call: between the products of a narrow
+   model there is little to do, and every call into it from outside would cost more than that.
+
+   Tokens are taken in chunks, which threads share. A chunk goes from where one layer has its keys to where the next
+   layer has them without waiting for others; then all wait, since tokens attend over keys of other chunks. */
+
+#include <string.h>
+
+#include "kernels.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#endif
+
+#define CHUNK 64
+#define TILE 4
+
+/* Weights as they are in checkpoints, those of q, k and v and of gate and up one below the other; `keys` and `values`
+   are the layer's cache. Without norms of heads, `q_norm` and `k_norm` are null. */
+struct layer {
+    const float *input_norm, *qkv, *q_norm, *k_norm, *output, *mlp_norm, *gate_up, *down;
+    float *keys, *values;
+};
+
+/* `cos` and `sin` have a row of `size` for every position; `sin` carries the sign of the rotation. */
+struct decoder {
+    long layers, width, heads, kv_heads, size, mlp_width, block_size;
+    float eps;
+    const float *embedding, *final_norm, *cos, *sin;
+    const struct layer *layer;
+};
+
+/* Token t is `ids[t]`, at `positions[t]` of the sequence whose blocks are row `rows[t]` of `table`. `longest` is the
+   largest position. */
+struct step {
+    long tokens, table_stride, longest;
+    const int64_t *ids, *positions, *rows, *table;
+};
+
+/* What a pass keeps between layers, for all tokens, and what each thread needs for a chunk. */
+struct room {
+    float *stream, *queries;
+    float *normed, *wide, *mixed, *scores;
+};
+
+static long most(long a, long b)
+{
+    return a > b ? a : b;
+}
+
+static long query_width(const struct decoder *d)
+{
+    return d->heads * d->size;
+}
+
+/* The widest rows: q, k and v, or gate and up. */
+static long widest(const struct decoder *d)
+{
+    return most(query_width(d) + 2 * d->kv_heads * d->size, 2 * d->mlp_width);
+}
+
+static long chunk_of(const struct step *s, int threads)
+{
+    long share = threads > 1 ? s->tokens / (2 * threads) / TILE * TILE : CHUNK;
+    return share < TILE ? TILE : share > CHUNK ? CHUNK : share;
+}
+
+static long shared_numbers(const struct decoder *d, const struct step *s)
+{
+    return s->tokens * (d->width + query_width(d));
+}
+
+static long own_numbers(const struct decoder *d, const struct step *s, int threads)
+{
+    return chunk_of(s, threads) * (d->width + widest(d) + most(query_width(d), d->mlp_width)) +
+           (s->longest + 1) * d->heads;
+}
+
+/* How many numbers of room `forward` needs. */
+long forward_room(const struct decoder *d, const struct step *s, int threads)
+{
+    return shared_numbers(d, s) + threads * own_numbers(d, s, threads);
+}
+
+static struct room room_of(const struct decoder *d, const struct step *s, float *numbers, int thread, int threads)
+{
+    long chunk = chunk_of(s, threads);
+    float *own = numbers + shared_numbers(d, s) + thread * own_numbers(d, s, threads);
+    struct room room = {.stream = numbers, .queries = numbers + s->tokens * d->width, .normed = own};
+    room.wide = room.normed + chunk * d->width;
+    room.mixed = room.wide + chunk * widest(d);
+    room.scores = room.mixed + chunk * most(query_width(d), d->mlp_width);
+    return room;
+}
+
+static void embed(const struct decoder *d, const struct step *s, struct room room, long first, long last)
+{
+    for (long t = first; t < last; t++)
+        memcpy(room.stream + t * d->width, d->embedding + s->ids[t] * d->width, d->width * sizeof(float));
+}
+
+/* Queries of the chunk, and its keys and values in the cache. */
+static void project(const struct decoder *d, const struct layer *layer, const struct step *s, struct room room,
+                    long first, long last)
+{
+    long q_width = query_width(d), kv_width = d->kv_heads * d->size, columns = q_width + 2 * kv_width;
+    rms_norm(room.stream + first * d->width, d->width, last - first, d->width, layer->input_norm, d->eps, room.normed,
+             1);
+    multiply(room.normed, d->width, last - first, layer->qkv, columns, d->width, room.wide, 0);
+    for (long t = first; t < last; t++) {
+        long position = s->positions[t];
+        const float *row = room.wide + (t - first) * columns;
+        const float *cos = d->cos + position * d->size, *sin = d->sin + position * d->size;
+        int64_t block = s->table[s->rows[t] * s->table_stride + position / d->block_size];
+        long slot = block * d->block_size + position % d->block_size;
+        turn_heads(row, d->heads, d->size, layer->q_norm, d->eps, cos, sin, room.queries + t * q_width);
+        turn_heads(row + q_width, d->kv_heads, d->size, layer->k_norm, d->eps, cos, sin,
+                   layer->keys + slot * kv_width);
+        memcpy(layer->values + slot * kv_width, row + q_width + kv_width, kv_width * sizeof(float));
+    }
+}
+
+/* Attention and what follows it, added to the stream. */
+static void mix(const struct decoder *d, const struct layer *layer, const struct step *s, struct room room,
+                long first, long last)
+{
+    long q_width = query_width(d);
+    struct cache cache = {layer->keys, layer->values, d->block_size, d->kv_heads * d->size};
+    for (long t = first; t < last; t++) {
+        struct span span = {s->table + s->rows[t] * s->table_stride, s->positions[t] + 1, 0, d->kv_heads};
+        attend(cache, span, d->heads / d->kv_heads, d->size, room.queries + t * q_width, room.scores,
+               room.mixed + (t - first) * q_width);
+    }
+    multiply(room.mixed, q_width, last - first, layer->output, d->width, q_width, room.stream + first * d->width, 1);
+}
+
+/* The gated MLP, added to the stream. */
+static void think(const struct decoder *d, const struct layer *layer, struct room room, long first, long last)
+{
+    float *stream = room.stream + first * d->width;
+    long rows = last - first, both = 2 * d->mlp_width;
+    rms_norm(stream, d->width, rows, d->width, layer->mlp_norm, d->eps, room.normed, 1);
+    multiply(room.normed, d->width, rows, layer->gate_up, both, d->width, room.wide, 0);
+    gated_silu(room.wide, both, room.wide + d->mlp_width, both, rows, d->mlp_width, room.mixed, 1);
+    multiply(room.mixed, d->mlp_width, rows, layer->down, d->width, d->mlp_width, stream, 1);
+}
+
+/* From the end of layer `number` - 1 to where layer `number` can attend; after the last one, to `hidden`. */
+static void advance(const struct decoder *d, const struct step *s, struct room room, long number, long first,
+                    long last, float *hidden)
+{
+    if (number == 0) {
+        embed(d, s, room, first, last);
+    } else {
+        mix(d, d->layer + number - 1, s, room, first, last);
+        think(d, d->layer + number - 1, room, first, last);
+    }
+    if (number < d->layers)
+        project(d, d->layer + number, s, room, first, last);
+    else
+        rms_norm(room.stream + first * d->width, d->width, last - first, d->width, d->final_norm, d->eps,
+                 hidden + first * d->width, 1);
+}
+
+/* Hidden states (tokens, width) after the final norm. `numbers` is room for `forward_room` of them. */
+void forward(const struct decoder *d, const struct step *s, float *numbers, float *hidden, int threads)
+{
+    long chunk = chunk_of(s, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        struct room room = room_of(d, s, numbers, omp_get_thread_num(), threads);
+        for (long number = 0; number <= d->layers; number++) {
+#pragma omp for schedule(dynamic)
+            for (long first = 0; first < s->tokens; first += chunk)
+                advance(d, s, room, number, first, first + chunk < s->tokens ? first + chunk : s->tokens, hidden);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+"""A serving pass of a dense decoder as one call: what `DecoderLM.forward` does over a paged cache."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.models.decoder import DecoderLM
+from headway.models.layers.attention import SelfAttention
+from headway.models.layers.block import Block
+from headway.models.layers.mlp import GatedMlp
+from headway.models.native.library import kernels, native
+
+_FEW = 4
+"""Tokens per thread below which a wide model is faster where threads share a product instead of its rows."""
+_NARROW = 1 << 23
+_POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
+
+
+class _Layer(ctypes.Structure):
+    """As `struct layer` in forward.c; so are the next two."""
+
+    _fields_ = [
+        (name, _POINTER)
+        for name in (
+            *("input_norm", "qkv", "q_norm", "k_norm", "output", "mlp_norm", "gate_up", "down"),
+            *("keys", "values"),
+        )
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        *((name, _LONG) for name in ("layers", "width", "heads", "kv_heads", "size", "mlp_width", "block_size")),
+        ("eps", ctypes.c_float),
+        *((name, _POINTER) for name in ("embedding", "final_norm", "cos", "sin", "layer")),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        *((name, _LONG) for name in ("tokens", "table_stride", "longest")),
+        *((name, _POINTER) for name in ("ids", "positions", "rows", "table")),
+    ]
+
+
+class Forward:
+    """Of one model, whose weights may be replaced at any time, over one cache: per layer keys and values, (slots,
+    kv heads, head size)."""
+
+    def __init__(self, model: DecoderLM, keys: Sequence[Tensor], values: Sequence[Tensor], block_size: int) -> None:
+        self._model = model
+        self._keys, self._values = keys, values
+        self._block_size = block_size
+        self._weights = [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
+        self._size = sum(weight.numel() for weight in self._weights)
+        self._seen: list[int] = []
+        self._described: _Decoder | None = None
+        self._kept: Any = None
+        self._room = torch.empty(0)
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a pass over so many tokens can be made here, and is best made here."""
+        if not native(self._keys[0]) or (self._size > _NARROW and tokens < _FEW * torch.get_num_threads()):
+            return False
+        seen = [weight.data_ptr() for weight in self._weights]
+        if seen != self._seen:
+            self._seen, self._described = seen, self._describe()
+        return self._described is not None
+
+    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_T: Tensor, table: Tensor, longest: int) -> Tensor:
+        """Hidden states after the final norm. Token t is at `positions[t]` of the sequence whose blocks are row
+        `rows[t]` of `table`; `longest` is the largest position. All are int64."""
+        decoder, library, threads = self._described, kernels(), torch.get_num_threads()
+        assert decoder is not None, "ask `takes` first"
+        tokens = len(ids_T)
+        step = _Step(
+            *(tokens, table.stride(0), longest),
+            *(ids_T.data_ptr(), positions_T.data_ptr(), rows_T.data_ptr(), table.data_ptr()),
+        )
+        room = library.forward_room(ctypes.byref(decoder), ctypes.byref(step), threads)
+        if room > len(self._room):
+            self._room = torch.empty(room)
+        hidden_TD = torch.empty(tokens, decoder.width)
+        library.forward(ctypes.byref(decoder), ctypes.byref(step), self._room.data_ptr(), hidden_TD.data_ptr(), threads)
+        return hidden_TD
+
+    def _describe(self) -> _Decoder | None:
+        """Where everything is now; None where the model has parts that a pass here lacks."""
+        model, config = self._model, self._model.config
+        layers = [layer for n, block in enumerate(model.layers) if (layer := self._layer(n, block)) is not None]
+        if len(layers) < config.layers or any(weight.dtype != torch.float32 for weight in self._weights):
+            return None
+        array = (_Layer * len(layers))(*layers)
+        cos, sin = model.rotary.table(torch.device("cpu"))
+        self._kept = (array, cos, sin)
+        return _Decoder(
+            *(len(layers), config.width, config.heads, config.kv_heads, config.head_dim, config.mlp_width),
+            *(self._block_size, config.norm_eps),
+            *(model.model.embed_tokens.weight.data_ptr(), model.model.norm.weight.data_ptr()),
+            *(cos.data_ptr(), sin.data_ptr(), ctypes.addressof(array)),
+        )
+
+    def _layer(self, number: int, block: nn.Module) -> _Layer | None:
+        if not isinstance(block, Block) or not isinstance(block.mlp, GatedMlp):
+            return None
+        attention: SelfAttention = block.self_attn
+        mlp = block.mlp
+        qkv, gate_up = attention.siblings.serving(), mlp.siblings.serving()
+        if qkv is None or gate_up is None or attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
+            return None
+        return _Layer(
+            block.input_layernorm.weight.data_ptr(),
+            qkv.data_ptr(),
+            None if attention.q_norm is None else attention.q_norm.weight.data_ptr(),
+            None if attention.k_norm is None else attention.k_norm.weight.data_ptr(),
+            attention.o_proj.weight.data_ptr(),
+            block.post_attention_layernorm.weight.data_ptr(),
+            gate_up.data_ptr(),
+            mlp.down_proj.weight.data_ptr(),
+            self._keys[number].data_ptr(),
+            self._values[number].data_ptr(),
+        )
