@@ -18,6 +18,24 @@ class AttentionPlan(Protocol):
         ...
 
 
+class CachePlan:
+    """A plan that itself turns queries and keys by their positions, since it writes keys to a cache at once."""
+
+    def attend_unturned(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+    ) -> Tensor:
+        """`norms` are the weights of the queries' and the keys' norm. Otherwise as `AttentionPlan.attend`."""
+        raise NotImplementedError
+
+
 @dataclass(slots=True)
 class PackedTokens:
     """`routed_experts` (T, layers, k) tells MoE layers which experts to use; rows of -1 leave it to the router.
@@ -27,7 +45,7 @@ class PackedTokens:
 
     token_ids_T: Tensor
     positions_T: Tensor
-    plan: AttentionPlan
+    plan: AttentionPlan | CachePlan
     routed_experts_TLk: Tensor | None = None
     adapters_T: Tensor | None = None
 

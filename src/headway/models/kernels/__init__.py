@@ -15,3 +15,9 @@ def _triton_installed() -> bool:
 def fused(x: Tensor) -> bool:
     """Whether there is a fused kernel for work on `x`. torch's compiler fuses more when it sees the plain functions."""
     return x.is_cuda and not torch.compiler.is_compiling() and _triton_installed()
+
+
+def serving(x: Tensor) -> bool:
+    """Whether `x` is in a serving pass with fused kernels, some of which give no gradients."""
+    # In this order: torch's compiler can't trace the second question.
+    return fused(x) and torch.is_inference_mode_enabled()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from headway.models.attention import attention
 from headway.models.config import ModelConfig
+from headway.models.kernels import fused
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear, Siblings
 from headway.models.layers.norm import RMSNorm
@@ -37,17 +38,26 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        gate = context.adapter_gate
-        heads = (x_TD.shape[0], -1, self.head_dim)
-        q_THD, k_TKD, v_TKD = (x.view(heads) for x in self.siblings(x_TD, gate))
-        plan, cos, sin = context.plan, context.cos, context.sin
-        if isinstance(plan, CachePlan):
-            mixed_THD = plan.attend_unturned(q_THD, k_TKD, v_TKD, *self._norms(), cos, sin, self.layer)
+        q_THD, k_TKD, v_TKD = self._project(x_TD, context)
+        if isinstance(context.plan, CachePlan):
+            mixed_THD = context.plan.attend_unturned(
+                q_THD, k_TKD, v_TKD, *self._norms(), context.cos, context.sin, self.layer
+            )
         else:
-            q_THD, k_TKD = self._turn(q_THD, k_TKD, cos, sin)
-            mixed_THD = self.attend(self, q_THD, k_TKD, v_TKD, plan)
-        out_TD: Tensor = self.o_proj(mixed_THD.flatten(1), gate)
+            q_THD, k_TKD = self._turn(q_THD, k_TKD, context.cos, context.sin)
+            mixed_THD = self.attend(self, q_THD, k_TKD, v_TKD, context.plan)
+        out_TD: Tensor = self.o_proj(mixed_THD.flatten(1), context.adapter_gate)
         return out_TD
+
+    def queries_keys_values(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """As `PackedPlan` takes them: with their positions."""
+        q_THD, k_TKD, v_TKD = self._project(x_TD, context)
+        return *self._turn(q_THD, k_TKD, context.cos, context.sin), v_TKD
+
+    def _project(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (x_TD.shape[0], -1, self.head_dim)
+        q_THD, k_TKD, v_TKD = (x.view(heads) for x in self.siblings(x_TD, context.adapter_gate))
+        return q_THD, k_TKD, v_TKD
 
     def _turn(self, q_THD: Tensor, k_TKD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys at their positions."""
@@ -55,6 +65,11 @@ class SelfAttention(nn.Module):
         if native(q_THD):
             return ops.turn(q_THD, k_TKD, *self._norms(), cos, sin)
         if q_norm is not None and k_norm is not None:
+            if fused(q_THD):
+                from headway.models.kernels.turned import turned
+
+                q_THD = turned(q_THD, q_norm.weight, q_norm.eps, cos, sin)
+                return q_THD, turned(k_TKD, k_norm.weight, k_norm.eps, cos, sin)
             q_THD, k_TKD = q_norm(q_THD), k_norm(k_TKD)
         return rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headway.models.packed import AttentionPlan
+from headway.models.packed import AttentionPlan, CachePlan
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class ForwardContext:
     precision leave the rotary tables alone.
     """
 
-    plan: AttentionPlan
+    plan: AttentionPlan | CachePlan
     cos: Tensor
     sin: Tensor
     adapter_gate: Tensor | float | None = None

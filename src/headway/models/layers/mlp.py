@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.models.kernels import fused
+from headway.models.kernels import fused, serving
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear, Siblings
 from headway.models.native import ops
@@ -19,13 +19,20 @@ class GatedMlp(nn.Module):
         self.siblings = Siblings(self.gate_proj, self.up_proj)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        gate_TM, up_TM = self.siblings(x_TD, context.adapter_gate)
-        out: Tensor = self.down_proj(gated_silu(gate_TM, up_TM), context.adapter_gate)
+        out: Tensor = self.down_proj(self.hidden(x_TD, context), context.adapter_gate)
         return out
+
+    def hidden(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        """What the last layer gets."""
+        return gated_silu(*self.siblings(x_TD, context.adapter_gate))
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
+    if gate.dim() == 2 and serving(gate):
+        from headway.models.kernels.rows import gated_silu as gated_silu_rows
+
+        return gated_silu_rows(gate, up)
     if fused(gate):
         from headway.models.kernels.gated import gated_silu as gated_silu_fused
 
