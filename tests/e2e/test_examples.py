@@ -30,8 +30,9 @@ def test_settings_of_runs_resolve(file: Path, monkeypatch: pytest.MonkeyPatch) -
         assert load_environment(env.id, env.args).tasks()
 
 
-def test_settings_of_the_warm_up_resolve() -> None:
-    load_settings(SftSettings, ["@", str(EXAMPLES / "warm_up.toml"), "--data.path", "rows.jsonl"])
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=name)
+def test_settings_of_warm_ups_resolve(file: Path) -> None:
+    load_settings(SftSettings, ["@", str(file), "--data.path", "rows.jsonl"])
 
 
 def test_every_example_has_a_page_that_the_index_names() -> None:
