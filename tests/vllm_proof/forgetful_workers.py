@@ -9,10 +9,7 @@ from torch import nn
 from headway.inference.vllm.worker import HeadwayWorker, pack_experts, pack_heads
 
 FORGET = "HEADWAY_TEST_FORGET"
-"""Names the file whose content is what a load forgets: "heads", "experts", or the name of a tensor.
-
-One load alone, unless it says " always".
-"""
+"""Names the file whose lines are what one load after another forgets: "heads", "experts", or the name of a tensor."""
 
 
 class ForgetfulWorker(HeadwayWorker):
@@ -20,13 +17,14 @@ class ForgetfulWorker(HeadwayWorker):
 
     def headway_load(self, path: str, places: list[list[Any]]) -> None:
         file = Path(os.environ[FORGET])
-        self._forgotten, _, always = file.read_text().partition(" ")
-        if not always:
-            file.write_text("")
+        self._forgotten, _, later = file.read_text().partition("\n")
+        file.write_text(later)
         super().headway_load(path, [place for place in places if place[0] != self._forgotten])
 
     def headway_pack(self, model: nn.Module) -> None:
-        if self._forgotten != "heads":
+        if self._forgotten not in ("heads", "experts"):
+            super().headway_pack(model)
+        elif self._forgotten == "experts":
             pack_heads(model)
-        if self._forgotten != "experts":
+        else:
             pack_experts(model)
