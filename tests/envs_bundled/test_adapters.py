@@ -15,7 +15,7 @@ from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.adapters import verifiers as verifiers_adapter
 from headway.envs.adapters.packages import require
-from headway.envs.adapters.reasoning_gym import ReasoningGym, extract_answer
+from headway.envs.adapters.reasoning_gym import ReasoningGym, demonstrations, extract_answer
 from headway.envs.adapters.textarena import Table, TextArena, random_opponent
 from headway.envs.adapters.verifiers import Verifiers
 from headway.envs.failures import EpisodeFailure
@@ -50,6 +50,30 @@ def test_reasoning_gym_scores_its_own_answers(family: str) -> None:
 )
 def test_the_last_pair_of_tags_holds_the_answer(reply: str, answer: str) -> None:
     assert extract_answer(reply) == answer
+
+
+def test_neighbouring_seeds_of_reasoning_gym_share_no_problems() -> None:
+    def questions(seed: int) -> set[str]:
+        environment = ReasoningGym(dataset="word_sorting", num_tasks=20, seed=seed)
+        return {str(environment.prompt(task)) for task in environment.tasks()}
+
+    assert not questions(0) & questions(1)
+
+
+@pytest.mark.parametrize("wrong_share", [0.0, 0.5])
+def test_reasoning_gym_demonstrations_are_of_the_quality_asked_for(wrong_share: float) -> None:
+    rows = demonstrations(40, seed=3, wrong_share=wrong_share, dataset="word_sorting")
+    environment = ReasoningGym(dataset="word_sorting", num_tasks=40, seed=3)
+    scores = []
+    for task, row in zip(environment.tasks(), rows, strict=True):
+        assert row["messages"][:-1] == [message.to_openai() for message in environment.prompt(task)]
+        scores.append(environment.score(task, row["messages"][-1]["content"]))
+    assert scores.count(1.0) == 40 * (1 - wrong_share)
+    assert (
+        demonstrations(1, wrong_share=1.0, dataset="chain_sum", system=None)[0]["messages"][-1]["content"]
+        .strip("-")
+        .isdigit()
+    )
 
 
 def test_reasoning_gym_refuses_unknown_families_and_settings() -> None:
