@@ -72,7 +72,9 @@ def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
     left = {"enforce_eager", "enable_chunked_prefill", "kv_cache_memory_bytes", "max_num_batched_tokens"}
     assert not left & chosen.keys()
     assert arguments(serve_settings(max_batched_tokens=999), folder, "cuda", GB)["max_num_batched_tokens"] == 999
-    assert arguments(serve_settings(kv_memory_gb=2), folder, "cuda", memory=GB)["kv_cache_memory_bytes"] == 2 * GB
+    assert chosen["hf_overrides"] == {"head_dtype": "float32"} and "gpu_memory_utilization" not in chosen
+    shared = arguments(serve_settings(kv_memory_gb=2), folder, "cuda", memory=8 * GB)
+    assert (shared["kv_cache_memory_bytes"], shared["gpu_memory_utilization"]) == (2 * GB, 0.25)
 
 
 def test_what_is_named_for_vllm_wins(folder: Path) -> None:

@@ -83,10 +83,14 @@ def _for_cpu(chosen: dict[str, Any], config: HfConfig, memory: int) -> dict[str,
 
 
 def _for_gpu(chosen: dict[str, Any], memory: int) -> dict[str, Any]:
-    """With a KV cache of a given size, others may have the rest of the device: vLLM must not want it to be free."""
-    if "kv_cache_memory_bytes" not in chosen:
-        return chosen
-    return {"gpu_memory_utilization": min(1.0, chosen["kv_cache_memory_bytes"] / memory), **chosen}
+    fitting: dict[str, Any] = {}
+    if chosen["dtype"] != "float32":
+        # Logits that are rounded to bfloat16 are off by more than all layers before them together.
+        fitting["hf_overrides"] = {"head_dtype": "float32"}
+    if "kv_cache_memory_bytes" in chosen:
+        # Others may have the rest of the device: vLLM must not want it to be free.
+        fitting["gpu_memory_utilization"] = min(1.0, chosen["kv_cache_memory_bytes"] / memory)
+    return fitting | chosen
 
 
 def check_arguments(given: dict[str, Any], known: Iterable[str]) -> None:

@@ -130,6 +130,9 @@ def _memory(device: str) -> int:
 def _environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -> Iterator[None]:
     """What vLLM's processes find when they start. What the user has set stays, and so does our own environment."""
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if find_spec("flashinfer") is None:
+        # Otherwise vLLM takes it for granted on GPUs.
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if device == "cpu":
         # Left to itself vLLM binds each worker to a NUMA node of its own, of which there may be too few.
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
