@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headway.config.shared import LoraSettings
+from headway.models.adapted import adapted
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import grouped_linear, grouped_linear_loop
@@ -20,6 +21,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+if torch.cuda.is_available():
+    from headway.models.kernels.norm import added_norm, rms_norm
+    from headway.models.kernels.turned import turned
 LENGTHS = [9, 1, 30, 4]
 
 
@@ -110,6 +114,86 @@ def test_fused_kernels_equal_the_plain_functions(dtype: torch.dtype, shape: tupl
             strict=True,
         ):
             torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 3, 10), (700, 8, 128), (5, 1, 64)])
+def test_fused_norms_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw).to("cuda", dtype).requires_grad_()
+
+    tokens, heads, size = shape
+    x, delta, weight = random(tokens, heads * size), random(tokens, heads * size), random(heads * size)
+    q, head_weight = random(*shape), random(size)
+    table = RotaryTable(small("qwen3", head_dim=size))
+    cos, sin = table.gather(torch.arange(tokens, device="cuda"))
+    total, out = added_norm(x, delta, weight, 1e-6)
+    cases = [
+        (rms_norm(x, weight, 1e-6), _normed(x.float(), weight), (x, weight)),
+        (out + total, _normed((x + delta).float(), weight) + x + delta, (x, delta, weight)),
+        (
+            turned(q, head_weight, 1e-6, cos, sin),
+            rotate_plain(_normed(q.float(), head_weight), cos, sin),
+            (q, head_weight),
+        ),
+    ]
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+    for ours, expected, inputs in cases:
+        probe = torch.randn(ours.shape, generator=draw).cuda()
+        pairs = zip(
+            (ours, *torch.autograd.grad((ours * probe).sum(), inputs, retain_graph=True)),
+            (expected, *torch.autograd.grad((expected * probe).sum(), inputs)),
+            strict=True,
+        )
+        for a, b in pairs:
+            assert (a - b).float().norm() < tolerance * b.float().norm()
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight.float(), 1e-6)
+
+
+@pytest.mark.parametrize("lengths", [[40, 3, 700], [4500, 4096], [5120], [300, 4200, 17, 5, 4100]])
+def test_attention_in_two_passes_is_that_of_autograd(lengths: list[int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    full = [torch.randn(sum(lengths), h, 128, generator=draw).cuda() for h in (4, 2, 2)]
+    probe = torch.randn(full[0].shape, generator=draw).cuda()
+    plan = PackedPlan(lengths, "cuda")
+    inputs = [x.requires_grad_() for x in full]
+    expected = plan.attend(inputs[0], inputs[1], inputs[2], 0)
+    theirs = torch.autograd.grad((expected * probe).sum(), inputs)
+    q, k, v = (x.detach().bfloat16() for x in full)
+    out, kept = plan.attend_forward(q, k, v)
+    assert (out - expected).norm() < 0.01 * expected.norm()
+    for a, b in zip(plan.attend_backward(probe.bfloat16(), (q, k, v), out, kept), theirs, strict=True):
+        assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_adapted_products_have_the_gradients_of_autograd() -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw).cuda()
+
+    x, weights = random(700, 64), [random(96, 64), random(32, 64)]
+    downs, ups = [random(16, 64) for _ in weights], [random(16, len(w)) for w in weights]
+    probes = [random(700, len(w)) for w in weights]
+
+    def run(dtype: torch.dtype, fused: bool) -> list[Tensor]:
+        leaves = [t.to(dtype).detach().requires_grad_() for t in (x, *downs, *ups)]
+        own_x, own_downs, own_ups = leaves[0], leaves[1:3], leaves[3:]
+        frozen = [w.to(dtype) for w in weights]
+        if fused:
+            outs = list(adapted(own_x, frozen, own_downs, own_ups, 0.5))
+        else:
+            outs = [own_x @ w.T + 0.5 * own_x @ a.T @ b for w, a, b in zip(frozen, own_downs, own_ups, strict=True)]
+        loss = sum((out * probe).sum() for out, probe in zip(outs, probes, strict=True))
+        return [*outs, *torch.autograd.grad(loss, leaves)]
+
+    for ours, expected in zip(run(torch.bfloat16, True), run(torch.float32, False), strict=True):
+        assert (ours - expected).norm() < 0.02 * expected.norm()
 
 
 def test_adapters_on_cuda_equal_the_cpus() -> None:

@@ -11,7 +11,7 @@ from headway.models.checkpoint import load_model
 from headway.models.tiny import resolve_model
 from headway.trainer.head import target_logprobs
 from headway.trainer.ranks import joined
-from headway.trainer.sharding import full
+from headway.trainer.sharding import fill, full
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper
 from headway.transport.rollouts import RankBatch
@@ -50,6 +50,33 @@ def test_bfloat16_gradients_are_near_the_cpus(mode: str, offload: bool) -> None:
         return
     changes = {"trainer__activations__checkpoint": mode, "trainer__activations__offload": offload}
     assert gradient_error(**changes) < 0.05
+
+
+def test_attention_may_be_kept_in_some_layers_only() -> None:
+    changes = {"trainer__activations__checkpoint": "selective", "trainer__activations__attention_layers": 1}
+    assert gradient_error(**changes) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["off", "selective"])
+def test_adapter_gradients_are_near_the_cpus(mode: str) -> None:
+    lora = {"model__lora__rank": 4, "trainer__activations__checkpoint": mode}
+    found = {device: adapter_gradients(placement__device=device, **lora) for device in ("cpu", "cuda")}
+    for name, want in found["cpu"].items():
+        assert (found["cuda"][name] - want).norm() < 0.05 * want.norm() + 1e-6, name
+
+
+def adapter_gradients(**changes: Any) -> dict[str, torch.Tensor]:
+    settings = small_settings(**changes)
+    with joined(settings.placement) as ranks:
+        state = build_state(settings, ranks)
+        with torch.no_grad():
+            for name, parameter in state.trained():
+                if "lora_B" in name:
+                    draw = torch.Generator().manual_seed(len(name))
+                    fill(parameter, torch.randn(parameter.shape, generator=draw) * 0.05)
+        batch = rich_batch(1, 1, state.config.vocab_size)
+        Stepper(settings, ranks)._accumulate(state, batch.ranks[0], batch.counts)
+        return {name: full(p.grad).cpu() for name, p in state.trained() if p.grad is not None}
 
 
 def test_compiled_gradients_are_near_the_cpus() -> None:

@@ -180,6 +180,8 @@ Loss = Annotated[Dppo | Ipo | Aipo | PpoClip | Cispo | Gspo | Tis | Icepop | Cus
 class ActivationSettings(Settings):
     checkpoint: Literal["off", "selective", "full"] = "off"
     """Which activations are recomputed in the backward pass instead of kept."""
+    attention_layers: int | None = Field(default=None, ge=0)
+    """With "selective": in how many layers attention's output is kept; None: all. The others compute it again."""
     offload: bool = False
     """Keep checkpointed activations in CPU memory."""
 

@@ -1,8 +1,9 @@
 """Attention: one call with a plan; and the plan of packed samples, for training and whole prefills."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.models.packed import AttentionPlan
-from headway.models.varlen import long_attention, varlen_attention
+from headway.models.varlen import (
+    long_attention,
+    long_backward,
+    long_forward,
+    varlen_attention,
+    varlen_backward,
+    varlen_forward,
+)
 
 _SHORT = 64
 """Samples of up to this many tokens on average are batched by length: a call each would cost more than padding."""
@@ -37,7 +45,7 @@ class PackedPlan:
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
         if len(q_THD) != self.tokens:
             raise HeadwayError(f"the plan is for {self.tokens} tokens, not {len(q_THD)}")
-        if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
+        if _half_on_cuda(q_THD):
             return self._attend_cuda(q_THD, k_TKD, v_TKD)
         if self.tokens == self.longest * len(self.lengths):
             shape = (len(self.lengths), self.longest)
@@ -51,15 +59,59 @@ class PackedPlan:
         return torch.cat([_alone(q, k, v) for q, k, v in samples])
 
     def _attend_cuda(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        runs = self._runs
-        sizes = [sum(lengths) for lengths, _ in runs]
         parts = []
-        for (lengths, ends), q, k, v in zip(runs, *(torch.split(x, sizes) for x in (q_THD, k_TKD, v_TKD)), strict=True):
+        for (lengths, ends), q, k, v in self._split(q_THD, k_TKD, v_TKD):
             if ends is None:
                 parts.append(long_attention(q, k, v))
             else:
                 parts.append(varlen_attention(q, k, v, ends, max(lengths)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`attend` without a graph, and what `attend_backward` wants to have kept of it besides the result."""
+        if not _half_on_cuda(q_THD):
+            with torch.no_grad():
+                return self.attend(q_THD, k_TKD, v_TKD, 0), ()
+        parts, kept = [], []
+        for (lengths, ends), q, k, v in self._split(q_THD, k_TKD, v_TKD):
+            if ends is None:
+                part, own = long_forward(q, k, v)
+            else:
+                part, own = varlen_forward(q, k, v, ends, max(lengths))
+            parts.append(part)
+            kept.extend(own)
+        return parts[0] if len(parts) == 1 else torch.cat(parts), tuple(kept)
+
+    def attend_backward(
+        self,
+        grad_THD: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out_THD: Tensor,
+        kept: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values. Where there is no kernel for it, attention is computed again."""
+        if not _half_on_cuda(out_THD):
+            inputs = [x.detach().requires_grad_() for x in qkv]
+            with torch.enable_grad():
+                out_THD = self.attend(*inputs, 0)
+            dq, dk, dv = torch.autograd.grad(out_THD, inputs, grad_THD)
+            return dq, dk, dv
+        each, grads = iter(kept), []
+        for (lengths, ends), grad, q, k, v, out in self._split(grad_THD, *qkv, out_THD):
+            own = (next(each), next(each), next(each))
+            if ends is None:
+                grads.append(long_backward(grad, (q, k, v), out, own))
+            else:
+                grads.append(varlen_backward(grad, (q, k, v), out, own, ends, max(lengths)))
+        if len(grads) == 1:
+            return grads[0]
+        dq, dk, dv = (torch.cat(parts) for parts in zip(*grads, strict=True))
+        return dq, dk, dv
+
+    def _split(self, *tensors: Tensor) -> Iterator[Any]:
+        """Each run with its rows of every tensor."""
+        sizes = [sum(lengths) for lengths, _ in self._runs]
+        return zip(self._runs, *(torch.split(x, sizes) for x in tensors), strict=True)
 
     @cached_property
     def _runs(self) -> list[tuple[list[int], Tensor | None]]:
@@ -104,6 +156,10 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
         else:
             groups.append([sample])
     return groups
+
+
+def _half_on_cuda(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _alone(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The LM head for training: logprobs and entropy of given targets, chunk by chunk, never with the full logits.
 
-Forward and backward hold the logits of `chunk` tokens at a time; backward computes them again. Logits are those of
-`DecoderLM.logits`, rounded as the computation's precision rounds them; everything after is float32.
+Forward and backward hold the logits of `chunk` tokens at a time. Backward computes them again, unless one chunk holds
+all, which is then kept, or the weight is frozen. Logits are those of `DecoderLM.logits`, rounded as the computation's
+precision rounds them; everything after is float32.
 """
 
 from types import ModuleType
@@ -29,13 +30,26 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperatures_N: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        reduce_rows = _kernels(hidden_ND).reduce_rows
+        kernels = _kernels(hidden_ND)
+        table_VD = weight_VD.to(hidden_ND.dtype)
         results_3N = torch.empty(3, len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
+        # Without the weight's gradient, a row of the hidden's is known up to its factor while the logits are there.
+        frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        unit_ND = torch.empty_like(hidden_ND) if frozen else None
+        kept = frozen or (len(hidden_ND) <= chunk and ctx.needs_input_grad[1])
+        logits_CV: Tensor | None = None
         for rows in _chunks(len(hidden_ND), chunk):
-            reduced = reduce_rows(hidden_ND[rows] @ weight_VD.T, targets_N[rows], temperatures_N[rows])
+            logits_CV = hidden_ND[rows] @ table_VD.T
+            reduced = kernels.reduce_rows(logits_CV, targets_N[rows], temperatures_N[rows], keep=kept)
             results_3N[:, rows] = torch.stack(reduced)
+            if unit_ND is not None:
+                one_C = torch.ones_like(temperatures_N[rows])
+                normalizer_C = results_3N[2, rows]
+                grad_CV = kernels.to_gradient_(logits_CV, targets_N[rows], temperatures_N[rows], normalizer_C, one_C)
+                torch.mm(grad_CV, table_VD, out=unit_ND[rows])
         logprobs_N, entropy_N, normalizer_N = results_3N.unbind()
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N)
+        only_CV = logits_CV if kept and not frozen else None
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N, unit_ND, only_CV)
         ctx.chunk = chunk
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
@@ -44,8 +58,11 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N = ctx.saved_tensors
+        hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N, unit_ND, only_CV = ctx.saved_tensors
+        if unit_ND is not None:
+            return (unit_ND * grad_logprobs_N[:, None]).to(unit_ND.dtype), None, None, None, None
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        table_VD = weight_VD.to(hidden_ND.dtype)
         to_gradient_ = _kernels(hidden_ND).to_gradient_
         # A sum's gradient is one number seen N times; kernels want N numbers.
         grad_logprobs_N = grad_logprobs_N.contiguous()
@@ -53,12 +70,12 @@ class _ChunkedHead(torch.autograd.Function):
         # Chunks add up in float32: in bf16, hundreds of small addends would be lost.
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
         for rows in _chunks(len(hidden_ND), ctx.chunk):
-            logits_CV = hidden_ND[rows] @ weight_VD.T
+            logits_CV = hidden_ND[rows] @ table_VD.T if only_CV is None else only_CV
             grad_CV = to_gradient_(
                 logits_CV, targets_N[rows], temperatures_N[rows], normalizer_N[rows], grad_logprobs_N[rows]
             )
             if grad_hidden_ND is not None:
-                torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
+                torch.mm(grad_CV, table_VD, out=grad_hidden_ND[rows])
             if grad_weight_VD is not None:
                 _add_product(grad_weight_VD, grad_CV.T, hidden_ND[rows])
         return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None
@@ -83,6 +100,6 @@ def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == into.dtype:
         into.addmm_(left, right)
     elif left.is_cuda:
-        into.add_(torch.mm(left, right, out_dtype=into.dtype))
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
     else:
         into.add_(left @ right)

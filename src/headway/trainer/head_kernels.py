@@ -11,8 +11,13 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def reduce_rows(logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, entropies, and the logarithms of the normalizers, all (C,) in float32."""
+def reduce_rows(
+    logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets, entropies, and the logarithms of the normalizers, all (C,) in float32.
+
+    The logits stay, whether told to `keep` them or not.
+    """
     results = [torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device) for _ in range(3)]
     if len(logits_CV):
         _reduce_rows[(len(logits_CV),)](

@@ -4,9 +4,14 @@ import torch
 from torch import Tensor
 
 
-def reduce_rows(logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, entropies, and the logarithms of the normalizers, all (C,) in float32."""
-    logits_CV = _scaled(logits_CV, temperatures_C)
+def reduce_rows(
+    logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets, entropies, and the logarithms of the normalizers, all (C,) in float32.
+
+    The logits may be overwritten, unless told to `keep` them.
+    """
+    logits_CV = _scaled(logits_CV.clone() if keep else logits_CV, temperatures_C)
     normalizer_C = logits_CV.logsumexp(-1)
     logprobs_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] - normalizer_C
     expected_C = torch.linalg.vecdot((logits_CV - normalizer_C[:, None]).exp_(), logits_CV)

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headway.config.trainer import ActivationSettings
-from headway.trainer.activations import checkpoint_block
+from headway.models.layers.block import Block
+from headway.trainer.activations import checkpoint_blocks
 from headway.trainer.policy import Policy
+from headway.trainer.precision import compute_in
 from headway.trainer.ranks import Ranks
 
 MESH_DIMS = ("replicate", "shard", "context", "expert")
@@ -33,16 +34,16 @@ def make_mesh(ranks: Ranks, replicas: int) -> DeviceMesh:
 def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
     """Checkpoint, compile and shard the blocks of `policy`, in place; gradients then add up over all ranks.
 
-    One rank that computes in float32 is left a plain module: sharding over one would only copy.
+    One rank is left a plain module: sharding over one would only copy.
     """
-    blocks: list[nn.Module] = list(policy.model.layers)
+    blocks = [block for block in policy.model.layers if isinstance(block, Block)]
+    checkpoint_blocks(blocks, plan.activations)
     for block in blocks:
-        if plan.activations.checkpoint != "off":
-            checkpoint_block(block, plan.activations.checkpoint)
         if plan.compile:
             # Attention's shapes change with every packing, and each would be compiled anew.
             block.get_submodule("mlp").compile(dynamic=True)
-    if mesh.size() == 1 and plan.compute_dtype == torch.float32:
+    if mesh.size() == 1:
+        compute_in(policy.model.model, plan.compute_dtype)
         return
     sharded = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     precision = MixedPrecisionPolicy(param_dtype=plan.compute_dtype, reduce_dtype=torch.float32)

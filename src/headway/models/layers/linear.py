@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.models.adapted import adapted, unvalued_product
 from headway.models.native import ops
 from headway.models.native.library import native
 
@@ -28,6 +29,8 @@ class Linear(nn.Module):
         self.adapter_dropout = 0.0
 
     def forward(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
+        if isinstance(adapter_gate, float) and (outs := _adapted([self], x_TI, adapter_gate)):
+            return outs[0]
         out_TO = product(x_TI, self.weight, self.bias)
         if adapter_gate is None or self.lora_A is None or self.lora_B is None:
             return out_TO
@@ -37,11 +40,37 @@ class Linear(nn.Module):
         return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B)
 
 
+    def unvalued(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
+        """The output as far as its gradients go: cheaper, where its values are known or of no interest."""
+        if isinstance(adapter_gate, float) and (outs := _adapted([self], x_TI, adapter_gate, valued=False)):
+            return outs[0]
+        if adapter_gate is None and self.bias is None:
+            return unvalued_product(x_TI, self.weight)
+        return self(x_TI, adapter_gate)  # type: ignore[no-any-return]  # modules have no types
+
+
 def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """`F.linear`."""
     if bias_O is None and native(x_TI) and ops.multiplies(x_TI, weight_OI):
         return ops.product(x_TI, weight_OI)
     return F.linear(x_TI, weight_OI, bias_O)
+
+
+def _adapted(
+    linears: Sequence[Linear], x_TI: Tensor, scale: float, *, valued: bool = True
+) -> Sequence[Tensor] | None:
+    """The output of each as one operation, where all have an adapter to train beside a frozen weight."""
+    weights, downs, ups = [], [], []
+    for linear in linears:
+        dropped = linear.training and linear.adapter_dropout
+        if linear.lora_A is None or linear.lora_B is None or linear.bias is not None or dropped:
+            return None
+        if linear.weight.requires_grad:
+            return None
+        weights.append(linear.weight)
+        downs.append(linear.lora_A)
+        ups.append(linear.lora_B)
+    return adapted(x_TI, weights, downs, ups, scale, valued=valued)
 
 
 class Siblings:
@@ -57,6 +86,8 @@ class Siblings:
         """The output of each."""
         if adapter_gate is None and (joined := self.serving()) is not None:
             return torch.split(product(x_TI, joined), self._sizes, dim=-1)
+        if isinstance(adapter_gate, float) and (outs := _adapted(self._linears, x_TI, adapter_gate)):
+            return outs
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
     def join(self) -> None:

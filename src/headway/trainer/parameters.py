@@ -1,0 +1,38 @@
+"""The parameters of some modules as a list that can be read, and replaced for a while."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Parameters:
+    """Always those that the modules have now: sharding replaces them, and shows them whole only while a block runs."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._places = [
+            (owner, key)
+            for module in modules
+            for owner in module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None
+        ]
+
+    def read(self) -> list[Tensor]:
+        return [getattr(owner, key) for owner, key in self._places]
+
+    @contextmanager
+    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the modules compute with `tensors`."""
+        before = self.read()
+        self._put(tensors)
+        try:
+            yield
+        finally:
+            self._put(before)
+
+    def _put(self, tensors: Sequence[Any]) -> None:
+        # Past `nn.Module.__setattr__`, which takes nothing but parameters.
+        for (owner, key), tensor in zip(self._places, tensors, strict=True):
+            owner._parameters[key] = tensor
