@@ -1,6 +1,7 @@
 """How a GPU's memory is divided between processes that share it."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from headway.config.rl import RlSettings
 from headway.core.errors import UsageError
+from headway.core.runs import RunPaths
 from headway.launch.memory import (
     GIB,
     adapter_count,
@@ -18,6 +20,7 @@ from headway.launch.memory import (
     trainer_shares,
 )
 from headway.launch.placement import place
+from headway.launch.rl import process_specs
 from headway.launch.sharing import MARGIN, GpuMemory, MemoryPlan, plan_memory
 from headway.models.config import ModelConfig
 
@@ -101,6 +104,22 @@ def test_what_does_not_fit_is_refused_with_the_setting_to_lower(
 ) -> None:
     with pytest.raises(UsageError, match=advice):
         planned(settings(**values), QWEN3_4B, memory=GpuMemory(140 * GIB, free * GIB))
+
+
+def test_a_gpu_that_nobody_can_size_up_is_left_to_the_user() -> None:
+    run = settings()
+    plan = plan_memory(run, QWEN3_600M, place(run.placement, ["0"], cores=8), {})
+    assert plan.kv_bytes == [None]
+    assert "inference.kv_memory_gb" in plan.lines[0]
+
+
+def test_every_engine_is_started_with_its_share(tmp_path: Path) -> None:
+    run = settings(placement={"engines": 2})
+    placement = place(run.placement, ["0"], cores=8)
+    specs = process_specs(run, RunPaths(tmp_path), placement, MemoryPlan([1_500_000_000, None], []))
+    shared, own = (spec.argv for spec in specs[:2])
+    assert shared[shared.index("--inference.kv_memory_gb") + 1] == "1.5"
+    assert "--inference.kv_memory_gb" not in own
 
 
 @given(st.integers(8, 140), st.integers(1, 512), st.sampled_from([256, 2048, 16_384]), st.integers(1, 3))

@@ -65,7 +65,12 @@ def plan_memory(
     lines = []
     for gpu in dict.fromkeys(homes):
         engines = [index for index, home in enumerate(homes) if home == gpu]
-        if len(engines) + (gpu in trainers) < 2 or gpu not in memory:
+        if len(engines) + (gpu in trainers) < 2:
+            continue
+        if gpu not in memory:
+            lines.append(
+                f"GPU {gpu} is shared, but nvidia-smi does not say how large it is: set inference.kv_memory_gb"
+            )
             continue
         trainer = trainer_shares(settings, config) if gpu in trainers else Shares({})
         size = _divide(settings, config, gpu, memory[gpu], trainer, len(engines))
