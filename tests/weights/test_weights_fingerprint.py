@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.transport.weights import checksum
-from headway.transport.weights.checksum import ROW, Tally, tallies, words_of
-from headway.transport.weights.checksum_device import count_on_device, fetch_counted
+from headway.transport.weights import checksum_host
+from headway.transport.weights.checksum import ROW, Tally, words_of
+from headway.transport.weights.checksum_device import count_on_device, fetch_tallies
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
@@ -173,13 +173,13 @@ def _formula(tensor: Tensor, byte_offset: int) -> Tally:
 
 def _tally(tensor: Tensor, offset: int) -> Tally:
     total = Tally()
-    for part in checksum.begin(*words_of(tensor, offset)):
-        total.merge(tallies([part if isinstance(part, checksum.Counted) else part.result()])[0])
+    for part in checksum_host.begin(*words_of(tensor, offset)):
+        total.merge(part if isinstance(part, Tally) else part.result())
     return total
 
 
 def _tally_on_device(tensor: Tensor, offset: int) -> Tally:
-    return tallies(fetch_counted([count_on_device(*words_of(tensor, offset))]))[0]
+    return fetch_tallies([count_on_device(*words_of(tensor, offset))])[0]
 
 
 def _essence(tally: Tally) -> tuple[int, int, int]:
@@ -196,8 +196,8 @@ def test_the_sums_are_what_they_are_said_to_be(count: int, offset: int) -> None:
 
 
 def test_threads_and_the_device_give_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "_SPAN", 16 * ROW)
-    monkeypatch.setattr(checksum, "_SHARE", 32 * ROW)
+    monkeypatch.setattr(checksum_host, "_SPAN", 16 * ROW)
+    monkeypatch.setattr(checksum_host, "_SHARE", 32 * ROW)
     tensor, offset = _bits(5, 250 * ROW + 5, torch.float32), 8 * (ROW + 77)
     before = torch.get_num_threads()
     found = []

@@ -16,7 +16,7 @@ from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMe
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights import make_receiver, make_sender, pairing, shared_memory
+from headway.transport.weights import make_receiver, make_sender, pairing, segments, shared_memory
 from headway.transport.weights.announce import announced, latest, withdraw
 from headway.transport.weights.collective import CollectiveSender
 from headway.transport.weights.fingerprint import fingerprint_of
@@ -214,7 +214,7 @@ def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
     for version in range(3):
         sender.publish(version, _weights(version).items())
     prefix = latest(paths).transport["prefix"]  # type: ignore[union-attr]
-    folder = shared_memory._folder()
+    folder = segments.folder()
     assert len(list(folder.glob(f"{prefix}-*"))) == 4
     sender.close()
     assert not list(folder.glob(f"{prefix}-*"))
@@ -245,7 +245,7 @@ def test_a_segment_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / f"cut-short-{os.getpid()}")
     sender, receiver = make_sender(SharedMemoryWeights(), paths), make_receiver()
     update = sender.publish(0, [("w", torch.ones(9))])
-    segment = shared_memory._segment(update.transport["prefix"], 0, 0, 0)
+    segment = segments.segment(update.transport["prefix"], 0, 0, 0)
     whole = segment.read_bytes()
     segment.unlink()
     segment.write_bytes(whole[:20])
@@ -262,7 +262,7 @@ def test_an_engine_lets_go_of_a_trainer_that_was_followed_by_another(tmp_path: P
     senders = [make_sender(SharedMemoryWeights(), RunPaths(tmp_path / f"{name}-{os.getpid()}")) for name in "ab"]
     for sender in senders:
         list(shared_memory.fetch(sender.publish(0, [("w", torch.ones(9))]), mappings)[1])
-        assert len(mappings._mapped) == 1
+        assert len(mappings._files) == 1
         sender.close()
 
 
@@ -279,7 +279,7 @@ def test_segments_of_a_killed_trainer_are_readable_until_the_next_start_sweeps_t
     update = latest(paths)
     assert update is not None
     assert _receive(update)["w"].tolist() == [1.0] * 9
-    leftovers = list(shared_memory._folder().glob(f"{update.transport['prefix']}-*"))
+    leftovers = list(segments.folder().glob(f"{update.transport['prefix']}-*"))
     assert leftovers
     sender = make_sender(SharedMemoryWeights(), paths)
     assert not any(path.exists() for path in leftovers)

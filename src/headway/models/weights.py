@@ -42,8 +42,15 @@ def hf_tensors(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
             yield part.name, whole[part.at] if part.at else whole
 
 
+def hf_places(model: DecoderLM) -> dict[str, Tensor]:
+    """The memory of every tensor of the checkpoint within the model's own parameters, which are not sharded."""
+    return {
+        part.name: parameter.data[part.at] for name, parameter in base_parameters(model) for part in _parts(model, name)
+    }
+
+
 def load_hf_tensors(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy a checkpoint's tensors, in any order, into the model's parameters.
+    """Copy a checkpoint's tensors, in any order, into the model's parameters. One that is there already stays.
 
     Raises HeadwayError that names missing, extra and misshapen tensors; the model then holds a mix of old and new.
     """
@@ -64,8 +71,8 @@ def load_hf_tensors(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]]) -> 
                 problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(target.shape)}")
             elif is_sharded(target.parameter):
                 staged.add(target, tensor)
-            else:
-                target.parameter[target.part.at].copy_(tensor)
+            elif (place := target.parameter.data[target.part.at]).data_ptr() != tensor.data_ptr():
+                place.copy_(tensor)
     problems.missing += targets
     problems.raise_any()
 

@@ -10,11 +10,12 @@ from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.probe import check_probe
+from headway.inference.embedded.side_stream import SideStream
 from headway.inference.engine import UpdateError
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
 from headway.models.serving import join_siblings, take_weights
-from headway.models.weights import load_hf_tensors
+from headway.models.weights import hf_places, load_hf_tensors
 from headway.transport.weights import make_receiver
 
 
@@ -38,27 +39,20 @@ class Updater:
         self._engine = engine
         self._lora = lora
         self._spare: DecoderLM | None = None
-        self._receiver = make_receiver(engine.runner.device.type)
+        self._receiver = make_receiver(str(engine.runner.device))
+        self._side = SideStream(engine.runner.device)
 
     def stage(self, update: WeightUpdate) -> Staged:
         """Fetch and check; what serves is not touched. Raises UpdateError that says what was wrong."""
-        staged = Staged(update, 0)
-        try:
-            if update.adapter is None:
-                load_hf_tensors(self._buffers(), self._receive(staged))
-                if update.probe is not None:
-                    check_probe(self._buffers(), update.probe)
-            else:
-                staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
-        except HeadwayError as error:
-            raise UpdateError(f"version {update.version} was refused: {error}") from None
-        return staged
+        with self._side:
+            return self._stage(update)
 
     def take_over(self, staged: Staged) -> None:
         """Between two steps: make the staged version the one that serves. Raises UpdateError, nothing changed."""
         update = staged.update
         if update.adapter is None:
             take_weights(self._engine.model, self._buffers())
+            self._side.wait_for_current()
             self._engine.weights_changed(update.version)
             return
         assert staged.adapter is not None
@@ -72,8 +66,21 @@ class Updater:
     def close(self) -> None:
         self._receiver.close()
 
-    def _receive(self, staged: Staged) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._receiver.receive(staged.update):
+    def _stage(self, update: WeightUpdate) -> Staged:
+        staged = Staged(update, 0)
+        try:
+            if update.adapter is None:
+                load_hf_tensors(self._buffers(), self._receive(staged, hf_places(self._buffers())))
+                if update.probe is not None:
+                    check_probe(self._buffers(), update.probe)
+            else:
+                staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
+        except HeadwayError as error:
+            raise UpdateError(f"version {update.version} was refused: {error}") from None
+        return staged
+
+    def _receive(self, staged: Staged, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._receiver.receive(staged.update, into):
             staged.bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
 

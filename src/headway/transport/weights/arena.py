@@ -39,6 +39,15 @@ class Arena:
             parts[shard.name] = Part(rank, piece, position, shard.offset, shard.tensor.numel())
         return RankParts(fingerprint.parts(), parts, used if parts else [])
 
+    def mirror(self, other: "Arena", sizes: list[int]) -> None:
+        """Take over what `other`'s last `fill` put in its slabs, of which `sizes` bytes are in use."""
+        for piece, size in enumerate(sizes):
+            if piece == len(self.slabs):
+                self.slabs.append(self._allocate(piece, max(size, self._slab_bytes)))
+            elif len(self.slabs[piece]) < size:
+                self.slabs[piece] = self._allocate(piece, size)
+            self.slabs[piece][:size].copy_(other.slabs[piece][:size], non_blocking=True)
+
     def shards(self, layout: Layout, rank: int) -> Iterator[Shard]:
         """What the last `fill` put here, as views."""
         for name, parts in layout.parts.items():

@@ -1,6 +1,6 @@
 """The contract of weight transports: the trainer publishes a version, an engine receives it, whole or not at all."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from headway.core.protocol import WeightProbe, WeightUpdate
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 NamedTensors: TypeAlias = "Iterable[tuple[str, Tensor | Shard]]"
 """Whole tensors, DTensors, or what a rank holds of a tensor; the same names in the same order on every rank."""
+
+Places: TypeAlias = "Mapping[str, Tensor]"
+"""Where tensors are wanted, by name."""
 
 
 class WeightSender(Protocol):
@@ -30,10 +33,11 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """Lives in an engine."""
 
-    def receive(self, update: WeightUpdate) -> "Iterator[tuple[str, Tensor]]":
+    def receive(self, update: WeightUpdate, into: "Places | None" = None) -> "Iterator[tuple[str, Tensor]]":
         """The tensors of an update, one by one, in any order. Raises HeadwayError if they can't be had whole.
 
-        A tensor may be memory that the trainer will write again: copy it before the iterator ends.
+        A tensor that has a place in `into`, of its shape and dtype, is written there on its way, and is complete when
+        the iterator ends. Another may be memory that the trainer will write again: copy it before the iterator ends.
         """
         ...
 

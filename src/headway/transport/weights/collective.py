@@ -22,7 +22,7 @@ from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES
 from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.layout import Assembler, Layout, gather_layout
+from headway.transport.weights.layout import Arrival, Contents, Layout, gather_layout
 from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.pairing import connect_store, open_store, pair
 from headway.transport.weights.parking import park
@@ -124,7 +124,7 @@ class CollectiveSender:
             _log.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
 
 
-def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
+def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[Arrival]]:
     """Ask the trainer for a version and take each rank's pieces as they come."""
     host, port, backend = (update.transport[key] for key in ("host", "port", "backend"))
     if backend != "gloo":
@@ -137,15 +137,15 @@ def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[t
         return layout, _receive(store, layout, update.version, host, port)
 
 
-def _receive(store: Any, layout: Layout, version: int, host: str, port: int) -> Iterator[tuple[str, Tensor]]:
+def _receive(store: Any, layout: Layout, version: int, host: str, port: int) -> Iterator[Arrival]:
     with _explained(version, host, port):
         request = store.add(_REQUESTS, 1) - 1
         store.set(_request_key(request), str(version))
-        assembler = Assembler(layout)
+        contents = Contents(layout)
         for rank, pieces in enumerate(layout.pieces):
             group = pair(store, _group_name(request, rank), 1, host) if any(pieces) else None
             for piece, data in enumerate(_receive_pieces(group, pieces)):
-                yield from assembler.piece(rank, piece, data)
+                yield from contents.arrivals(rank, piece, data)
 
 
 @contextmanager

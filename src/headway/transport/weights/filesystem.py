@@ -2,12 +2,10 @@
 
 import shutil
 from collections.abc import Iterable, Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,8 +17,8 @@ from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.fingerprint import Fingerprint, TensorSum
-from headway.transport.weights.layout import Layout, Part, RankParts, gather_layout, torch_dtype
+from headway.transport.weights.fingerprint import Fingerprint, TensorSum, dtype_name
+from headway.transport.weights.layout import Arrival, Layout, Part, RankParts, gather_layout
 from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
 from headway.transport.weights.shards import Shard, shards
@@ -65,8 +63,8 @@ class FilesystemSender:
         """Published versions stay: engines that start later read them."""
 
 
-def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[tuple[str, Tensor]]]:
-    """What a version's folder holds, whole tensors stitched from the ranks' rows. Files are mapped, not copied."""
+def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[Arrival]]:
+    """What a version's folder holds. Files are mapped, not copied."""
     folder = Path(update.transport["path"])
     layout = read_manifest(folder).layout
     return layout, _read(folder, layout)
@@ -122,23 +120,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise HeadwayError(f"{folder}: no published version there ({error})") from None
 
 
-def _read(folder: Path, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _read(folder: Path, layout: Layout) -> Iterator[Arrival]:
     try:
         ranks = {part.rank for parts in layout.parts.values() for part in parts}
         files: dict[int, Any] = {rank: safe_open(folder / _file(rank), framework="pt") for rank in ranks}
         for name, parts in layout.parts.items():
-            whole = layout.sums[name]
-            pieces = [files[part.rank].get_tensor(name).view(-1) for part in parts]
-            yield name, (pieces[0] if len(pieces) == 1 else _stitched(pieces, parts, whole)).view(whole.shape)
+            for part in parts:
+                elements = files[part.rank].get_tensor(name).view(-1)
+                _check(name, elements, part, layout.sums[name])
+                yield Arrival(name, part.offset, elements)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise HeadwayError(f"{folder}: the version there is not whole ({error})") from error
 
 
-def _stitched(pieces: list[Tensor], parts: list[Part], whole: TensorSum) -> Tensor:
-    out = torch.empty(prod(whole.shape), dtype=torch_dtype(whole.dtype))
-    for piece, part in zip(pieces, parts, strict=True):
-        out[part.offset : part.offset + part.count] = piece
-    return out
+def _check(name: str, elements: Tensor, part: Part, whole: TensorSum) -> None:
+    if (dtype_name(elements.dtype), len(elements)) != (whole.dtype, part.count):
+        raise RuntimeError(f"{name} has {len(elements)} elements of {elements.dtype} where {part.count} were written")
 
 
 def _file(rank: int) -> str:

@@ -13,10 +13,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import Counted, Tally, begin, tallies, words_of
-from headway.transport.weights.checksum_device import CountedOnDevice, count_on_device, fetch_counted
+from headway.transport.weights.checksum import Tally, words_of
+from headway.transport.weights.checksum_device import CountedOnDevice, count_on_device, fetch_tallies
+from headway.transport.weights.checksum_host import begin
 
-_AT_ONCE = 256
+_AT_ONCE = 1024
 """Parts that are counted before their results are worked up together, which bounds what they hold."""
 
 
@@ -54,7 +55,7 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._pending: list[tuple[_Entry, Counted | Future[Counted] | CountedOnDevice]] = []
+        self._pending: list[tuple[_Entry, Tally | Future[Tally] | CountedOnDevice]] = []
 
     def add(
         self,
@@ -68,8 +69,9 @@ class Fingerprint:
         """Count `tensor`: all of `name`, or its elements from flat index `offset` on where `shape` is the whole's.
 
         `dtype`, where given, is what the whole is said to be; it must be as wide as the tensor's own. `copy`, flat
-        bytes in the host's memory, gets the tensor's bytes on the way. Raises ValueError where dtype or shape disagree
-        with an earlier shard's. Neither may `tensor` change nor is `copy` complete before the sums are asked for.
+        bytes in any memory, gets the tensor's bytes on the way. Raises ValueError where dtype or shape disagree with an
+        earlier shard's. Neither may `tensor` change nor is `copy` complete before `settle`, which
+        also happens when sums are asked for.
         """
         whole = tuple(tensor.shape if shape is None else shape)
         kind = tensor.dtype if dtype is None else dtype
@@ -79,18 +81,12 @@ class Fingerprint:
         if not tensor.numel():
             return
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        words, first = words_of(flat, offset * kind.itemsize)
-        if flat.device.type != "cpu":
-            self._pending.append((entry, count_on_device(words, first)))
-        elif copy is not None and words.data_ptr() == flat.data_ptr() and copy.data_ptr() % 8 == 0:
-            self._pending += ((entry, part) for part in begin(words, first, copy.view(torch.int64)))
-            copy = None
-        else:
-            self._pending += ((entry, part) for part in begin(words, first))
-        if copy is not None:
-            copy.copy_(flat)
+        if copy is not None and not (flat.is_cpu and copy.is_cpu):
+            copy.copy_(flat, non_blocking=True)
+            flat, copy = (copy if flat.is_cpu else flat), None
+        self._pending += ((entry, part) for part in _count(flat, offset * kind.itemsize, copy))
         if len(self._pending) >= _AT_ONCE:
-            self._settle()
+            self.settle()
 
     def merge(self, other: "Fingerprint") -> None:
         """Add another rank's parts. Raises ValueError where the two disagree on a shape or dtype."""
@@ -102,7 +98,7 @@ class Fingerprint:
 
     def parts(self) -> dict[str, ShardSum]:
         """What is known of each tensor, for another rank to merge."""
-        self._settle()
+        self.settle()
         return {name: ShardSum(e.dtype, e.shape, e.tally) for name, e in self._entries.items()}
 
     def sums(self) -> dict[str, TensorSum]:
@@ -120,6 +116,20 @@ class Fingerprint:
         """One short string over all tensors; equal strings mean equal weights."""
         return _digest(sorted(self.sums().items()), 16)
 
+    def settle(self) -> None:
+        """Wait until all that was added is counted and copied, with one synchronization for each device."""
+        by_device: dict[torch.device, list[tuple[_Entry, CountedOnDevice]]] = {}
+        for entry, part in self._pending:
+            if isinstance(part, CountedOnDevice):
+                by_device.setdefault(part.sums.device, []).append((entry, part))
+            else:
+                entry.tally.merge(part.result() if isinstance(part, Future) else part)
+        self._pending = []
+        for pairs in by_device.values():
+            found = fetch_tallies([part for _, part in pairs])
+            for (entry, _), tally in zip(pairs, found, strict=True):
+                entry.tally.merge(tally)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -131,22 +141,16 @@ class Fingerprint:
             raise ValueError(f"{name}: {dtype} {shape} disagrees with {entry.dtype} {entry.shape}")
         return entry
 
-    def _settle(self) -> None:
-        """Work up what is pending, with one synchronization for each device."""
-        by_device: dict[torch.device, list[tuple[_Entry, CountedOnDevice]]] = {}
-        counted: list[tuple[_Entry, Counted]] = []
-        for entry, part in self._pending:
-            if isinstance(part, CountedOnDevice):
-                by_device.setdefault(part.sums.device, []).append((entry, part))
-            else:
-                counted.append((entry, part.result() if isinstance(part, Future) else part))
-        self._pending = []
-        for pairs in by_device.values():
-            fetched = fetch_counted([part for _, part in pairs])
-            counted += [(entry, part) for (entry, _), part in zip(pairs, fetched, strict=True)]
-        if counted:
-            for (entry, _), tally in zip(counted, tallies([part for _, part in counted]), strict=True):
-                entry.tally.merge(tally)
+
+def _count(flat: Tensor, byte_offset: int, copy: Tensor | None) -> list[Tally | Future[Tally] | CountedOnDevice]:
+    """Count bytes that begin `byte_offset` into the whole. In the host's memory they may also be copied."""
+    words, first = words_of(flat, byte_offset)
+    if not flat.is_cpu:
+        return [count_on_device(words, first)]
+    if copy is not None and (words.data_ptr() != flat.data_ptr() or copy.data_ptr() % 8):
+        copy.copy_(flat)
+        copy = None
+    return [*begin(words, first, None if copy is None else copy.view(torch.int64))]
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from math import prod
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -66,36 +67,34 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class Assembler:
-    """Puts tensors together from parts that arrive in any order, each as raw bytes."""
+class Arrival(NamedTuple):
+    """`elements` (flat) of tensor `name` from flat index `offset` on. Where they don't last, the memory is used again
+    as soon as the next arrival is asked for."""
+
+    name: str
+    offset: int
+    elements: Tensor
+    lasts: bool = True
+
+
+class Contents:
+    """What lies in each piece of a layout. Raises HeadwayError where parts don't make whole tensors."""
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._open: dict[str, tuple[Tensor, int]] = {}
-        self._by_piece: dict[tuple[int, int], list[tuple[str, Part]]] = {}
+        self._pieces: dict[tuple[int, int], list[tuple[str, torch.dtype, Part]]] = {}
         for name, parts in layout.parts.items():
-            if sum(part.count for part in parts) != prod(layout.sums[name].shape):
-                raise HeadwayError(f"the parts of {name} do not add up to its shape {layout.sums[name].shape}")
-            for part in parts:
-                self._by_piece.setdefault((part.rank, part.piece), []).append((name, part))
-
-    def piece(self, rank: int, piece: int, data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Take all parts of one piece (uint8 `data`) and yield the tensors that are complete now.
-
-        A tensor that lies in the piece as a whole is a view of it.
-        """
-        for name, part in self._by_piece.get((rank, piece), []):
-            whole = self._layout.sums[name]
+            whole = layout.sums[name]
             dtype = torch_dtype(whole.dtype)
-            elements = data[part.position : part.position + part.count * dtype.itemsize].view(dtype)
-            if part.count == prod(whole.shape):
-                yield name, elements.view(whole.shape)
-                continue
-            tensor, missing = self._open.pop(name, (None, prod(whole.shape)))
-            if tensor is None:
-                tensor = torch.empty(missing, dtype=dtype)
-            tensor[part.offset : part.offset + part.count] = elements
-            if missing == part.count:
-                yield name, tensor.view(whole.shape)
-            else:
-                self._open[name] = (tensor, missing - part.count)
+            if sum(part.count for part in parts) != prod(whole.shape):
+                raise HeadwayError(f"the parts of {name} do not add up to its shape {whole.shape}")
+            for part in parts:
+                self._pieces.setdefault((part.rank, part.piece), []).append((name, dtype, part))
+
+    def arrivals(self, rank: int, piece: int, data: Tensor, start: int = 0, *, lasts: bool = True) -> Iterator[Arrival]:
+        """What `data` holds: bytes of a piece from byte `start` on, cut where elements end. Nothing is copied."""
+        for name, dtype, part in self._pieces.get((rank, piece), []):
+            begin = max(part.position, start)
+            end = min(part.position + part.count * dtype.itemsize, start + len(data))
+            if begin < end:
+                offset = part.offset + (begin - part.position) // dtype.itemsize
+                yield Arrival(name, offset, data[begin - start : end - start].view(dtype), lasts)

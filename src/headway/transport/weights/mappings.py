@@ -1,34 +1,56 @@
-"""Files in memory that an engine keeps mapped from one update to the next: mapping one costs more than copying it."""
+"""The trainer's memory that an engine keeps mapped from one update to the next: mapping it costs more than copying."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
+from headway.transport.weights import device_memory
 
 
 class Mappings:
-    """A file that was replaced under its name is mapped anew."""
+    """Of an engine on `device`. A file that was replaced under its name is mapped anew."""
 
-    def __init__(self) -> None:
-        self._mapped: dict[Path, tuple[int, Tensor]] = {}
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._files: dict[Path, tuple[int, Tensor]] = {}
+        self._handles: dict[str, tuple[str, Tensor]] = {}
 
     def open(self, path: Path, size: int) -> Tensor:
-        """The first `size` bytes. Raises HeadwayError where the file isn't there or is shorter."""
+        """The first `size` bytes of a file. Raises HeadwayError where it isn't there or is shorter."""
         try:
             status = path.stat()
-            number, data = self._mapped.get(path, (-1, torch.empty(0, dtype=torch.uint8)))
+            number, data = self._files.get(path, (-1, torch.empty(0, dtype=torch.uint8)))
             if number != status.st_ino and status.st_size >= size:
+                self._forget(path)
                 data = torch.from_file(str(path), shared=True, size=status.st_size, dtype=torch.uint8)
-                self._mapped[path] = (status.st_ino, data)
+                self._files[path] = (status.st_ino, data)
+                if self.device.type == "cuda":
+                    device_memory.pin(data)
         except (OSError, RuntimeError) as error:
             raise HeadwayError(f"{path}: cannot map a segment of weights ({error})") from None
         if min(status.st_size, len(data)) < size:
             raise HeadwayError(f"{path}: a segment of weights is shorter than the {size} bytes announced")
         return data[:size]
 
-    def keep(self, wanted: Callable[[Path], bool]) -> None:
-        """Let go of all others."""
-        self._mapped = {path: mapped for path, mapped in self._mapped.items() if wanted(path)}
+    def open_handle(self, prefix: str, handle: str, size: int) -> Tensor:
+        """`size` bytes in the memory of this engine's GPU. Raises HeadwayError where they are out of reach."""
+        if handle not in self._handles:
+            self._handles[handle] = (prefix, device_memory.open_handle(handle, size, self.device))
+        return self._handles[handle][1][:size]
+
+    def keep(self, prefix: str | None) -> None:
+        """Let go of all but what belongs to `prefix`."""
+        for path in list(self._files):
+            if prefix is None or not path.name.startswith(f"{prefix}-"):
+                self._forget(path)
+        for handle, (owner, memory) in list(self._handles.items()):
+            if owner != prefix:
+                del self._handles[handle]
+                device_memory.close_handle(handle, memory)
+
+    def _forget(self, path: Path) -> None:
+        _, data = self._files.pop(path, (0, None))
+        if data is not None and self.device.type == "cuda":
+            device_memory.unpin(data)

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from math import prod
 
+import torch
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
+from headway.transport.weights.base import Places
 from headway.transport.weights.fingerprint import Fingerprint, TensorSum
-from headway.transport.weights.layout import Layout
+from headway.transport.weights.layout import Arrival, Layout, torch_dtype
 from headway.transport.weights.mappings import Mappings
 
-Fetched = tuple[Layout, Iterator[tuple[str, Tensor]]]
+Fetched = tuple[Layout, Iterator[Arrival]]
 Fetch = Callable[[WeightUpdate, Mappings], Fetched]
-"""What every transport's module offers: what is to come, and the tensors as they come."""
+"""What every transport's module offers: what is to come, and the parts as they come."""
 
 WAYS = ("filesystem", "shared_memory", "collective")
 _NAMED = 5
@@ -27,13 +30,13 @@ class Receiver:
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device = device
-        self._mappings = Mappings()
+        self._device = torch.device(device)
+        self._mappings = Mappings(self._device)
 
-    def receive(self, update: WeightUpdate) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, update: WeightUpdate, into: "Places | None" = None) -> Iterator[tuple[str, Tensor]]:
         fetch = _way(update)
         try:
-            layout, tensors = fetch(update, self._mappings)
+            layout, arrivals = fetch(update, self._mappings)
         except KeyError as error:
             raise HeadwayError(f"the update to version {update.version} lacks transport.{error.args[0]}") from error
         if layout.fingerprint != update.fingerprint:
@@ -41,16 +44,75 @@ class Receiver:
                 f"version {update.version} has fingerprint {layout.fingerprint} where it lies, "
                 f"not the announced {update.fingerprint}; it is refused"
             )
-        fingerprint = Fingerprint()
-        for name, fetched in tensors:
-            tensor = fetched.to(self._device)
-            fingerprint.add(name, tensor)
-            yield name, tensor
-        _prove(fingerprint, layout, update)
+        intake = _Intake(layout, self._device, into or {})
+        for arrival in arrivals:
+            tensor = intake.take(arrival)
+            if tensor is not None:
+                yield arrival.name, tensor
+        yield from intake.empty()
+        _prove(intake.fingerprint, layout, update)
 
     def close(self) -> None:
         """Let go of the trainer's memory."""
-        self._mappings.keep(lambda path: False)
+        self._mappings.keep(None)
+
+
+class _Intake:
+    """Puts parts in their places, in any order, and counts them on the way.
+
+    A tensor that has no place and came whole, in memory that lasts, is left where it is.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, places: "Places") -> None:
+        self.fingerprint = Fingerprint()
+        self._layout, self._device, self._places = layout, device, places
+        self._missing = {name: prod(whole.shape) for name, whole in layout.sums.items()}
+        self._made: dict[str, Tensor] = {}
+
+    def empty(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of no elements, of which nothing will come."""
+        for name, whole in self._layout.sums.items():
+            if not prod(whole.shape):
+                tensor = self._make(name)
+                self.fingerprint.add(name, tensor)
+                yield name, tensor
+
+    def take(self, arrival: Arrival) -> Tensor | None:
+        """The tensor that this was the last part of, if it was. In its place it is complete when all have come."""
+        name, offset, elements, lasts = arrival
+        whole = self._layout.sums[name]
+        place = self._place(name, whole)
+        if place is None and lasts and elements.numel() == prod(whole.shape):
+            tensor = elements.to(self._device).view(whole.shape)
+            self.fingerprint.add(name, tensor)
+            return tensor
+        target = self._own(name) if place is None else place
+        copy = target.view(-1)[offset : offset + elements.numel()].view(torch.uint8)
+        self.fingerprint.add(name, elements, offset, whole.shape, copy=copy)
+        self._missing[name] -= elements.numel()
+        if place is None or not lasts:
+            self.fingerprint.settle()
+        return None if self._missing[name] else target
+
+    def _place(self, name: str, whole: TensorSum) -> Tensor | None:
+        """Where the caller wants it, if it fits there as it is."""
+        place = self._places.get(name)
+        fits = (
+            place is not None
+            and tuple(place.shape) == whole.shape
+            and place.dtype is torch_dtype(whole.dtype)
+            and place.is_contiguous()
+        )
+        return place.detach() if place is not None and fits else None
+
+    def _own(self, name: str) -> Tensor:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> Tensor:
+        whole = self._layout.sums[name]
+        return torch.empty(whole.shape, dtype=torch_dtype(whole.dtype), device=self._device)
 
 
 def _way(update: WeightUpdate) -> Fetch:

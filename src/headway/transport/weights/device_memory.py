@@ -1,0 +1,121 @@
+"""Memory of a GPU that several processes on one host use: one allocates and passes a handle on, others open it.
+
+By the CUDA driver's own library, since torch shares memory between its own children alone. A handle is 64 bytes, valid
+while the process that made it lives and has not freed the memory.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.core.errors import HeadwayError
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+class _Block:
+    """Memory as torch likes to be told of it. Whoever holds the tensor holds this, and with it the memory."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+_own: dict[str, Tensor] = {}
+"""What this process allocated: the driver opens handles of other processes alone."""
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Which GPU it is, whatever number a process knows it by."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
+    """`size` flat bytes, and their handle in hex. Raises HeadwayError."""
+    with torch.cuda.device(device):
+        _make_current()
+        address, handle = ctypes.c_uint64(), _Handle()
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        name = bytes(handle).hex()
+        _own[name] = torch.as_tensor(_Block(address.value or 0, size), device=device)
+    return _own[name], name
+
+
+def release(handle: str) -> None:
+    """Free what `allocate` gave. Processes that still have it open lose it."""
+    memory = _own.pop(handle)
+    with torch.cuda.device(memory.device):
+        torch.cuda.synchronize()
+        _call("cuMemFree_v2", ctypes.c_uint64(memory.data_ptr()))
+
+
+def open_handle(handle: str, size: int, device: torch.device) -> Tensor:
+    """Another process's memory on `device`. Raises HeadwayError where it is gone or out of reach."""
+    if handle in _own:
+        return _own[handle]
+    raw = bytes.fromhex(handle)
+    if len(raw) != _HANDLE_BYTES:
+        raise HeadwayError(f"a handle of GPU memory has {_HANDLE_BYTES} bytes, not {len(raw)}")
+    with torch.cuda.device(device):
+        _make_current()
+        address, opened = ctypes.c_uint64(), _Handle.from_buffer_copy(raw)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return torch.as_tensor(_Block(address.value or 0, size), device=device)
+
+
+def close_handle(handle: str, memory: Tensor) -> None:
+    """Let go of what `open_handle` gave."""
+    if handle not in _own:
+        with torch.cuda.device(memory.device):
+            torch.cuda.synchronize()
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(memory.data_ptr()))
+
+
+def pin(memory: Tensor) -> None:
+    """Lock pages of the host's memory, so that a GPU copies from and to them by itself. Without, copies are slower."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
+    runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+
+
+def unpin(memory: Tensor) -> None:
+    """Before memory that was pinned is given back."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
+    torch.cuda.synchronize()
+    runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def _make_current() -> None:
+    """A thread that has called CUDA's runtime, as torch does here, has a context that the driver's functions find."""
+    torch.cuda.synchronize()
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise HeadwayError(f"the CUDA driver's library cannot be loaded ({error})") from None
+
+
+def _call(name: str, *arguments: Any) -> None:
+    driver = _driver()
+    code = getattr(driver, name)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        reason = text.value.decode() if text.value else f"error {code}"
+        raise HeadwayError(f"{name} failed: {reason}")
