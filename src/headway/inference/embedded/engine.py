@@ -1,4 +1,4 @@
-"""The engine itself: requests in, tokens out, one step at a time. Knows neither threads nor sockets."""
+"""The engine itself: requests in, tokens out, step by step. Knows neither threads nor sockets."""
 
 import secrets
 import time
@@ -11,14 +11,16 @@ import torch
 from headway.core.protocol import GenerateRequest
 from headway.inference.embedded.adapters import Adapters
 from headway.inference.embedded.cache import BlockCache, root_hash
+from headway.inference.embedded.flight import Flight
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.runner import Runner
-from headway.inference.embedded.sampler import Sampled, choice_seed, sample
+from headway.inference.embedded.sampler import choice_seed
 from headway.inference.embedded.scheduler import Limits, Scheduler, Step
 from headway.inference.embedded.sequence import Sequence
 from headway.inference.embedded.store import KvStore
 from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
 from headway.models.decoder import DecoderLM
+from headway.models.kernels import fused
 
 _RATE_WINDOW = 5.0
 
@@ -29,7 +31,6 @@ class Job:
 
     request_id: str
     sequences: list[Sequence]
-    stream: bool
     unfinished: int
 
 
@@ -49,9 +50,14 @@ class EngineLimits:
 
 
 class EmbeddedEngine:
-    """Continuous batching over a paged cache. `version` tags every token sampled from now on."""
+    """Continuous batching over a paged cache. `version` tags every token sampled from now on.
 
-    def __init__(self, model: DecoderLM, limits: EngineLimits, *, version: int = 0) -> None:
+    `depth` is how many launched steps may wait to be collected when the next one is launched: 0 where the host does
+    the work itself, 1 on an accelerator, which then never waits for the host. Whoever stops is noticed that many steps
+    late, and what it got in them is dropped.
+    """
+
+    def __init__(self, model: DecoderLM, limits: EngineLimits, *, version: int = 0, depth: int | None = None) -> None:
         config = model.config
         self.limits = limits
         self.version = version
@@ -60,17 +66,9 @@ class EmbeddedEngine:
         self.jobs: dict[str, Job] = {}
         self.cache = BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
         self.scheduler = Scheduler(self.cache, Limits(limits.max_running, limits.max_batched_tokens), self._root_of)
-        store = KvStore(
-            config.layers,
-            limits.num_blocks,
-            limits.block_size,
-            config.kv_heads,
-            config.head_dim,
-            dtype=model.head_weight().dtype,
-            device=model.head_weight().device,
-        )
-        rows = Rows(limits.max_running, -(-limits.max_model_len // limits.block_size))
-        self.runner = Runner(model, store, rows)
+        self.runner = make_runner(model, limits, ahead=depth != 0)
+        self.depth = self.runner.depth if depth is None else depth
+        self._flights: deque[Flight] = deque()
         self._eos = frozenset(config.eos_ids)
         self._arrivals = 0
         self._epoch = 0
@@ -102,20 +100,26 @@ class EmbeddedEngine:
         self._arrivals += 1
         for sequence in sequences:
             self.scheduler.add(sequence)
-        job = self.jobs[request_id] = Job(request_id, sequences, request.stream, len(sequences))
+        job = self.jobs[request_id] = Job(request_id, sequences, len(sequences))
         return job
 
     def step(self) -> list[Event]:
-        """Run everything that is scheduled once; returns what requests got of it."""
+        """Launch what is scheduled, and collect what was launched `depth` steps before; returns what requests got."""
+        # Who gives up blocks must not have tokens on their way.
+        events = self.settle() if self._flights and self.scheduler.crowded() else []
         step = self.scheduler.schedule()
-        if not step.sequences:
-            return []
-        for sequence in step.admitted:
-            self.runner.enter(sequence, self.adapters.slot(sequence.adapter))
-        with torch.inference_mode():
-            logits, drawing, which, positions = self.runner.run(step)
-            sampled = sample(logits, self.runner.rows, which, positions) if len(drawing) else None
-        return self._emit(step, drawing.tolist(), sampled)
+        if step.sequences:
+            self._flights.append(self._launch(step))
+        if len(self._flights) > (self.depth if step.sequences else 0):
+            events += self._collect()
+        return events
+
+    def settle(self) -> list[Event]:
+        """Collect all that was launched: what follows sees no step in the air."""
+        events: list[Event] = []
+        while self._flights:
+            events += self._collect()
+        return events
 
     def abort(self, request_id: str) -> list[Event]:
         """End a request where it is; its choices finish with "abort"."""
@@ -129,6 +133,7 @@ class EmbeddedEngine:
 
     def reset(self) -> list[Job]:
         """After a step that failed: forget every request and all that is cached. Returns the requests."""
+        self._flights.clear()
         jobs = list(self.jobs.values())
         for job in jobs:
             for sequence in job.sequences:
@@ -176,6 +181,7 @@ class EmbeddedEngine:
             seed=seed,
             limit=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            streamed=request.stream,
             salt=request.cache_salt,
             adapter=adapter,
         )
@@ -184,28 +190,46 @@ class EmbeddedEngine:
         adapter = sequence.adapter
         return root_hash(sequence.salt, adapter, self.adapters.epoch(adapter), self._epoch)
 
-    def _emit(self, step: Step, drawing: list[int], sampled: Sampled | None) -> list[Event]:
+    def _launch(self, step: Step) -> Flight:
+        """Run the model and draw tokens."""
+        for sequence in step.admitted:
+            self.runner.enter(sequence, self.adapters.slot(sequence.adapter))
+        with torch.inference_mode():
+            logits, drawing, which, positions = self.runner.run(step)
+            draws = self.runner.draw(logits, which, positions) if len(drawing) else None
         for sequence, count in zip(step.sequences, step.counts, strict=True):
             sequence.computed += count
-        if sampled is None:
-            return []
-        ended: list[Sequence] = []
-        grown = [step.sequences[i] for i in drawing]
-        for sequence, token, logprob in zip(grown, sampled.tokens, sampled.logprobs, strict=True):
-            version = self.version if sequence.adapter is None else self.adapters.version(sequence.adapter)
-            sequence.append(token, logprob, version)
-            if sequence.finish_reason is not None:
-                ended.append(sequence)
-        if sampled.top is not None:
-            for sequence, top in zip(grown, sampled.top, strict=True):
-                if sequence.params.logprobs:
-                    sequence.top_logprobs.append(top)
-        self._count(len(grown))
-        events: list[Event] = []
+        grown = step.sequences if len(drawing) == len(step.sequences) else [step.sequences[i] for i in drawing.tolist()]
         for sequence in grown:
-            job = self.jobs[sequence.request_id]
-            if job.stream and sequence.finish_reason is None:
-                events.append((job, _chunk(sequence)))
+            sequence.ahead += 1
+        versions = [self.version if s.adapter is None else self.adapters.version(s.adapter) for s in grown]
+        return Flight(grown, versions, draws)
+
+    def _collect(self) -> list[Event]:
+        """Hand out the tokens of the step that was launched first. What ended since then gets none."""
+        flight = self._flights.popleft()
+        if flight.draws is None:
+            return []
+        sampled = flight.draws.result()
+        ended: list[Sequence] = []
+        events: list[Event] = []
+        grown = 0
+        tops = sampled.top or [[]] * len(flight.sequences)
+        for sequence, version, token, logprob, top in zip(
+            flight.sequences, flight.versions, sampled.tokens, sampled.logprobs, tops, strict=True
+        ):
+            if sequence.finish_reason is not None:
+                continue
+            sequence.ahead -= 1
+            last = sequence.append(token, logprob, version)
+            if sequence.params.logprobs:
+                sequence.top_logprobs.append(top)
+            grown += 1
+            if last:
+                ended.append(sequence)
+            elif sequence.streamed:
+                events.append((self.jobs[sequence.request_id], _chunk(sequence)))
+        self._count(grown)
         return events + self._finish(ended)
 
     def _finish(self, sequences: Iterable[Sequence], reason: str | None = None) -> list[Event]:
@@ -217,7 +241,7 @@ class EmbeddedEngine:
             job = self.jobs[sequence.request_id]
             sequence.experts = self.runner.experts_of(sequence)
             self.scheduler.remove(sequence)
-            if job.stream:
+            if sequence.streamed:
                 events.append((job, _chunk(sequence)))
             job.unfinished -= 1
             if job.unfinished == 0:
@@ -234,6 +258,27 @@ class EmbeddedEngine:
         since, before = self._recent[0]
         if now > since:
             self._rate = (self.generated_tokens - before) / (now - since)
+
+
+def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runner:
+    """The runner of the model's device, with its store of blocks."""
+    weight, config = model.head_weight(), model.config
+    on_device = fused(weight)
+    store = KvStore(
+        config.layers,
+        limits.num_blocks + on_device,
+        limits.block_size,
+        config.kv_heads,
+        config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    rows = Rows(limits.max_running, -(-limits.max_model_len // limits.block_size))
+    if not on_device:
+        return Runner(model, store, rows, ahead=ahead)
+    from headway.inference.embedded.device import DeviceRunner
+
+    return DeviceRunner(model, store, rows)
 
 
 def _chunk(sequence: Sequence) -> Chunk:

@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.draws import Drawer, Draws, Known
 from headway.inference.embedded.paged import Layout, make_plan, run_whole
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.sampler import top_logprobs
@@ -21,16 +22,23 @@ Ints = NDArray[np.int64]
 
 
 class Runner:
-    """Holds the model and the KV store. One forward pass per step, over one flat axis of tokens."""
+    """Holds the model and the KV store. One forward pass per step, over one flat axis of tokens.
 
-    def __init__(self, model: DecoderLM, store: KvStore, rows: Rows) -> None:
+    `ahead`: steps may start before the host knows the tokens of the step before them.
+    """
+
+    depth = 0
+    """Steps in the air that serve it best."""
+
+    def __init__(self, model: DecoderLM, store: KvStore, rows: Rows, *, ahead: bool = False) -> None:
         self.model = model
         self.store = store
         self.rows = rows
+        self.device = next(model.parameters()).device
         config = model.config
         join_siblings(model)
-        self.device = next(model.parameters()).device
         self._heads_per_kv = config.heads // config.kv_heads
+        self._drawer = self._make_drawer(ahead)
         self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
         self._whole = Forward(model, store.keys, store.values, store.block_size)
         self._experts: Tensor | None = None
@@ -66,24 +74,35 @@ class Runner:
         hidden = self._forward(tokens, layout)
         if any(s.wants_prompt_logprobs for s in sequences):
             self._score_prompts(step, hidden, ends)
-        lengths = np.array([len(s.tokens) for s in sequences], dtype=np.int64)
+        lengths = np.array([len(s.tokens) + s.ahead for s in sequences], dtype=np.int64)
         drawing = np.flatnonzero(starts + counts == lengths)
         if len(drawing) < len(hidden):
             hidden = hidden[self._to_device(ends[drawing] - 1)]
         return self.model.logits(hidden), drawing, which[drawing], lengths[drawing]
 
+    def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> Draws | Known:
+        """One token for each row of what `run` returned."""
+        return self._drawer.draw(logits_NV, which, positions)
+
     def experts_of(self, sequence: Sequence) -> NDArray[np.integer] | None:
-        """The experts (tokens, layers, k) of everything that was run, None where the model has none."""
+        """The experts (tokens, layers, k) of all tokens but the last, None where the model has none."""
         if self._experts is None:
             return None
-        places = np.arange(sequence.computed)
+        places = np.arange(min(sequence.computed, len(sequence) - 1))
         size = self.store.block_size
         blocks = np.array(sequence.blocks, dtype=np.int64)
         slots = blocks[places // size] * size + places % size
         picked: NDArray[np.integer] = self._experts[self._to_device(slots)].cpu().numpy()
         return picked
 
+    def _make_drawer(self, ahead: bool) -> Drawer:
+        return Drawer(self.rows, self.device, keep=ahead, kernels=False)
+
     def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
+        if self._drawer.last is not None and min(tokens) < 0:
+            last = self._drawer.last.tolist()
+            rows_T = np.repeat(layout.rows, layout.counts).tolist()
+            tokens = [last[row] if token < 0 else token for token, row in zip(tokens, rows_T, strict=True)]
         adapters = self.rows.adapter[layout.rows]
         adapted = bool((adapters >= 0).any())
         if not adapted and (whole := run_whole(self._whole, tokens, layout)) is not None:
@@ -124,11 +143,11 @@ class Runner:
 
 
 def _pack(step: Step, starts: Ints, counts: Ints, ends: Ints) -> tuple[list[int], Ints]:
-    """The step's token ids end to end, and each one's position in its sequence."""
+    """The step's token ids end to end, -1 for those that only the device knows, and each one's position."""
     if len(counts) == ends[-1]:
-        return [s.tokens[s.computed] for s in step.sequences], starts
+        return [-1 if s.ahead else s.tokens[s.computed] for s in step.sequences], starts
     tokens: list[int] = []
     for sequence, count in zip(step.sequences, step.counts, strict=True):
-        tokens += sequence.tokens[sequence.computed : sequence.computed + count]
+        tokens += [-1] if sequence.ahead else sequence.tokens[sequence.computed : sequence.computed + count]
     positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
     return tokens, positions

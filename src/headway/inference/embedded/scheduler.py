@@ -65,15 +65,27 @@ class Scheduler:
         budget = self.limits.max_batched_tokens
         preempted = self.preemptions
         for sequence in self._decoding_first():
-            if budget == 0 or sequence.row < 0:
-                continue
             count = min(sequence.pending, budget)
+            if count == 0 or sequence.row < 0:
+                continue
             if self._make_room(sequence, count, step):
                 self._put(step, sequence, count)
                 budget -= count
         if preempted == self.preemptions:
             self._admit(step, budget)
         return step
+
+    def crowded(self) -> bool:
+        """Whether the next step needs more blocks than are free, so that someone would have to give up theirs."""
+        free, budget = self.cache.free_blocks, self.limits.max_batched_tokens
+        if free >= len(self.running) + budget // self.cache.block_size:
+            return False
+        needed = 0
+        for sequence in self._decoding_first():
+            count = min(sequence.pending, budget)
+            needed += max(0, self._missing(sequence, count))
+            budget -= count
+        return needed > free
 
     def _decoding_first(self) -> list[Sequence]:
         partial = [s for s in self.running if s.pending > 1]
@@ -128,7 +140,8 @@ class Scheduler:
         if not self.cache.prefix_cache:
             return
         size = self.cache.block_size
-        full = (sequence.computed + count) // size
+        # A block is named by its tokens: one whose last is on its way gets its name a step later.
+        full = min(sequence.computed + count, len(sequence.tokens)) // size
         while len(sequence.hashes) < full:
             start = len(sequence.hashes) * size
             parent = sequence.hashes[-1] if sequence.hashes else sequence.root

@@ -14,7 +14,8 @@ class Sequence:
     """A prompt and what was sampled after it. `tokens` holds both; `computed` of them have KV in `blocks`.
 
     `order` is the place in line: (priority, arrival, index), lower first. `root` starts its chain of block hashes.
-    `row` is its place in the runner's tables while it runs. `limit` is the length at which it ends.
+    `row` is its place in the runner's tables while it runs. `limit` is the length at which it ends. `ahead` counts
+    tokens that were drawn in steps whose results are not here yet.
     """
 
     request_id: str
@@ -26,10 +27,12 @@ class Sequence:
     seed: int
     limit: int
     stops: frozenset[int]
+    streamed: bool = False
     salt: str | None = None
     root: bytes = b""
     adapter: str | None = None
     computed: int = 0
+    ahead: int = 0
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -48,8 +51,9 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
-        return len(self.tokens) - self.computed
+        """Tokens whose KV is still to be computed; 1 for a sequence that decodes, 0 where the last is on its way."""
+        length = len(self.tokens) + self.ahead
+        return 0 if self.ahead and length >= self.limit else length - self.computed
 
     @property
     def output_len(self) -> int:
@@ -59,8 +63,8 @@ class Sequence:
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None
 
-    def append(self, token: int, logprob: float, version: int) -> None:
-        """Add a sampled token; sets `finish_reason` when it is the last."""
+    def append(self, token: int, logprob: float, version: int) -> bool:
+        """Add a sampled token; sets `finish_reason`, and returns True, when it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if self.versions and self.versions[-1][0] == version:
@@ -71,3 +75,4 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.limit:
             self.finish_reason = "length"
+        return self.finish_reason is not None

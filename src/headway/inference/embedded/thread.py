@@ -54,9 +54,14 @@ class EngineThread:
         self._wake.set()
 
     async def ask(self, work: Callable[[], Answer]) -> Answer:
-        """Have `work` done and get what it returns or raises."""
+        """Have `work` done, with no step in the air, and get what it returns or raises."""
         future: Future[Answer] = Future()
-        self.post(lambda: _complete(future, work))
+
+        def settled() -> None:
+            self._settle()
+            _complete(future, work)
+
+        self.post(settled)
         return await asyncio.wrap_future(future)
 
     async def ask_when_drained(self, work: Callable[[], None]) -> None:
@@ -94,6 +99,7 @@ class EngineThread:
             self._inbox.popleft()()
         if self._when_drained and self._engine.drained:
             self._engine.scheduler.hold = False
+            self._settle()
             while self._when_drained:
                 self._when_drained.pop(0)()
         if self.paused or self._engine.idle:
@@ -101,6 +107,12 @@ class EngineThread:
             return
         self.deliver(self._engine.step())
         self._failures = 0
+
+    def _settle(self) -> None:
+        try:
+            self.deliver(self._engine.settle())
+        except Exception as error:
+            self._recover(error)
 
     def _recover(self, error: Exception) -> None:
         """A step failed: its requests fail, the engine goes on; several in a row mean that it can't."""

@@ -15,7 +15,7 @@ def _measure_kernel(logits, temperature, peaks, sums, places, size, stride, bloc
     block = tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + at, at < size, other=float("-inf")).to(tl.float32)
-    x = x / tl.load(temperature + row)
+    x = x / tl.load(temperature + row).to(tl.float32)
     peak = tl.max(x, 0)
     ground = tl.where(peak == float("-inf"), 0.0, peak)
     tl.store(peaks + row * blocks + block, peak)
@@ -47,8 +47,8 @@ def _pick_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to t
     mass = tl.where(b < blocks, mass, 0.0)
     running = tl.cumsum(mass, 0)
     total = tl.sum(mass, 0)
-    u = tl.load(noise + row)
-    heat = tl.load(temperature + row)
+    u = tl.load(noise + row).to(tl.float32)
+    heat = tl.load(temperature + row).to(tl.float32)
 
     # The first block in which the sum exceeds the target; the last with any mass where rounding leaves none.
     target = u * total

@@ -1,0 +1,118 @@
+"""The embedded engine on one GPU: tokens per second of the service, a decode step beside its memory floor, and how far
+its logprobs are from the CPU's."""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.service import EmbeddedService
+from headway.inference.embedded.store import KvStore
+from headway.models.config import ModelConfig
+from headway.models.decoder import DecoderLM
+from headway.models.registry import build_model
+
+PROMPT, OUTPUT = 128, 512
+BANDWIDTH = 4.3e12
+"""Bytes per second that an H200's memory gives in practice."""
+
+_QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 40_960}
+SHAPES = {
+    "qwen3-0.6b": ModelConfig(width=1024, layers=28, heads=16, kv_heads=8, mlp_width=3072, **_QWEN3),  # type: ignore[arg-type]  # one type per key
+    "qwen3-4b": ModelConfig(width=2560, layers=36, heads=32, kv_heads=8, mlp_width=9728, **_QWEN3),  # type: ignore[arg-type]  # one type per key
+}
+
+
+def measure(shape: str, sequences: int) -> dict[str, float]:
+    """Random weights of a shape: `sequences` requests at once, 128 tokens in and 512 out, through the service."""
+    started = time.perf_counter()
+    engine = make_engine(SHAPES[shape], sequences)
+    service = EmbeddedService(engine, fingerprint="")
+    with asyncio.Runner() as runner:
+        runner.run(service.start())
+        prefill_seconds = runner.run(_round(service, sequences, 1))
+        torch.cuda.synchronize()
+        start_seconds = time.perf_counter() - started
+        runner.run(_round(service, sequences, OUTPUT))
+        prefill_seconds = runner.run(_round(service, sequences, 1))
+        seconds = runner.run(_round(service, sequences, OUTPUT))
+        runner.run(service.close())
+    return {
+        "tokens_per_second": sequences * OUTPUT / seconds,
+        "decode_step_ms": 1000 * (seconds - prefill_seconds) / (OUTPUT - 1),
+        "floor_ms": floor_ms(engine.model, sequences, PROMPT + OUTPUT // 2),
+        "prefill_seconds": prefill_seconds,
+        "start_seconds": start_seconds,
+    }
+
+
+def check() -> dict[str, float]:
+    """The largest difference between logprobs on the GPU and on the CPU, of the same tokens, in both precisions."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        config = replace(SHAPES["qwen3-0.6b"], layers=4, vocab_size=4096)
+        model = build_model(config, device="cuda", dtype=dtype)
+        on_cpu = build_model(config, device="cpu", dtype=dtype, seed=None)
+        on_cpu.load_state_dict({name: tensor.cpu() for name, tensor in model.state_dict().items()})
+        tokens = [[(7 * i * i + 3 * j) % 4096 for i in range(40 + 9 * j)] for j in range(6)]
+        ours = _generate(EmbeddedEngine(model, _limits(8, 512)), tokens)
+        worst = 0.0
+        for prompt, choice in zip(tokens, ours, strict=True):
+            forced = _prompt_logprobs(EmbeddedEngine(on_cpu, _limits(8, 512)), prompt + choice.token_ids)
+            theirs = torch.tensor(forced[len(prompt) - 1 :])
+            worst = max(worst, float((torch.tensor(choice.logprobs) - theirs).abs().max()))
+        found[f"logprob_difference_{str(dtype).removeprefix('torch.')}"] = worst
+    return found
+
+
+def make_engine(config: ModelConfig, sequences: int, depth: int | None = None) -> EmbeddedEngine:
+    model = build_model(config, device="cuda", dtype=torch.bfloat16).eval()
+    return EmbeddedEngine(model, _limits(sequences, PROMPT + OUTPUT), depth=depth)
+
+
+def floor_ms(model: DecoderLM, sequences: int, context: int) -> float:
+    """What reading all weights and all keys and values once takes."""
+    config, weight = model.config, model.head_weight()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    per_token = KvStore.bytes_per_token(config.layers, config.kv_heads, config.head_dim, weight.dtype)
+    return 1000 * (weights + sequences * context * per_token) / BANDWIDTH
+
+
+def prompts(sequences: int) -> list[list[int]]:
+    return [[(31 * i + 17 * j) % 100_000 for i in range(PROMPT)] for j in range(sequences)]
+
+
+async def _round(service: EmbeddedService, sequences: int, output: int) -> float:
+    params = SamplingParams(max_tokens=output, ignore_eos=True)
+    started = time.perf_counter()
+    await asyncio.gather(*(service.generate(GenerateRequest(p, sampling_params=params)) for p in prompts(sequences)))
+    return time.perf_counter() - started
+
+
+def _limits(sequences: int, length: int) -> EngineLimits:
+    blocks = sequences * -(-length // 16)
+    return EngineLimits(sequences, 8192, length, blocks, 16, prefix_cache=False)
+
+
+def _generate(engine: EmbeddedEngine, tokens: list[list[int]]) -> list[Any]:
+    return _run(engine, [GenerateRequest(p, sampling_params=SamplingParams(max_tokens=48, seed=1)) for p in tokens])
+
+
+def _prompt_logprobs(engine: EmbeddedEngine, tokens: list[int]) -> list[float]:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (result,) = _run(engine, [GenerateRequest(tokens, sampling_params=params)], whole=True)
+    return [scored[0][1] for scored in result.prompt_logprobs[1:]]
+
+
+def _run(engine: EmbeddedEngine, requests: list[GenerateRequest], *, whole: bool = False) -> list[Any]:
+    done = {}
+    for number, request in enumerate(requests):
+        engine.add(request, str(number))
+    while not engine.idle:
+        for job, event in engine.step():
+            done[int(job.request_id)] = event
+    return [done[n] if whole else done[n].choices[0] for n in range(len(requests))]
