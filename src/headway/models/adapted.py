@@ -62,7 +62,7 @@ class _Adapted(torch.autograd.Function):
             into.copy_(grad @ up.T)
             grad_ups.append(own_TR.T @ grad)
         grad_ranks_TR *= ctx.scale
-        grad_downs = (grad_ranks_TR.T @ x_TI).split([len(down) for down in downs])
+        grad_downs = torch.split(grad_ranks_TR.T @ x_TI, [len(down) for down in downs])
         grad_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_ranks_TR @ _stacked(downs)
@@ -90,4 +90,4 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
 
 def _parts(ranks_TR: Tensor, downs: Sequence[Tensor]) -> Sequence[Tensor]:
     """The columns of each layer's ranks."""
-    return ranks_TR.split([len(down) for down in downs], dim=1)
+    return torch.split(ranks_TR, [len(down) for down in downs], dim=1)

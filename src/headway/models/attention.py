@@ -72,7 +72,8 @@ class PackedPlan:
         if not _half_on_cuda(q_THD):
             with torch.no_grad():
                 return self.attend(q_THD, k_TKD, v_TKD, 0), ()
-        parts, kept = [], []
+        parts: list[Tensor] = []
+        kept: list[Tensor] = []
         for (lengths, ends), q, k, v in self._split(q_THD, k_TKD, v_TKD):
             if ends is None:
                 part, own = long_forward(q, k, v)
@@ -91,10 +92,10 @@ class PackedPlan:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values. Where there is no kernel for it, attention is computed again."""
         if not _half_on_cuda(out_THD):
-            inputs = [x.detach().requires_grad_() for x in qkv]
+            q, k, v = (x.detach().requires_grad_() for x in qkv)
             with torch.enable_grad():
-                out_THD = self.attend(*inputs, 0)
-            dq, dk, dv = torch.autograd.grad(out_THD, inputs, grad_THD)
+                out_THD = self.attend(q, k, v, 0)
+            dq, dk, dv = torch.autograd.grad(out_THD, (q, k, v), grad_THD)
             return dq, dk, dv
         each, grads = iter(kept), []
         for (lengths, ends), grad, q, k, v, out in self._split(grad_THD, *qkv, out_THD):

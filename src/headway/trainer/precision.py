@@ -16,7 +16,7 @@ def compute_in(decoder: Decoder, dtype: torch.dtype) -> None:
     if all(parameter.dtype == dtype for parameter in decoder.parameters()):
         return
     embed: Callable[..., Tensor] = decoder.embed_tokens.forward
-    decoder.embed_tokens.forward = lambda token_ids_T: embed(token_ids_T).to(dtype)  # type: ignore[method-assign]
+    decoder.embed_tokens.forward = lambda input: embed(input).to(dtype)  # type: ignore[method-assign]
     for module in [*decoder.layers, decoder.norm]:
         # A block that recomputes casts by itself, as often as it computes.
         if not isinstance(module.forward, RecomputedBlock):

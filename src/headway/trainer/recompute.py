@@ -139,8 +139,8 @@ class _Finish(torch.autograd.Function):
         run: Pass = ctx.run
         x_TD, mixed_TE, used_Tk = ctx.saved_tensors
         leaves = _leaves(ctx.parameters, x_TD.dtype)
-        whole = len(ctx.portions) == 1
-        grad_x, grad_mixed = (None, None) if whole else (torch.empty_like(x_TD), torch.empty_like(mixed_TE))
+        alone = len(ctx.portions) == 1
+        grad_x, grad_mixed = (None, None) if alone else (torch.empty_like(x_TD), torch.empty_like(mixed_TE))
         sums: list[Tensor | None] = [None] * len(leaves)
         for rows in ctx.portions:
             x = x_TD[rows].detach().requires_grad_(ctx.needs_input_grad[1])
@@ -150,9 +150,9 @@ class _Finish(torch.autograd.Function):
             dx, dmixed, *found = _gradients((out,), (x, mixed, *leaves), (grad_TD[rows],))
             if grad_x is None or grad_mixed is None:
                 return None, dx, dmixed, *_as(found, ctx.parameters)
-            if dx is not None:
-                grad_x[rows] = dx
-            grad_mixed[rows] = dmixed
+            for whole_TD, part_TD in ((grad_x, dx), (grad_mixed, dmixed)):
+                if part_TD is not None:
+                    whole_TD[rows] = part_TD
             sums = [_added(total, part) for total, part in zip(sums, found, strict=True)]
         return None, grad_x, grad_mixed, *_as(sums, ctx.parameters)
 
