@@ -51,9 +51,9 @@ def make_model(config: ModelConfig = QWEN3, seed: int = 1) -> DecoderLM:
     return model
 
 
-def make_engine(model: DecoderLM, **limits: Any) -> EmbeddedEngine:
+def make_engine(model: DecoderLM, *, depth: int | None = None, **limits: Any) -> EmbeddedEngine:
     defaults = {"max_running": 16, "max_batched_tokens": 256, "max_model_len": 128, "num_blocks": 200, "block_size": 4}
-    return EmbeddedEngine(model, EngineLimits(**{**defaults, **limits}))
+    return EmbeddedEngine(model, EngineLimits(**{**defaults, **limits}), depth=depth)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -19,12 +19,16 @@ MODELS = {name: make_model(config) for name, config in FAMILIES.items()}
     max_running=st.integers(1, 12),
     budget=st.sampled_from([12, 40, 200]),
     blocks=st.integers(80, 300),
+    depth=st.integers(0, 1),
 )
-def test_random_workloads(seed: int, family: str, block_size: int, max_running: int, budget: int, blocks: int) -> None:
+def test_random_workloads(
+    seed: int, family: str, block_size: int, max_running: int, budget: int, blocks: int, depth: int
+) -> None:
     chance = random.Random(seed)
     model = MODELS[family]
     engine = make_engine(
         model,
+        depth=depth,
         block_size=block_size,
         max_running=max_running,
         max_batched_tokens=budget,
