@@ -1,5 +1,8 @@
 """Fingerprints: equal over any sharding, different for any change of bits, places, names, shapes or dtypes."""
 
+from concurrent.futures import Future
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.transport.weights import checksum_host
-from headway.transport.weights.checksum import ROW, Tally, words_of
-from headway.transport.weights.checksum_device import count_on_device, fetch_tallies
+from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Tally
+from headway.transport.weights.checksum_device import Extent, count_by_torch, count_on_device, fetch_tallies
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
@@ -154,64 +157,98 @@ def test_shards_that_disagree_are_refused() -> None:
         fingerprint.add("x", torch.zeros(2), dtype=torch.bfloat16)
 
 
-def _formula(tensor: Tensor, byte_offset: int) -> Tally:
-    """What the checksum is said to be, word by word."""
-    data = bytes(byte_offset % 8) + bytes(tensor.view(torch.uint8).tolist())
-    sums: dict[int, int] = {}
-    parity = places = 0
-    for start in range(0, len(data), 8):
-        word = int.from_bytes(data[start : start + 8], "little")
-        row, place = divmod(byte_offset // 8 + start // 8, ROW)
-        sums[row] = (sums.get(row, 0) + word) % 2**64
-        parity ^= word
-        for bit in range(10):
-            places ^= (word << bit) * (place >> bit & 1)
-    for bit in range(74, 63, -1):
-        places ^= (2**64 + 0b11011 << bit - 64) * (places >> bit & 1)
-    return Tally(0, sums, parity, places)
+def _formula(data: bytes, offset: int) -> Tally:
+    """What the checksum is said to be, word by word, all rows loose."""
+    padded = bytes(offset % 8) + data
+    tally = Tally()
+    for start in range(0, len(padded), 8):
+        word = int.from_bytes(padded[start : start + 8], "little")
+        row, place = divmod(offset // 8 + start // 8, ROW)
+        keyed = (word & 0xFFFFFFFF) * int(KEYS[2 * place]) + (word >> 32) * int(KEYS[2 * place + 1])
+        tally.merge(Tally(loose={row: (word, keyed & MASK)}))
+    return tally
 
 
-def _tally(tensor: Tensor, offset: int) -> Tally:
+COUNTERS = {
+    "compiled": lambda data, offset: checksum_host.counter()(data.numpy(), offset, None),
+    "numpy": lambda data, offset: checksum_host.count_by_numpy(data.numpy(), offset),
+    "threads": lambda data, offset: _merged(checksum_host.begin(data, offset)),
+    "device": lambda data, offset: fetch_tallies([count_on_device(data, offset)])[0],
+}
+
+
+def _merged(parts: list[Tally | Future[Tally]]) -> Tally:
     total = Tally()
-    for part in checksum_host.begin(*words_of(tensor, offset)):
+    for part in parts:
         total.merge(part if isinstance(part, Tally) else part.result())
     return total
 
 
-def _tally_on_device(tensor: Tensor, offset: int) -> Tally:
-    return fetch_tallies([count_on_device(*words_of(tensor, offset))])[0]
+def test_no_two_keys_are_equal_and_all_are_odd() -> None:
+    assert len(set(KEYS.tolist())) == 2 * ROW and (KEYS % 2 == 1).all()
 
 
-def _essence(tally: Tally) -> tuple[int, int, int]:
-    return tally.total(), tally.parity, tally.places
-
-
+@pytest.mark.parametrize("counter", COUNTERS)
 @pytest.mark.parametrize(
-    ("count", "offset"), [(1, 0), (77, 3), (3 * ROW + 5, 8 * ROW), (5 * ROW, 12), (700, 8 * ROW - 40)]
+    ("size", "offset"),
+    [(1, 0), (616, 3), (3 * ROW_BYTES + 40, 8 * ROW_BYTES), (40_000, 12), (5600, ROW_BYTES - 40), (9, ROW_BYTES + 3)],
 )
-def test_the_sums_are_what_they_are_said_to_be(count: int, offset: int) -> None:
-    tensor = _bits(count, 8 * count + 3, torch.uint8)
-    assert _essence(_tally(tensor, offset)) == _essence(_formula(tensor, offset))
-    assert _essence(_tally_on_device(tensor, offset)) == _essence(_formula(tensor, offset))
+def test_the_sums_are_what_they_are_said_to_be(counter: str, size: int, offset: int) -> None:
+    data = _bits(size, size, torch.uint8)
+    assert COUNTERS[counter](data, offset).total() == _formula(bytes(data.tolist()), offset).total()
+
+
+def test_there_is_a_compiled_pass_where_there_is_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert checksum_host.counter() is not checksum_host.count_by_numpy
+    monkeypatch.setenv("CC", "no-such-compiler")
+    checksum_host.counter.cache_clear()
+    with caplog.at_level("INFO", "headway.weights"):
+        assert checksum_host.counter() is checksum_host.count_by_numpy
+    assert "no C compiler" in caplog.text
+    checksum_host.counter.cache_clear()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(1, 5 * ROW_BYTES), st.integers(0, 3 * ROW_BYTES), st.integers(0, 9), st.data()
+)
+def test_every_pass_gives_the_same_tally_and_copies_alike(
+    seed: int, size: int, offset: int, skew: int, data: st.DataObject
+) -> None:
+    """Wherever the bytes lie in memory, and wherever they lie in the tensor."""
+    source = _bits(seed, size + skew, torch.uint8)[skew:]
+    shift = data.draw(st.integers(0, 9))
+    targets = [torch.zeros(size + 20, dtype=torch.uint8) for _ in range(2)]
+    counts = [checksum_host.counter(), checksum_host.count_by_numpy]
+    found = [
+        count(source.numpy(), offset, target.numpy()[shift : shift + size])
+        for count, target in zip(counts, targets, strict=True)
+    ]
+    assert found[0] == found[1] == fetch_tallies([count_on_device(source, offset)])[0]
+    assert torch.equal(targets[0], targets[1])
+    assert torch.equal(targets[0][shift : shift + size], source)
+    assert not targets[0][:shift].any() and not targets[0][shift + size :].any()
 
 
 def test_threads_and_the_device_give_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum_host, "_SPAN", 16 * ROW)
-    monkeypatch.setattr(checksum_host, "_SHARE", 32 * ROW)
-    tensor, offset = _bits(5, 250 * ROW + 5, torch.float32), 8 * (ROW + 77)
+    monkeypatch.setattr(checksum_host, "_SHARE", 32 * ROW_BYTES)
+    data, offset = _bits(5, 250 * ROW_BYTES + 5, torch.uint8), ROW_BYTES + 77
     before = torch.get_num_threads()
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(_essence(_tally(tensor, offset)))
+        found.append(COUNTERS["threads"](data, offset))
     torch.set_num_threads(before)
-    assert found == [_essence(_tally_on_device(tensor, offset))] * 2
+    assert found == [COUNTERS["device"](data, offset)] * 2
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("skew", [0, 4])
-def test_what_is_copied_on_the_way_arrives(threads: int, skew: int) -> None:
-    tensor = _bits(6, 40 * ROW + 3, torch.float32)
+@pytest.mark.parametrize("count", [40 * ROW + 3, 600_000])
+def test_what_is_copied_on_the_way_arrives(threads: int, skew: int, count: int) -> None:
+    tensor = _bits(6, count, torch.float32)
     place = torch.zeros(tensor.nbytes + 8, dtype=torch.uint8)[skew : skew + tensor.nbytes]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -222,9 +259,27 @@ def test_what_is_copied_on_the_way_arrives(threads: int, skew: int) -> None:
     assert torch.equal(place, tensor.view(torch.uint8))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 12), st.sampled_from(DTYPES))
+def test_a_cut_within_the_first_word_of_a_row_adds_up(before: int, after: int, dtype: torch.dtype) -> None:
+    """There a shard holds all words of a row, and yet not all of the row."""
+    row = ROW_BYTES // dtype.itemsize
+    whole = _bits(before, 3 * row, dtype)
+    cut = row + after
+    total = Fingerprint()
+    total.add("w", whole[cut:], cut, whole.shape)
+    total.add("w", whole[:cut], 0, whole.shape)
+    assert total.hexdigest() == _digest(whole)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_gpu_agrees_with_the_cpu() -> None:
-    for count, offset in [(1, 0), (77, 3), (50 * ROW + 3, ROW * 4 + 12), (40_000 * ROW, 0)]:
-        tensor = _bits(count, count, torch.bfloat16)
-        assert _essence(_tally_on_device(tensor.cuda(), offset)) == _essence(_tally(tensor, offset))
+    for size, offset in [(1, 0), (77, 3), (50 * ROW_BYTES + 3, ROW_BYTES * 4 + 12), (40_000 * ROW_BYTES, 0), (9, 4099)]:
+        data = _bits(size, size, torch.uint8)
+        assert COUNTERS["device"](data.cuda(), offset) == COUNTERS["compiled"](data, offset)
+        words = data.cuda()[: size // 8 * 8].view(torch.int64)
+        if len(words):
+            start = offset // 8 * 8
+            by_torch = count_by_torch(words, Extent.of(start, 8 * len(words)))
+            assert torch.equal(by_torch, count_on_device(words.view(torch.uint8), start).sums)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from headway.core.errors import UsageError
-from headway.models.cache import cache_folder
+from headway.core.cache import cache_folder
 from headway.models.config import ModelConfig
 
 TINY = ModelConfig(

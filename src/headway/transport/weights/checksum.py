@@ -1,80 +1,65 @@
-"""The checksum behind fingerprints: of a tensor's 64-bit words, in rows of 1,024, two things are kept.
+"""The checksum behind fingerprints: of a tensor's 64-bit words, in rows of 512, each row is summed twice, mod 2^64.
 
-Along the rows: each row's integer sum mod 2^64 is scrambled together with the row's number, and the results are summed.
-Across them: the words are xored, all of them (`parity`) and each times its place in its row (`places`, a product of
-polynomials over two elements, mod x^64 + x^4 + x^3 + x + 1). A word costs an addition and a xor; keys meet the small
-results alone.
+Once plainly, and once `keyed`: each half of a word (32 bits) times a key that belongs to its place in the row, an odd
+number of 32 bits. Either sum is scrambled together with the row's number, and over the rows the results are summed. A
+word costs a few instructions and nothing is written, so that counting is hidden behind the memory's speed.
 
-What shows for certain: a changed word (thus any flipped bit), since its row's sum differs and scrambling maps one to
-one; two swapped elements of one row, whatever their width, since parity or places differ. Everything else (elements
-swapped further apart, a stale tensor, swapped rows or shards, a wrong offset, a torn write, negated weights) shows but
-for the chance of two 64-bit numbers being equal: integer sums see what xor is blind to (a change that repeats), and the
-other way round.
+What shows for certain: a changed word (thus any flipped bit), since its row's plain sum differs and scrambling maps one
+to one; two swapped elements of one row, of up to 32 bits, since keys differ, and are odd where powers of two are not.
+Everything else (elements swapped further apart, a stale tensor, swapped rows or shards, a wrong offset, a torn write,
+negated weights) shows but for the chance that sums of random numbers agree, both of them in every row that is touched.
 
-Sums and xors are linear in disjoint bytes, so shards may begin and end anywhere. A row that a shard holds in part is
-`loose`: its sum is scrambled only when all parts are in.
+Sums are linear in disjoint bytes, so shards may begin and end anywhere. A row that a shard holds in part is `loose`:
+its sums are scrambled only when all parts are in.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-ROW = 1 << 10
+ROW = 512
+ROW_BYTES = 8 * ROW
 MASK = (1 << 64) - 1
 STEP = 0x9E3779B97F4A7C15
 MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_REDUCTION = np.uint64(0x1B)
 
 Words = NDArray[np.uint64]
+Sums = tuple[int, int]
+"""The plain one and the keyed one."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What is known of a tensor so far: its complete rows, the sums of its loose ones, parity and places."""
+    """What is known of a tensor so far: the scrambled sums of its complete rows, and the sums of its loose ones."""
 
-    rows: int = 0
-    loose: dict[int, int] = field(default_factory=dict)
-    parity: int = 0
-    places: int = 0
+    rows: Sums = (0, 0)
+    loose: dict[int, Sums] = field(default_factory=dict)
 
     def merge(self, other: "Tally") -> None:
-        """Add what is known of other words of the same tensor."""
-        self.rows = (self.rows + other.rows) & MASK
+        """Add what is known of other bytes of the same tensor."""
+        self.rows = _added(self.rows, other.rows)
         for row, part in other.loose.items():
-            self.loose[row] = (self.loose.get(row, 0) + part) & MASK
-        self.parity ^= other.parity
-        self.places ^= other.places
+            self.loose[row] = _added(self.loose.get(row, (0, 0)), part)
 
-    def total(self) -> int:
+    def total(self) -> Sums:
         """All rows, the loose ones taken for complete."""
-        return (self.rows + sum(_scrambled(part, row) for row, part in self.loose.items())) & MASK
+        total = self.rows
+        for row, (plain, keyed) in self.loose.items():
+            total = _added(total, (scrambled(plain, row), scrambled(keyed, row)))
+        return total
 
 
-def tally(first: int, last: int, sums: tuple[int, int, int], parity: int, places: int) -> Tally:
-    """Of words `first .. last` of a tensor. `sums` are the complete rows' scrambled, the first row's and the last
-    row's; the latter two count where that row is not complete. Words of one row alone are its last."""
-    rows, head, tail = sums
-    loose = {}
-    if last % ROW:
-        loose[last // ROW] = tail
-    if first % ROW and first // ROW not in loose:
-        loose[first // ROW] = head
-    return Tally(rows, loose, parity, places)
-
-
-def words_of(tensor: Tensor, byte_offset: int) -> tuple[Tensor, int]:
-    """The tensor as int64 words, zero-padded to word boundaries of the whole, and the first word's number."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    lead = byte_offset % 8
-    if lead or len(data) % 8 or data.data_ptr() % 8:
-        padded = data.new_zeros((lead + len(data) + 7) // 8 * 8)
-        padded[lead : lead + len(data)] = data
-        data = padded
-    return data.view(torch.int64), byte_offset // 8
+def tally(offset: int, size: int, rows: Sums, head: Sums, tail: Sums) -> Tally:
+    """Of `size` bytes that begin `offset` bytes into the tensor: the complete rows' scrambled sums, the first row's
+    where that isn't complete, and the last row's where that is another one and isn't complete."""
+    out = Tally(rows)
+    end = offset + size
+    if offset % ROW_BYTES:
+        out.loose[offset // ROW_BYTES] = head
+    if end % ROW_BYTES and (not offset % ROW_BYTES or end // ROW_BYTES > offset // ROW_BYTES):
+        out.loose[end // ROW_BYTES] = tail
+    return out
 
 
 def scramble(sums: Words, row: int) -> int:
@@ -86,7 +71,7 @@ def scramble(sums: Words, row: int) -> int:
     return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
 
 
-def _scrambled(total: int, row: int) -> int:
+def scrambled(total: int, row: int) -> int:
     """SplitMix64's finalizer: well mixed, and one to one."""
     x = (total + (row + 1) * STEP) & MASK
     x = ((x ^ (x >> 30)) * MIX[0]) & MASK
@@ -94,15 +79,9 @@ def _scrambled(total: int, row: int) -> int:
     return x ^ (x >> 31)
 
 
-def across(columns: Words) -> Iterator[tuple[int, int]]:
-    """Parity and places of each line of `columns`, which holds the xor of the words in each place of a row.
+def _added(some: Sums, others: Sums) -> Sums:
+    return (some[0] + others[0]) & MASK, (some[1] + others[1]) & MASK
 
-    They come from the xors of the places whose numbers have a bit set, the highest bit first.
-    """
-    places = np.zeros(len(columns), dtype=np.uint64)
-    while (half := columns.shape[1] // 2) > 0:
-        high = columns[:, half:]
-        times_x = (places << np.uint64(1)) ^ (places >> np.uint64(63)) * _REDUCTION
-        places = times_x ^ np.bitwise_xor.reduce(high, axis=1)
-        columns = columns[:, :half] ^ high
-    return zip(columns[:, 0].tolist(), places.tolist(), strict=True)
+
+KEYS: NDArray[np.uint32] = np.array([scrambled(0, place) >> 32 | 1 for place in range(2 * ROW)], dtype=np.uint32)
+"""Of the halves of a row's words, the lower one first. No two are equal."""

@@ -8,59 +8,78 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import MIX, ROW, STEP, Tally, across, tally
+from headway.transport.weights.checksum import KEYS, MIX, ROW, ROW_BYTES, STEP, Tally, tally
 
-HEADER = 3
-"""The scrambled sum of the complete rows, the first row's sum and the last row's come before the columns."""
-_CHUNK = 1 << 12
-"""Rows per round (32 MiB), which bounds what the xors write on their way."""
+_CHUNK = 1 << 13
+"""Rows per round (32 MiB), which bounds what torch's operations write on their way."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountedOnDevice:
-    """A tally of words `first .. last` that has not been waited for: `HEADER` sums, and the xors of the columns."""
+    """A tally of `size` bytes from byte `offset` on that has not been waited for. `sums` (int64) are plain and keyed:
+    of the complete rows, scrambled; of the first row; of the last one."""
 
-    first: int
-    last: int
+    offset: int
+    size: int
     sums: Tensor
 
 
-def count_on_device(words: Tensor, first: int) -> CountedOnDevice:
-    """Count int64 words, the first of which is number `first` of the whole tensor. Nothing is synchronized."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where bytes lie in the rows of a whole: how many words of the first row come before them, the first row's number,
+    how many rows they touch, and which of these are complete."""
+
+    before: int
+    number: int
+    rows: int
+    complete: slice
+
+    @classmethod
+    def of(cls, offset: int, size: int) -> "Extent":
+        end = offset + size
+        number, rows = offset // ROW_BYTES, -(-end // ROW_BYTES) - offset // ROW_BYTES
+        head, tail = int(offset % ROW_BYTES > 0), int(end % ROW_BYTES > 0)
+        return cls(offset % ROW_BYTES // 8, number, rows, slice(head, max(head, rows - tail)))
+
+
+def count_on_device(data: Tensor, offset: int) -> CountedOnDevice:
+    """Count flat bytes that begin `offset` bytes into the whole tensor. Nothing is synchronized."""
+    words, extent = _words_of(data, offset), Extent.of(offset, len(data))
     if words.is_cuda and _triton_installed():
         from headway.transport.weights.checksum_triton import count_words
 
-        return CountedOnDevice(first, first + len(words), count_words(words, first))
-    return CountedOnDevice(first, first + len(words), count_by_torch(words, first))
+        return CountedOnDevice(offset, len(data), count_words(words, extent))
+    return CountedOnDevice(offset, len(data), count_by_torch(words, extent))
 
 
 def fetch_tallies(counted: list[CountedOnDevice]) -> list[Tally]:
     """Wait for them all, with one copy to the host."""
-    together = torch.stack([part.sums for part in counted]).cpu().numpy().view(np.uint64)
-    return [
-        tally(part.first, part.last, (sums[0], sums[1], sums[2]), parity, places)
-        for part, sums, (parity, places) in zip(
-            counted, together[:, :HEADER].tolist(), across(together[:, HEADER:]), strict=True
-        )
-    ]
+    together = torch.stack([part.sums for part in counted]).cpu().numpy().view(np.uint64).tolist()
+    return [_tally(part, *sums) for part, sums in zip(counted, together, strict=True)]
 
 
-def count_by_torch(words: Tensor, first: int) -> Tensor:
-    before, after = first % ROW, -(first + len(words)) % ROW
-    if before or after:
-        words = torch.nn.functional.pad(words, (before, after))
-    matrix = words.view(-1, ROW)
-    columns = words.new_zeros(ROW)
-    for row in range(0, len(matrix), _CHUNK):
-        columns = columns ^ _xor_of_rows(matrix[row : row + _CHUNK])
-    sums = matrix.sum(1)
-    complete = sums[bool(before) : len(sums) - bool(after)]
-    numbers = torch.arange(len(complete), device=words.device) + (first // ROW + bool(before) + 1)
-    x = complete + numbers * signed(STEP)
+def count_by_torch(words: Tensor, extent: Extent) -> Tensor:
+    """Of int64 words."""
+    after = extent.rows * ROW - extent.before - len(words)
+    if extent.before or after:
+        words = torch.nn.functional.pad(words, (extent.before, after))
+    keys = keys_on(words.device)
+    chunks = torch.split(words.view(-1, ROW), _CHUNK)
+    plain = torch.cat([chunk.sum(1) for chunk in chunks])
+    keyed = torch.cat([((chunk & 0xFFFFFFFF) * keys[0] + _shifted(chunk, 32) * keys[1]).sum(1) for chunk in chunks])
+    sums = torch.stack([plain, keyed])
+    complete = sums[:, extent.complete]
+    x = torch.arange(1, complete.shape[1] + 1, device=words.device) + (extent.number + extent.complete.start)
+    x = complete + x * signed(STEP)
     x = (x ^ _shifted(x, 30)) * signed(MIX[0])
     x = (x ^ _shifted(x, 27)) * signed(MIX[1])
-    total = (x ^ _shifted(x, 31)).sum()
-    return torch.cat([torch.stack([total, sums[0], sums[-1]]), columns])
+    return torch.cat([(x ^ _shifted(x, 31)).sum(1), sums[:, 0], sums[:, -1]])
+
+
+@cache
+def keys_on(device: torch.device) -> Tensor:
+    """The keys of a row's words as int64: those of the lower halves, those of the upper ones."""
+    return torch.from_numpy(KEYS.astype(np.int64).reshape(ROW, 2).T.copy()).to(device)
 
 
 def signed(word: int) -> int:
@@ -68,20 +87,23 @@ def signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
+def _tally(part: CountedOnDevice, *sums: int) -> Tally:
+    return tally(part.offset, part.size, (sums[0], sums[1]), (sums[2], sums[3]), (sums[4], sums[5]))
+
+
+def _words_of(data: Tensor, offset: int) -> Tensor:
+    """Bytes as int64 words, zero-padded to word boundaries of the whole."""
+    lead = offset % 8
+    if lead or len(data) % 8 or data.data_ptr() % 8:
+        padded = data.new_zeros((lead + len(data) + 7) // 8 * 8)
+        padded[lead : lead + len(data)] = data
+        data = padded
+    return data.view(torch.int64)
+
+
 def _shifted(x: Tensor, bits: int) -> Tensor:
     """A shift to the right that brings in zeros."""
     return (x >> bits) & ((1 << 64 - bits) - 1)
-
-
-def _xor_of_rows(matrix: Tensor) -> Tensor:
-    """Torch has no reduction by xor: halves are laid upon each other until one row is left."""
-    while len(matrix) > 1:
-        half = len(matrix) // 2
-        odd = matrix[2 * half :]
-        matrix = matrix[:half] ^ matrix[half : 2 * half]
-        if len(odd):
-            matrix[0] ^= odd[0]
-    return matrix[0]
 
 
 @cache

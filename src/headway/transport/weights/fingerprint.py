@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import Tally, words_of
+from headway.transport.weights.checksum import Tally
 from headway.transport.weights.checksum_device import CountedOnDevice, count_on_device, fetch_tallies
 from headway.transport.weights.checksum_host import begin
 
@@ -27,8 +27,7 @@ class TensorSum(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     sum: int
-    parity: int
-    places: int
+    keyed: int
 
 
 class ShardSum(msgspec.Struct, frozen=True):
@@ -103,10 +102,7 @@ class Fingerprint:
 
     def sums(self) -> dict[str, TensorSum]:
         """What the tensors come to, taken for whole."""
-        return {
-            name: TensorSum(e.dtype, e.shape, e.tally.total(), e.tally.parity, e.tally.places)
-            for name, e in self.parts().items()
-        }
+        return {name: TensorSum(e.dtype, e.shape, *e.tally.total()) for name, e in self.parts().items()}
 
     def tensors(self) -> dict[str, str]:
         """A short hex string per tensor, which covers its name, shape, dtype and bits."""
@@ -144,13 +140,9 @@ class Fingerprint:
 
 def _count(flat: Tensor, byte_offset: int, copy: Tensor | None) -> list[Tally | Future[Tally] | CountedOnDevice]:
     """Count bytes that begin `byte_offset` into the whole. In the host's memory they may also be copied."""
-    words, first = words_of(flat, byte_offset)
-    if not flat.is_cpu:
-        return [count_on_device(words, first)]
-    if copy is not None and (words.data_ptr() != flat.data_ptr() or copy.data_ptr() % 8):
-        copy.copy_(flat)
-        copy = None
-    return [*begin(words, first, None if copy is None else copy.view(torch.int64))]
+    if flat.is_cpu:
+        return [*begin(flat, byte_offset, copy)]
+    return [count_on_device(flat, byte_offset)]
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:

@@ -1,0 +1,83 @@
+"""C code of this package, compiled where there is a compiler: once per version of source, compiler and machine."""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from headway.core.cache import cache_folder
+from headway.core.errors import HeadwayError
+
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC")
+_SECONDS = 60
+
+
+def shared_library(
+    name: str,
+    sources: Sequence[Path],
+    *,
+    headers: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+    libraries: Sequence[str] = (),
+) -> Path:
+    """The library of `sources`, compiled now unless it is in the cache under `name`.
+
+    `headers` are what the sources include, `flags` are for compiling, `libraries` for linking. Raises HeadwayError that
+    says why there is none.
+    """
+    compiler = _compiler()
+    options = [*_FLAGS, *flags], list(libraries)
+    library = cache_folder() / name / f"{_digest(compiler, options, [*sources, *headers])}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=library.parent) as folder:
+            _compile(compiler, options, sources, Path(folder) / library.name)
+            (Path(folder) / library.name).replace(library)
+    return library
+
+
+def _compiler() -> str:
+    named = os.environ.get("CC", "").strip()
+    found = shutil.which(named) if named else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if found is None:
+        raise HeadwayError("there is no C compiler" + (f" {named!r} (CC)" if named else ""))
+    return found
+
+
+def _compile(compiler: str, options: tuple[list[str], list[str]], sources: Sequence[Path], library: Path) -> None:
+    flags, libraries = options
+    objects = []
+    for source in sources:
+        objects.append(str(library.with_name(f"{source.stem}.o")))
+        _call([compiler, *flags, "-c", str(source), "-o", objects[-1]])
+    # Linked apart, for with some flags compilers would also change how the whole process rounds.
+    _call([compiler, "-shared", *objects, *libraries, "-o", str(library)])
+
+
+def _call(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise HeadwayError(f"the C compiler could not be run: {error}") from None
+    if done.returncode:
+        raise HeadwayError(f"the C compiler failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
+
+
+def _digest(compiler: str, options: tuple[list[str], list[str]], files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(repr((compiler, options, platform.machine(), _features())).encode())
+    for file in sorted(files):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _features() -> list[str]:
+    """What this processor can do: a cache may be shared by machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return sorted({line for line in lines if line.lower().startswith(("flags", "features", "cpu part", "model name"))})
