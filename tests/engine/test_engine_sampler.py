@@ -9,6 +9,7 @@ from headway.core.protocol import SamplingParams
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.sampler import Sampled, choice_seed, sample, uniform
 from headway.inference.embedded.sequence import Sequence
+from headway.models.native import library
 
 VOCAB = 23
 
@@ -62,6 +63,21 @@ def test_logprobs_are_those_of_the_filtered_distribution(params: list[SamplingPa
         expected = reference(logits[row], params[row])
         assert expected[token] > 0, "a filtered token was drawn"
         assert abs(float(expected[token].log()) - logprob) < 1e-4
+
+
+def test_the_compiled_kernel_draws_the_same() -> None:
+    temperatures = [0.0, 0.4, 1.0, 1.9] * 50
+    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(4)) * 2
+    before, plain = logits.clone(), draw(logits, params, list(range(len(params))))
+    assert library.enable(), "this test needs a C compiler"
+    try:
+        with torch.inference_mode():
+            compiled = draw(logits, params, list(range(len(params))))
+    finally:
+        library.disable()
+    assert compiled.tokens == plain.tokens and torch.equal(logits, before)
+    assert np.allclose(compiled.logprobs, plain.logprobs, atol=1e-5)
 
 
 def test_frequencies_follow_the_probabilities() -> None:

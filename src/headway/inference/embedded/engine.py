@@ -66,7 +66,7 @@ class EmbeddedEngine:
         self.jobs: dict[str, Job] = {}
         self.cache = BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
         self.scheduler = Scheduler(self.cache, Limits(limits.max_running, limits.max_batched_tokens), self._root_of)
-        self.runner = make_runner(model, limits, ahead=depth != 0)
+        self.runner = make_runner(model, limits, ahead=bool(depth))
         self.depth = self.runner.depth if depth is None else depth
         self._flights: deque[Flight] = deque()
         self._eos = frozenset(config.eos_ids)

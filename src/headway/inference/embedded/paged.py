@@ -147,11 +147,10 @@ def run_whole(forward: Forward, tokens: list[int], layout: Layout) -> Tensor | N
     """Hidden states of a step that can be run in one call: what `make_plan` would read in place, and nothing else."""
     if layout.counts.max() > _SHORT or not forward.takes(len(tokens)):
         return None
-    positions, rows_T = layout.positions_T, layout.rows
-    if len(positions) > len(rows_T):
+    rows_T = layout.rows
+    if len(tokens) > len(rows_T):
         rows_T = np.repeat(rows_T, layout.counts)
-    table, rows, places = (torch.from_numpy(x) for x in (layout.blocks, rows_T, positions))
-    return forward(torch.tensor(tokens), places, rows, table, int(positions.max()))
+    return forward(tokens, layout.positions_T, rows_T)
 
 
 def _direct_group(store: KvStore, layout: Layout, rows_T: Ints, short: NDArray[np.bool_]) -> DirectGroup | None:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.inference.embedded.sequence import Sequence
+from headway.models.native.sampling import Sampling
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -29,7 +30,12 @@ class Rows:
         self.filtered = np.zeros(max_running, dtype=np.bool_)
         self.tempered = np.zeros(max_running, dtype=np.bool_)
         self.top_logprobs: Ints = np.zeros(max_running, dtype=np.int64)
+        self.scored = np.zeros(max_running, dtype=np.bool_)
+        """Whose prompts are scored."""
+        self.special = np.zeros(max_running, dtype=np.bool_)
+        """Who wants more than a token drawn at a temperature: filters, or other tokens' logprobs."""
         self.adapter: Ints = np.full(max_running, -1, dtype=np.int64)
+        self.sampling = Sampling(self.seed, self.temperature, self.greedy)
         self._filled = [0] * max_running
 
     def enter(self, sequence: Sequence, adapter: int) -> None:
@@ -45,6 +51,8 @@ class Rows:
         self.filtered[row] = not greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         self.seed[row] = sequence.seed
         self.top_logprobs[row] = params.logprobs or 0
+        self.scored[row] = sequence.wants_prompt_logprobs
+        self.special[row] = self.filtered[row] or self.top_logprobs[row]
         self.adapter[row] = adapter
         self._filled[row] = 0
 

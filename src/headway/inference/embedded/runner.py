@@ -40,7 +40,7 @@ class Runner:
         self._heads_per_kv = config.heads // config.kv_heads
         self._drawer = self._make_drawer(ahead)
         self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
-        self._whole = Forward(model, store.keys, store.values, store.block_size)
+        self._whole = Forward(model, store.keys, store.values, store.block_size, rows.blocks)
         self._experts: Tensor | None = None
         if config.experts:
             slots = store.num_blocks * store.block_size
@@ -72,7 +72,7 @@ class Runner:
             settled = ~np.isin(which, [s.row for s in step.admitted])
         layout = Layout(self.rows.blocks, which, starts, counts, positions, settled)
         hidden = self._forward(tokens, layout)
-        if any(s.wants_prompt_logprobs for s in sequences):
+        if self.rows.scored[which].any():
             self._score_prompts(step, hidden, ends)
         lengths = np.array([len(s.tokens) + s.ahead for s in sequences], dtype=np.int64)
         drawing = np.flatnonzero(starts + counts == lengths)

@@ -34,6 +34,8 @@ def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Ints) -> Sampl
     was drawn from: after temperature and filters; of the plain one where decoding is greedy. Raises
     FloatingPointError where the logits are not finite, as those of a model that has diverged.
     """
+    if native(logits_NV) and not rows.special[which].any():
+        return _checked(*rows.sampling.draw(logits_NV, which, positions), None)
     logits = logits_NV
     if rows.tempered[which].any():
         logits = logits / torch.from_numpy(rows.temperature[which]).to(logits.device)[:, None]
@@ -43,10 +45,13 @@ def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Ints) -> Sampl
     tokens, logprobs = _draw(logits, noise, rows.greedy[which])
     most = rows.top_logprobs[which]
     top = top_logprobs(torch.log_softmax(logits, dim=-1), most) if most.any() else None
-    drawn = logprobs.tolist()
-    if math.isnan(sum(drawn)):
+    return _checked(tokens.tolist(), logprobs.tolist(), top)
+
+
+def _checked(tokens: list[int], logprobs: list[float], top: list[TopLogprobs] | None) -> Sampled:
+    if math.isnan(sum(logprobs)):
         raise FloatingPointError("the model's logits are not finite")
-    return Sampled(tokens.tolist(), drawn, top)
+    return Sampled(tokens, logprobs, top)
 
 
 def top_logprobs(logprobs_NV: Tensor, counts: Ints) -> list[TopLogprobs]:

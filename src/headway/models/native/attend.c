@@ -88,12 +88,13 @@ static inline const float *block_of(const float *cached, struct cache cache, str
     return cached + span.blocks[block] * cache.block_size * cache.width;
 }
 
-/* Ask for one of `parts` of a block ahead of its use: blocks lie anywhere, so the processor can't guess the next. */
+/* Ask for one of `parts` of a block ahead of its use, into the second cache: blocks lie anywhere, so the processor
+   can't guess the next. */
 static inline void fetch_part(const float *block, struct cache cache, long part, long parts)
 {
     long numbers = cache.block_size * cache.width;
     for (long i = numbers * part / parts; i < numbers * (part + 1) / parts; i += LINE)
-        __builtin_prefetch(block + i);
+        __builtin_prefetch(block + i, 0, 2);
 }
 
 /* Block by block, so that memory is read in its own order. */

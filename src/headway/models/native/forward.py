@@ -4,7 +4,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headway.models.decoder import DecoderLM
@@ -16,6 +18,7 @@ from headway.models.native.library import kernels, native
 _FEW = 4
 """Tokens per thread below which a wide model is faster where threads share a product instead of its rows."""
 _NARROW = 1 << 23
+Ints = NDArray[np.int64]
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
@@ -48,44 +51,63 @@ class _Step(ctypes.Structure):
 
 class Forward:
     """Of one model, whose weights may be replaced at any time, over one cache: per layer keys and values, (slots,
-    kv heads, head size)."""
+    kv heads, head size). Row r of `table`, which stays where it is, names the blocks of a sequence in order.
 
-    def __init__(self, model: DecoderLM, keys: Sequence[Tensor], values: Sequence[Tensor], block_size: int) -> None:
+    A call finds everything prepared: after a pass the caches hold none of what a call would need, so that each
+    object it touches costs more than it should.
+    """
+
+    def __init__(
+        self, model: DecoderLM, keys: Sequence[Tensor], values: Sequence[Tensor], block_size: int, table: Ints
+    ) -> None:
         self._model = model
         self._keys, self._values = keys, values
         self._block_size = block_size
         self._weights = [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
-        self._size = sum(weight.numel() for weight in self._weights)
-        self._seen: list[int] = []
+        self._narrow = sum(weight.numel() for weight in self._weights) <= _NARROW
+        self._seen: tuple[int, int] | None = None
         self._described: _Decoder | None = None
         self._kept: Any = None
-        self._room = torch.empty(0)
+        self._step = _Step(table_stride=table.strides[0] // table.itemsize, table=table.ctypes.data)
+        self._table = table
+        self._reserved = (0, 0, 0)
 
     def takes(self, tokens: int) -> bool:
         """Whether a pass over so many tokens can be made here, and is best made here."""
-        if not native(self._keys[0]) or (self._size > _NARROW and tokens < _FEW * torch.get_num_threads()):
+        if not native(self._keys[0]) or not (self._narrow or tokens >= _FEW * torch.get_num_threads()):
             return False
-        seen = [weight.data_ptr() for weight in self._weights]
+        # Weights are replaced all at once.
+        seen = (self._weights[0].data_ptr(), self._weights[-1].data_ptr())
         if seen != self._seen:
             self._seen, self._described = seen, self._describe()
         return self._described is not None
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, rows_T: Tensor, table: Tensor, longest: int) -> Tensor:
-        """Hidden states after the final norm. Token t is at `positions[t]` of the sequence whose blocks are row
-        `rows[t]` of `table`; `longest` is the largest position. All are int64."""
-        decoder, library, threads = self._described, kernels(), torch.get_num_threads()
+    def __call__(self, ids: Sequence[int], positions: Ints, rows: Ints) -> Tensor:
+        """Hidden states after the final norm, which stay until the next call. Token t is at `positions[t]` of the
+        sequence in row `rows[t]` of the table."""
+        tokens, step, decoder = len(ids), self._step, self._described
         assert decoder is not None, "ask `takes` first"
-        tokens = len(ids_T)
-        step = _Step(
-            *(tokens, table.stride(0), longest),
-            *(ids_T.data_ptr(), positions_T.data_ptr(), rows_T.data_ptr(), table.data_ptr()),
-        )
-        room = library.forward_room(ctypes.byref(decoder), ctypes.byref(step), threads)
-        if room > len(self._room):
-            self._room = torch.empty(room)
-        hidden_TD = torch.empty(tokens, decoder.width)
-        library.forward(ctypes.byref(decoder), ctypes.byref(step), self._room.data_ptr(), hidden_TD.data_ptr(), threads)
-        return hidden_TD
+        step.tokens, step.longest = tokens, int(positions.max())
+        self._reserve(decoder, tokens, step.longest, torch.get_num_threads())
+        integers = self._integers
+        integers[0, :tokens] = ids
+        integers[1, :tokens] = positions
+        integers[2, :tokens] = rows
+        kernels().forward(ctypes.byref(decoder), ctypes.byref(step), *self._rooms)
+        return self._hidden[:tokens]
+
+    def _reserve(self, decoder: _Decoder, tokens: int, longest: int, threads: int) -> None:
+        """Room for a pass of so many tokens at such positions."""
+        most, furthest, before = self._reserved
+        if tokens <= most and longest <= furthest and threads == before:
+            return
+        most, furthest = max(tokens, most), max(2 * longest, furthest)
+        self._reserved = (most, furthest, threads)
+        numbers = kernels().forward_room(ctypes.byref(decoder), ctypes.byref(_Step(most, 0, furthest)), threads)
+        self._room, self._hidden = torch.empty(numbers), torch.empty(most, decoder.width)
+        self._rooms = (self._room.data_ptr(), self._hidden.data_ptr(), threads)
+        self._integers = np.empty((3, most), dtype=np.int64)
+        self._step.ids, self._step.positions, self._step.rows = (row.ctypes.data for row in self._integers)
 
     def _describe(self) -> _Decoder | None:
         """Where everything is now; None where the model has parts that a pass here lacks."""

@@ -23,6 +23,7 @@ _SIGNATURES = {
     "forward_room": [_POINTER, _POINTER, _INT],
     "forward": [*[_POINTER] * 4, _INT],
     "draw": [_POINTER, _LONG, _LONG, *[_POINTER] * 4],
+    "sample": [_POINTER, _LONG, _LONG, *[_POINTER] * 6],
 }
 _RESULTS = {"attend_cache": _INT, "forward_room": _LONG}
 
