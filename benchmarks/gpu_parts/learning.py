@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -23,6 +23,7 @@ from headway.monitor.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 KEPT = REPOSITORY / "benchmarks" / "results" / "gpu_runs"
+KEPT_PARTS = ("metrics", "config")
 STOP_SECONDS = 12.0
 """What a run that is asked to stop takes for its last checkpoint."""
 
@@ -59,9 +60,9 @@ CHAIN_SUM = Task(
 def measure(model: str | None, seconds: float) -> dict[str, dict[str, float]]:
     """What came of each task within `seconds`. `model` is a GGUF file or a folder; default: the package's file."""
     deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(3) as pool:
         work = Path(folder)
-        checkpoint = _checkpoint(Path(model) if model else _packaged(), work)
+        checkpoint = pool.submit(_checkpoint, Path(model) if model else _packaged(), work)
         runs = {task.name: pool.submit(_learn, task, checkpoint, work, deadline) for task in (REVERSE, CHAIN_SUM)}
         return {name: run.result() for name, run in runs.items()}
 
@@ -80,12 +81,12 @@ def _checkpoint(model: Path, work: Path) -> Path:
     return work / "smollm2"
 
 
-def _learn(task: Task, checkpoint: Path, work: Path, deadline: float) -> dict[str, float]:
+def _learn(task: Task, checkpoint: Future[Path], work: Path, deadline: float) -> dict[str, float]:
     data, place = work / f"{task.name}.jsonl", ("--run.output_dir", str(work))
     warm_up, run = RunPaths(work / f"{task.name}-warm-up"), RunPaths(work / task.name)
-    started = time.monotonic()
     _headway("env", "demos", *task.demos, "-o", str(data))
-    model = ("--model.path", str(checkpoint), "--data.path", str(data), "--run.name", warm_up.root.name)
+    model = ("--model.path", str(checkpoint.result()), "--data.path", str(data), "--run.name", warm_up.root.name)
+    started = time.monotonic()
     _headway("sft", "@", task.warm_up, *model, *place)
     warmed = time.monotonic()
     export = sorted(warm_up.exports.iterdir())[-1]
@@ -118,9 +119,9 @@ def _keep(run: RunPaths) -> None:
     """What a plot needs."""
     kept = KEPT / run.root.name
     shutil.rmtree(kept, ignore_errors=True)
-    for folder in (run.metrics, run.config):
-        if folder.is_dir():
-            shutil.copytree(folder, kept / folder.name)
+    for part in KEPT_PARTS:
+        if (run.root / part).is_dir():
+            shutil.copytree(run.root / part, kept / part)
     if run.record.is_file():
         shutil.copy(run.record, kept)
 

@@ -2,11 +2,12 @@
 
 The parts are modules beside this one. Each function runs in a process of its own and returns something JSON can hold:
 
-- `engine.measure(shape, sequences)`: `tokens_per_second`, `step_ms`, `floor_ms` (its memory traffic at full speed)
+- `engine.measure(shape, sequences)`: `tokens_per_second`, `decode_step_ms`, `floor_ms` (its memory traffic)
 - `trainer.measure(row)` for each row of `trainer.ROWS`: `tokens_per_second`, `peak_gib`
 - `weights.measure(shape)`: `seconds`, `paused_seconds`
 - `learning.measure(model, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`, `mismatch_kl`, `seconds`
-- `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`
+- `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`, or errors by a name that
+  ends in a precision
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -77,8 +78,17 @@ STEP_FLOORS = 2.0
 """A decode step takes at most this many times what its memory traffic takes."""
 
 
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+"""Of logprobs, by the precision of computation."""
+
+
 def judge_check(part: str) -> Judge:
-    def judge(result: list[Mapping[str, Any]]) -> Iterator[Row]:
+    def judge(result: list[Mapping[str, Any]] | Mapping[str, float]) -> Iterator[Row]:
+        if isinstance(result, Mapping):
+            result = [
+                {"name": name.replace("_", " "), "error": error, "tolerance": TOLERANCES[name.rpartition("_")[2]]}
+                for name, error in result.items()
+            ]
         for item in result:
             error, tolerance = float(item["error"]), float(item["tolerance"])
             yield Row(f"{part}: {item['name']}", f"{error:.2g}", error <= tolerance, bar=f"<= {tolerance:.2g}")
@@ -98,7 +108,7 @@ def judge_engine(shape: str, sequences: int) -> Judge:
             speed / anchor,
             "" if times is None else f">= {times * anchor:,.0f}",
         )
-        step, floor = result["step_ms"], result["floor_ms"]
+        step, floor = result["decode_step_ms"], result["floor_ms"]
         within = step <= STEP_FLOORS * floor
         yield Row(
             f"{name}: ms a step", f"{step:.2f}", within, bar=f"<= {STEP_FLOORS * floor:.2f}", floor=f"{floor:.2f}"

@@ -14,6 +14,8 @@ GIB = 2**30
 FLOAT32 = 4
 _OWN_BYTES = 3 * GIB // 2
 """What a process takes before its first tensor, and what its allocator cannot use: context, workspaces, fragments."""
+_PREFILL_TOKENS = 8192
+"""What an engine takes into one step on a GPU where the settings don't say."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     number, inference = compute_bytes(settings.model), settings.inference
     weights = number * parameter_count(config)
     rows, logits = inference.max_running, FLOAT32 * config.vocab_size
+    tokens = max(inference.max_batched_tokens, rows, _PREFILL_TOKENS)
     widest = 2 * config.mlp_width + 4 * config.width + 2 * config.heads * config.head_dim
     return Shares(
         {
             "weights": weights,
             # An update is received beside what serves; an adapter is small.
             "spare": weights if settings.model.lora is None else 0,
-            "steps": 3 * rows * logits + 2 * number * max(inference.max_batched_tokens, rows) * widest,
+            "steps": 3 * rows * logits + 2 * number * tokens * widest,
             "process": _OWN_BYTES,
         }
     )

@@ -72,7 +72,7 @@ class RunView:
     def event(self, text: str) -> None:
         self._events.append(text)
         if not self._live:
-            self._console.print(text, highlight=False, markup=False)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def tick(self) -> None:
         if time.monotonic() < self._next_look:
