@@ -6,8 +6,8 @@ The parts are modules beside this one. Each function runs in a process of its ow
 - `trainer.measure(row)` for each row of `trainer.ROWS`: `tokens_per_second`, `peak_gib`
 - `weights.measure(shape)`: `seconds`, `paused_seconds`
 - `learning.measure(model, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`, `mismatch_kl`, `seconds`
-- `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`, or errors by a name that
-  ends in a precision
+- `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`, or errors by a name
+  that ends in a precision
 """
 
 from collections.abc import Callable, Iterator, Mapping
