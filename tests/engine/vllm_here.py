@@ -1,6 +1,7 @@
 """What the tests of vLLM ask for on this machine: its CPU build, or a GPU that they share with others.
 
-On a GPU, HEADWAY_TEST_DTYPE may say "bfloat16"; otherwise everything is held to float32's rounding.
+On a GPU, HEADWAY_TEST_DTYPE may say "bfloat16"; otherwise everything is held to float32's rounding. HEADWAY_TEST_EAGER=0
+lets vLLM compile, which takes its time, and record CUDA graphs.
 """
 
 import json
@@ -11,18 +12,15 @@ import torch
 
 ON_GPU = torch.cuda.is_available()
 DTYPE = os.environ.get("HEADWAY_TEST_DTYPE", "float32") if ON_GPU else "float32"
+EAGER = os.environ.get("HEADWAY_TEST_EAGER", "1") == "1"
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.15}[DTYPE]
 """Between logprobs that vLLM serves and those of the same weights in float32."""
 KV_GB = 1.0
 
 
 def vllm_arguments(**more: Any) -> dict[str, Any]:
-    """For `[inference.vllm]`. Compiled code takes its time to start; of the attention kernels only one does float32
-    products in float32."""
-    if not ON_GPU:
-        return more
-    backend = "FLASH_ATTN" if DTYPE == "bfloat16" else "FLEX_ATTENTION"
-    return {"enforce_eager": True, "attention_config": {"backend": backend}, **more}
+    """For `[inference.vllm]`."""
+    return {"enforce_eager": EAGER, **more} if ON_GPU else more
 
 
 def vllm_flags() -> list[str]:

@@ -130,19 +130,7 @@ def _memory(device: str) -> int:
 def _environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -> Iterator[None]:
     """What vLLM's processes find when they start. What the user has set stays, and so does our own environment."""
     wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    if find_spec("flashinfer") is None:
-        # Otherwise vLLM takes it for granted on GPUs.
-        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if device == "cpu":
-        # Left to itself vLLM binds each worker to a NUMA node of its own, of which there may be too few.
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # The model in the engine's process: one import of vLLM less, and one hop less for every step.
-        if chosen.get("tensor_parallel_size", 1) == 1:
-            wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if chosen["enforce_eager"]:
-            wanted["TORCHDYNAMO_DISABLE"] = "1"
-        if settings.inference.threads is not None:
-            wanted["OMP_NUM_THREADS"] = str(settings.inference.threads)
+    wanted |= _for_cpu(chosen, settings.inference.threads) if device == "cpu" else _for_gpu(chosen)
     before = dict(os.environ)
     os.environ.update({**wanted, **before, SERVER: str(os.getpid())})
     try:
@@ -151,6 +139,30 @@ def _environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -
         for name in (*wanted, SERVER):
             os.environ.pop(name, None)
         os.environ.update(before)
+
+
+def _for_cpu(chosen: dict[str, Any], threads: int | None) -> dict[str, str]:
+    # Left to itself vLLM binds each worker to a NUMA node of its own, of which there may be too few.
+    wanted = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # The model in the engine's process: one import of vLLM less, and one hop less for every step.
+    if chosen.get("tensor_parallel_size", 1) == 1:
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if chosen["enforce_eager"]:
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    if threads is not None:
+        wanted["OMP_NUM_THREADS"] = str(threads)
+    return wanted
+
+
+def _for_gpu(chosen: dict[str, Any]) -> dict[str, str]:
+    wanted = {}
+    if find_spec("flashinfer") is None:
+        # Otherwise vLLM takes it for granted.
+        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if chosen["dtype"] == "float32":
+        # Triton's own choice is TF32, of which attention and experts would show three digits.
+        wanted["TRITON_F32_DEFAULT"] = "ieee"
+    return wanted
 
 
 def _contents(folder: Path, model_config: Any) -> tuple[dict[str, tuple[int, ...]], str]:
