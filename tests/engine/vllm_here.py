@@ -1,7 +1,7 @@
 """What the tests of vLLM ask for on this machine: its CPU build, or a GPU that they share with others.
 
-On a GPU, HEADWAY_TEST_DTYPE may say "bfloat16"; otherwise everything is held to float32's rounding. HEADWAY_TEST_EAGER=0
-lets vLLM compile, which takes its time, and record CUDA graphs.
+On a GPU, HEADWAY_TEST_DTYPE may say "bfloat16"; otherwise everything is held to float32's rounding. With
+HEADWAY_TEST_EAGER=0 vLLM compiles the model, which takes its time, and records CUDA graphs.
 """
 
 import json
