@@ -125,7 +125,7 @@ INLINED void attend_sized(struct cache cache, struct span span, long group, long
     memset(out, 0, heads * size * sizeof(float));
     for (long block = 0; block <= last; block++) {
         const float *values = block_of(cache.values, cache, span, block) + span.first_head * size;
-        const float *next = block_of(cache.values, cache, span, block < last ? block + 1 : last);
+        const float *next = block < last ? block_of(cache.values, cache, span, block + 1) : span.then;
         long start = block * cache.block_size, count = block < last ? cache.block_size : span.count - start;
         for (long head = 0, pair; head < heads; head += pair) {
             pair = head % group + PAIR <= group ? PAIR : 1;

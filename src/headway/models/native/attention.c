@@ -38,8 +38,10 @@ int attend_cache(const float *queries, long stride, const float *keys, const flo
 #pragma omp for collapse(2) schedule(dynamic)
         for (long t = 0; t < tokens; t++) {
             for (long part = 0; part < parts; part++) {
-                struct span span = {table + rows[t] * table_stride, positions[t] + 1, part * kv_heads / parts,
-                                    (part + 1) * kv_heads / parts};
+                const int64_t *blocks = table + rows[t] * table_stride;
+                const int64_t *next = table + rows[t + 1 < tokens ? t + 1 : t] * table_stride;
+                struct span span = {blocks, positions[t] + 1, part * kv_heads / parts, (part + 1) * kv_heads / parts,
+                                    keys + *next * block_size * cache.width};
                 if (scores)
                     attend(cache, span, group, size, queries + t * stride, scores, out + t * heads * size);
             }

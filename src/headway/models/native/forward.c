@@ -129,7 +129,10 @@ static void mix(const struct decoder *d, const struct layer *layer, const struct
     long q_width = query_width(d);
     struct cache cache = {layer->keys, layer->values, d->block_size, d->kv_heads * d->size};
     for (long t = first; t < last; t++) {
-        struct span span = {s->table + s->rows[t] * s->table_stride, s->positions[t] + 1, 0, d->kv_heads};
+        const int64_t *blocks = s->table + s->rows[t] * s->table_stride;
+        const int64_t *next = s->table + s->rows[t + 1 < last ? t + 1 : t] * s->table_stride;
+        const float *then = layer->keys + *next * d->block_size * cache.width;
+        struct span span = {blocks, s->positions[t] + 1, 0, d->kv_heads, then};
         attend(cache, span, d->heads / d->kv_heads, d->size, room.queries + t * q_width, room.scores,
                room.mixed + (t - first) * q_width);
     }

@@ -28,10 +28,12 @@ struct cache {
     long block_size, width;
 };
 
-/* What one token attends over: `count` places in `blocks`, of kv heads `first_head` to `last_head`. */
+/* What one token attends over: `count` places in `blocks`, of kv heads `first_head` to `last_head`. `then` is a block
+   that is read after it. */
 struct span {
     const int64_t *blocks;
     long count, first_head, last_head;
+    const float *then;
 };
 
 /* The query heads of a token's span, `group` of them to each kv head, of `size` numbers. `scores` is room for the
