@@ -77,6 +77,19 @@ def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
     assert (shared["kv_cache_memory_bytes"], shared["gpu_memory_utilization"]) == (2 * GB, 0.25)
 
 
+def test_processes_on_a_gpu_compute_float32_in_float32_and_do_without_what_is_not_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    settings = serve_settings()
+    for dtype, precision in (("float32", "ieee"), ("bfloat16", None)):
+        with load._environment(settings, {"dtype": dtype}, "cuda"):
+            assert os.environ.get("TRITON_F32_DEFAULT") == precision
+            assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert "TRITON_F32_DEFAULT" not in os.environ
+
+
 def test_what_is_named_for_vllm_wins(folder: Path) -> None:
     settings = serve_settings(vllm={"max_num_seqs": 3, "enable_chunked_prefill": True, "seed": 5})
     chosen = arguments(settings, folder, "cpu", memory=GB)

@@ -4,6 +4,7 @@ vLLM mixes `HeadwayWorker` into its worker class (`worker_extension_cls`, one of
 to be installed or registered and nothing of vLLM is replaced. The module is imported in every worker process.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -85,6 +86,9 @@ def pack_experts(model: nn.Module) -> None:
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
 
+
+# At every reload it says of layers that have no weights of their own that they failed to load them.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 if os.environ.get(SERVER, str(os.getpid())) != str(os.getpid()):
     end_with_server()
