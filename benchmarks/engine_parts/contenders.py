@@ -146,6 +146,8 @@ def vllm(work: Work, talk: Talk, eager: bool = False) -> None:
         max_model_len=work.prompt + work.output,
         enable_prefix_caching=False,
         enforce_eager=eager,
+        # A GPU is shared by all contenders.
+        **({"gpu_memory_utilization": 0.4} if work.device == "cuda" else {}),
     )
     params = SamplingParams(max_tokens=work.output, ignore_eos=True, logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts()]
