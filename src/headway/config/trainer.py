@@ -228,7 +228,7 @@ class TrainerSettings(Settings):
     head_chunk: int = Field(default=1024, ge=1)
     """Tokens per chunk of the LM head, which never holds more logits than that."""
     compile: bool = False
-    """Compile the layers (CUDA)."""
+    """Compile the MLPs, where no activations are recomputed (CUDA)."""
     max_bad_steps: int = Field(default=3, ge=1)
     """Stop after this many steps in a row whose loss or gradients were not finite."""
     probe: bool = True

@@ -31,6 +31,12 @@ def adapted(
     return outs
 
 
+def products(x_TI: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x @ weight.T for each weight (out, in)."""
+    outs: tuple[Tensor, ...] = _Products.apply(x_TI, *weights)  # type: ignore[no-untyped-call]  # as above
+    return outs
+
+
 def unvalued_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """Has the gradients of x @ weight.T, and holds anything."""
     out: Tensor = _UnvaluedProduct.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]  # as above
@@ -42,33 +48,48 @@ class _Adapted(torch.autograd.Function):
     def forward(ctx: Any, x_TI: Tensor, scale: float, valued: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
         ranks_TR = (x_TI @ _stacked(downs).T) * scale
-        outs = []
-        for weight, up, own_TR in zip(weights, ups, _parts(ranks_TR, downs), strict=True):
-            outs.append((own_TR @ up).addmm_(x_TI, weight.T) if valued else x_TI.new_empty(len(x_TI), len(weight)))
         ctx.save_for_backward(x_TI, ranks_TR, *tensors)
         ctx.scale = scale
-        return tuple(outs)
+        if not valued:
+            return tuple(x_TI.new_empty(len(x_TI), len(weight)) for weight in weights)
+        if _widens(weights):
+            wide_TI = torch.cat([x_TI, ranks_TR], 1)
+            return tuple(wide_TI @ wide_OI.T for wide_OI in _widened(weights, ups))
+        parts = zip(weights, ups, _parts(ranks_TR, downs), strict=True)
+        return tuple((own_TR @ up).addmm_(x_TI, weight.T) for weight, up, own_TR in parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, ranks_TR, *tensors = ctx.saved_tensors
         count = len(tensors) // 3
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
-        grad_ranks_TR = torch.empty_like(ranks_TR)
-        grad_ups = []
-        for grad, up, own_TR, into in zip(
-            grads, ups, _parts(ranks_TR, downs), _parts(grad_ranks_TR, downs), strict=True
-        ):
-            into.copy_(grad @ up.T)
-            grad_ups.append(own_TR.T @ grad)
-        grad_ranks_TR *= ctx.scale
-        grad_downs = torch.split(grad_ranks_TR.T @ x_TI, [len(down) for down in downs])
+        grad_ups = [own_TR.T @ grad for own_TR, grad in zip(_parts(ranks_TR, downs), grads, strict=True)]
         grad_x: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad_ranks_TR @ _stacked(downs)
-            for grad, weight in zip(grads, weights, strict=True):
-                grad_x.addmm_(grad, weight)
+        if ctx.needs_input_grad[0] and _widens(weights):
+            wide_TI = _summed_products(grads, _widened(weights, ups))
+            grad_x, grad_ranks_TR = torch.split(wide_TI, [x_TI.shape[1], ranks_TR.shape[1]], dim=1)
+            grad_ranks_TR = grad_ranks_TR * ctx.scale
+            grad_x = grad_x.addmm_(grad_ranks_TR, _stacked(downs))
+        else:
+            grad_ranks_TR = torch.cat([grad @ up.T for grad, up in zip(grads, ups, strict=True)], 1) * ctx.scale
+            if ctx.needs_input_grad[0]:
+                grad_x = _summed_products(grads, weights, grad_ranks_TR @ _stacked(downs))
+        grad_downs = torch.split(grad_ranks_TR.T @ x_TI, [len(down) for down in downs])
         return grad_x, None, None, None, *[None] * count, *grad_downs, *grad_ups
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_TI, *weights)
+        return tuple(x_TI @ weight.T for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, *weights = ctx.saved_tensors
+        wants_x, *wanted = ctx.needs_input_grad
+        grad_x = _summed_products(grads, weights) if wants_x else None
+        return grad_x, *(grad.T @ x_TI if wants else None for grad, wants in zip(grads, wanted, strict=True))
 
 
 class _UnvaluedProduct(torch.autograd.Function):
@@ -82,6 +103,30 @@ class _UnvaluedProduct(torch.autograd.Function):
         x_TI, weight_OI = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
         return grad_TO @ weight_OI if wants_x else None, grad_TO.T @ x_TI if wants_weight else None
+
+
+def _summed_products(grads: Sequence[Tensor], weights: Sequence[Tensor], total: Tensor | None = None) -> Tensor:
+    """Σ grad @ weight, added to `total` in place."""
+    for grad, weight in zip(grads, weights, strict=True):
+        total = grad @ weight if total is None else total.addmm_(grad, weight)
+    assert total is not None
+    return total
+
+
+def _widens(weights: Sequence[Tensor]) -> bool:
+    """Whether it is cheaper to copy the input beside its ranks than to add to every output."""
+    return sum(len(weight) for weight in weights) >= 4 * weights[0].shape[1]
+
+
+def _widened(weights: Sequence[Tensor], ups: Sequence[Tensor]) -> list[Tensor]:
+    """Each weight with its `up` in the columns of its ranks, and zeros in those of its siblings'."""
+    ranks = [len(up) for up in ups]
+    wide = []
+    for number, (weight, up) in enumerate(zip(weights, ups, strict=True)):
+        left, right = sum(ranks[:number]), sum(ranks[number + 1 :])
+        zeros = [weight.new_zeros(len(weight), size) for size in (left, right)]
+        wide.append(torch.cat([weight, zeros[0], up.T, zeros[1]], 1))
+    return wide
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:

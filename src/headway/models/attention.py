@@ -45,6 +45,9 @@ class PackedPlan:
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
         if len(q_THD) != self.tokens:
             raise HeadwayError(f"the plan is for {self.tokens} tokens, not {len(q_THD)}")
+        if torch.is_grad_enabled() and _has_kernels(q_THD):
+            out: Tensor = _Attention.apply(self, q_THD, k_TKD, v_TKD)  # type: ignore[no-untyped-call]  # torch has no types here
+            return out
         if _half_on_cuda(q_THD):
             return self._attend_cuda(q_THD, k_TKD, v_TKD)
         if self.tokens == self.longest * len(self.lengths):
@@ -69,7 +72,7 @@ class PackedPlan:
 
     def attend_forward(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """`attend` without a graph, and what `attend_backward` wants to have kept of it besides the result."""
-        if not _half_on_cuda(q_THD):
+        if not _has_kernels(q_THD):
             with torch.no_grad():
                 return self.attend(q_THD, k_TKD, v_TKD, 0), ()
         parts: list[Tensor] = []
@@ -91,7 +94,7 @@ class PackedPlan:
         kept: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values. Where there is no kernel for it, attention is computed again."""
-        if not _half_on_cuda(out_THD):
+        if not _has_kernels(out_THD):
             q, k, v = (x.detach().requires_grad_() for x in qkv)
             with torch.enable_grad():
                 out_THD = self.attend(q, k, v, 0)
@@ -157,6 +160,27 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
         else:
             groups.append([sample])
     return groups
+
+
+class _Attention(torch.autograd.Function):
+    """A plan's attention by its two passes: torch's own copies gradients on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: PackedPlan, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        out_THD, kept = plan.attend_forward(q_THD, k_TKD, v_TKD)
+        ctx.plan = plan
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, *kept)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        q_THD, k_TKD, v_TKD, out_THD, *kept = ctx.saved_tensors
+        return None, *ctx.plan.attend_backward(grad_THD, (q_THD, k_TKD, v_TKD), out_THD, tuple(kept))
+
+
+def _has_kernels(x_THD: Tensor) -> bool:
+    """Whether the two passes have kernels of their own."""
+    return _half_on_cuda(x_THD) and x_THD.shape[-1] <= 128 and x_THD.shape[-1] % 8 == 0
 
 
 def _half_on_cuda(x: Tensor) -> bool:

@@ -14,6 +14,9 @@ _CAUSAL = (-1, 0)
 _LENGTH_STEP = 1024
 """cuDNN prepares a kernel per shape, which takes longer than running it: lengths are rounded up to few shapes."""
 
+_ELEMENTS = 2**26
+"""Of a gradient of queries that the backward pass computes at a time; it takes eight bytes more for each."""
+
 
 def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ends: Tensor, longest: int) -> Tensor:
     """Causal attention within samples that end at `ends[1:]`."""
@@ -69,7 +72,27 @@ def long_forward(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> tuple[Tensor, t
 def long_backward(
     grad_nHD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out_nHD: Tensor, kept: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values. Rows of padding have no gradient and so change none."""
+    """The gradients of queries, keys and values. Rows of padding have no gradient and so change none.
+
+    Some heads at a time where all would need more than a little memory on the side.
+    """
+    groups = min(qkv[1].shape[1], max(1, grad_nHD.numel() // _ELEMENTS))
+    if groups == 1 or qkv[1].shape[1] % groups:
+        return _long_backward(grad_nHD, qkv, out_nHD, kept)
+    normalizers, *rest = kept
+    grads = tuple(torch.empty_like(x) for x in qkv)
+    for grad, q, k, v, out, lse, *into in zip(
+        *(x.chunk(groups, dim=1) for x in (grad_nHD, *qkv, out_nHD, normalizers, *grads)), strict=True
+    ):
+        for whole, part in zip(into, _long_backward(grad, (q, k, v), out, (lse.contiguous(), *rest)), strict=True):
+            whole.copy_(part)
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+def _long_backward(
+    grad_nHD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out_nHD: Tensor, kept: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
     grad, *inputs, out = _batched(grad_nHD, *qkv, out_nHD)
     size, length = inputs[0].shape[2], len(grad_nHD)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

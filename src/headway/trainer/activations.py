@@ -22,7 +22,7 @@ def checkpoint_blocks(blocks: Sequence[Block], settings: ActivationSettings) -> 
     kept = 0
     if settings.checkpoint == "selective":
         kept = len(blocks) if settings.attention_layers is None else settings.attention_layers
-    for number, block in enumerate(blocks):
+    for number, block in enumerate(reversed(blocks)):
         block.forward = RecomputedBlock(block, keep_attention=number < kept)  # type: ignore[method-assign]  # it is one
 
 

@@ -54,7 +54,9 @@ def prepare(micro: MicroBatch, config: ModelConfig, device: torch.device) -> Inp
     rows_N = np.flatnonzero(needed_T)
 
     def put(stream_T: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(stream_T), dtype=dtype).to(device, non_blocking=True)
+        tensor = torch.as_tensor(np.ascontiguousarray(stream_T), dtype=dtype)
+        # From pinned memory, or the host would wait for what the device does before the copy.
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     def at_rows(stream_T: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
         return put(stream_T[rows_N], dtype)

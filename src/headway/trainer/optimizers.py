@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
-from headway.trainer.rules import AdamWRule, MuonRule, Rule, SgdRule, SignSgdRule, State
+from headway.trainer.rules import AdamWRule, Guard, MuonRule, Rule, SgdRule, SignSgdRule, State
 from headway.trainer.sharding import local
 
 # Parameters whose state is brought to the device at a time when it lives in CPU memory.
@@ -43,15 +43,26 @@ class PolicyOptimizer:
         """The state by name, sharded as the parameters are; writing into these tensors restores it."""
         return {f"{slot.name}.{key}": t for _, slots in self._groups for slot in slots for key, t in slot.state.items()}
 
+    @property
+    def guards(self) -> bool:
+        """Whether `step` takes a guard."""
+        return all(isinstance(rule, AdamWRule) for rule, _ in self._groups)
+
     @torch.no_grad()
-    def step(self, rate: float) -> None:
+    def step(self, rate: float, guard: Guard | None = None) -> None:
         """Update every parameter that has a gradient; `rate` multiplies the learning rates."""
         self.updates += 1
         for rule, slots in self._groups:
+            if isinstance(rule, AdamWRule):
+                rule.guard = guard
             due = [slot for slot in slots if slot.parameter.grad is not None]
             portion = FETCHED_AT_ONCE if self._on_cpu else max(1, len(due))
             for start in range(0, len(due), portion):
                 self._update(rule, due[start : start + portion], rate)
+
+    def take_back(self) -> None:
+        """Forget the last step, which a guard found broken."""
+        self.updates -= 1
 
     def zero_grad(self) -> None:
         for _, slots in self._groups:

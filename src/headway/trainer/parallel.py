@@ -38,8 +38,8 @@ def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
     """
     blocks = [block for block in policy.model.layers if isinstance(block, Block)]
     checkpoint_blocks(blocks, plan.activations)
-    for block in blocks:
-        if plan.compile:
+    if plan.compile and plan.activations.checkpoint == "off":
+        for block in blocks:
             # Attention's shapes change with every packing, and each would be compiled anew.
             block.get_submodule("mlp").compile(dynamic=True)
     if mesh.size() == 1:

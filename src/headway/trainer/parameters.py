@@ -19,6 +19,9 @@ class Parameters:
             if parameter is not None
         ]
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def read(self) -> list[Tensor]:
         return [getattr(owner, key) for owner, key in self._places]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ State = dict[str, Tensor]
 
 # Brings the root mean square of an orthogonal update to what AdamW's typically is, so that rates carry over.
 MUON_RMS = 0.2
+
+
+class Guard(NamedTuple):
+    """What the device knows about gradients and the host need not wait for. Both are (1,) in float32."""
+
+    divisor: Tensor
+    """Gradients are divided by it."""
+    broken: Tensor
+    """1 where nothing may change, since something is not finite; else 0."""
 
 
 class Rule(Protocol):
@@ -34,6 +43,8 @@ class AdamWRule:
 
     def __init__(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.guard: Guard | None = None
+        """To be heeded in updates, where there is one."""
 
     def update(self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float) -> None:
         weights, gradients = _locals(parameters)
@@ -46,6 +57,8 @@ class AdamWRule:
             # The kernel counts up before it uses the count.
             list(torch.full((len(weights),), count - 1.0, device=weights[0].device).unbind()),
             fused=True,
+            grad_scale=None if self.guard is None else self.guard.divisor,
+            found_inf=None if self.guard is None else self.guard.broken,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],

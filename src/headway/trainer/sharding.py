@@ -44,15 +44,15 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     by_layout: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for tensor in tensors:
         by_layout.setdefault(sharded_dims(tensor), []).append(local(tensor))
-    total = torch.zeros((), dtype=torch.float32)
+    total: Tensor | None = None
     for layout, parts in by_layout.items():
         squares = torch.stack(torch._foreach_norm(parts)).float().square().sum()
         if layout is not None:
             mesh, dims = layout
             for dim in dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
-        total = total.to(squares.device) + squares
-    return total.sqrt()
+        total = squares if total is None else total + squares
+    return torch.zeros(()) if total is None else total.sqrt()
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from headway.trainer.flops import FlopCounter
 from headway.trainer.inputs import check_counts, prepare
 from headway.trainer.losses import make_loss
 from headway.trainer.ranks import Ranks
+from headway.trainer.rules import Guard
 from headway.trainer.schedules import rate_at
 from headway.trainer.sharding import global_norm, scale_gradients
 from headway.trainer.state import TrainState
@@ -40,7 +41,7 @@ class Tally:
 
     def totals(self, ranks: Ranks) -> dict[str, float]:
         """The sums over all ranks. Ranks may have met different components, so all agree on the names first."""
-        here = {name: float(value) for name, value in self.sums.items()}
+        here = dict(zip(self.sums, _read(self.sums.values()), strict=True))
         counted = {"tokens": self.real_tokens, "packed_tokens": self.packed_tokens, "flops": self.flops}
         return ranks.sum({**here, **counted})
 
@@ -72,13 +73,8 @@ class Stepper:
         torch.manual_seed(seed_of(self._seed, step, self._ranks.rank))
         state.optimizer.zero_grad()
         tally = self._accumulate(state, batch.micro_batches, batch.counts)
-        norm = float(global_norm(p.grad for _, p in state.trained() if p.grad is not None))
-        totals = tally.totals(self._ranks)
         rate = rate_at(self._trainer.schedule, step, self._max_steps)
-        skipped = not (math.isfinite(norm) and math.isfinite(totals["loss"]))
-        if not skipped:
-            self._clip(state, norm)
-            state.optimizer.step(rate)
+        norm, totals, skipped = self._update(state, tally, rate)
         state.optimizer.zero_grad()
         state.step = step
         state.bad_steps = state.bad_steps + 1 if skipped else 0
@@ -101,7 +97,7 @@ class Stepper:
     def _accumulate(
         self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts, backward: bool = True
     ) -> Tally:
-        tally, flops = Tally(), FlopCounter(state.model)
+        tally, flops = Tally(), None
         for micro in micro_batches:
             inputs = prepare(micro, state.config, self._ranks.device)
             scores = state.policy(inputs)
@@ -112,16 +108,45 @@ class Stepper:
             tally.logprobs.append(scores.logprobs_N.detach())
             tally.real_tokens += inputs.real_tokens
             tally.packed_tokens += sum(micro.lengths)
+            flops = flops or FlopCounter(state.model)
             tally.flops += flops.of(micro.lengths, len(inputs.rows_N))
             if scores.expert_load_LE is not None:
                 load = scores.expert_load_LE
                 tally.expert_load_LE = load if tally.expert_load_LE is None else tally.expert_load_LE + load
         return tally
 
-    def _clip(self, state: TrainState, norm: float) -> None:
-        if norm > self._trainer.max_grad_norm:
-            factor = self._trainer.max_grad_norm / (norm + 1e-6)
-            scale_gradients((p for _, p in state.trained()), factor)
+    def _update(self, state: TrainState, tally: Tally, rate: float) -> tuple[float, dict[str, float], bool]:
+        """Clip and update; or leave everything as it is, if something is not finite. The norm, totals, and which."""
+        norm_ = global_norm(p.grad for _, p in state.trained() if p.grad is not None)
+        if norm_.is_cuda and self._ranks.size == 1 and state.optimizer.guards:
+            # The device goes on to the update while the host still waits for the numbers.
+            state.optimizer.step(rate, self._guard(norm_, tally.sums["loss"]))
+            norm, totals, skipped = self._outcome(norm_, tally)
+            if skipped:
+                state.optimizer.take_back()
+            return norm, totals, skipped
+        norm, totals, skipped = self._outcome(norm_, tally)
+        if not skipped:
+            if norm > self._trainer.max_grad_norm:
+                factor = self._trainer.max_grad_norm / (norm + 1e-6)
+                scale_gradients((p for _, p in state.trained()), factor)
+            state.optimizer.step(rate)
+        return norm, totals, skipped
+
+    def _guard(self, norm: Tensor, loss: Tensor) -> Guard:
+        divisor = ((norm + 1e-6) / self._trainer.max_grad_norm).clamp(min=1.0)
+        broken = ~(norm.isfinite() & loss.isfinite())
+        return Guard(divisor.reshape(1), broken.float().reshape(1))
+
+    def _outcome(self, norm: Tensor, tally: Tally) -> tuple[float, dict[str, float], bool]:
+        norm_, totals = float(norm), tally.totals(self._ranks)
+        return norm_, totals, not (math.isfinite(norm_) and math.isfinite(totals["loss"]))
+
+
+def _read(scalars: Iterable[Tensor]) -> list[float]:
+    """The numbers of tensors of one element each, brought from the device at once."""
+    values: list[float] = torch.stack([scalar.double() for scalar in scalars]).tolist()
+    return values
 
 
 def seed_of(*place: int) -> int:

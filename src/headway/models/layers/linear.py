@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.models.adapted import adapted, unvalued_product
+from headway.models.adapted import adapted, products, unvalued_product
 from headway.models.native import ops
 from headway.models.native.library import native
 
@@ -39,7 +39,6 @@ class Linear(nn.Module):
         ranks_TR = F.linear(x_TI, self.lora_A) * adapter_gate
         return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B)
 
-
     def unvalued(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
         """The output as far as its gradients go: cheaper, where its values are known or of no interest."""
         if isinstance(adapter_gate, float) and (outs := _adapted([self], x_TI, adapter_gate, valued=False)):
@@ -56,9 +55,7 @@ def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
     return F.linear(x_TI, weight_OI, bias_O)
 
 
-def _adapted(
-    linears: Sequence[Linear], x_TI: Tensor, scale: float, *, valued: bool = True
-) -> Sequence[Tensor] | None:
+def _adapted(linears: Sequence[Linear], x_TI: Tensor, scale: float, *, valued: bool = True) -> Sequence[Tensor] | None:
     """The output of each as one operation, where all have an adapter to train beside a frozen weight."""
     weights, downs, ups = [], [], []
     for linear in linears:
@@ -81,6 +78,7 @@ class Siblings:
         self.joined: Tensor | None = None
         self._linears = linears
         self._sizes = [linear.weight.shape[0] for linear in linears]
+        self._biased = any(linear.bias is not None for linear in linears)
 
     def __call__(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
         """The output of each."""
@@ -88,6 +86,8 @@ class Siblings:
             return torch.split(product(x_TI, joined), self._sizes, dim=-1)
         if isinstance(adapter_gate, float) and (outs := _adapted(self._linears, x_TI, adapter_gate)):
             return outs
+        if adapter_gate is None and torch.is_grad_enabled() and x_TI.is_cuda and not self._biased:
+            return products(x_TI, [linear.weight for linear in self._linears])
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
     def join(self) -> None:
