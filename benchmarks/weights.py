@@ -1,11 +1,11 @@
 """Seconds for a weight update by each transport, against this machine's copy bandwidth in the same run.
 
-    python benchmarks/weights.py --megabytes 512
+    OMP_NUM_THREADS=1 python benchmarks/weights.py --megabytes 512
 
 An update is: the trainer publishes B bytes, an engine receives them all into its parameters, both sides fingerprint
-them. The bar on one host is 3·B / copy bandwidth: 3 `host_copies`. `fingerprint_share` is both sides' fingerprints by
-themselves, against the whole update. Everything is measured by the wall clock and by the processor's time; on a busy
-machine only the latter means anything.
+them. The bar on one host is 3·B / copy bandwidth: 3 `copies`. Updates with fingerprints and without, and plain copies,
+take turns, and medians are compared: `fingerprint_share` is what an update without them takes less. Everything is
+measured by the wall clock and by the processor's time; on a busy machine only the latter means anything.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ from torch import Tensor
 from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights, WeightTransport
 from headway.core.runs import RunPaths
 from headway.transport.weights import make_receiver, make_sender
-from headway.transport.weights.fingerprint import fingerprint_of
+from headway.transport.weights.fingerprint import Fingerprint, dtype_name
 
 RESULTS = Path(__file__).parent / "results"
+WARM_UP = 2
+"""Rounds that touch all memory for the first time."""
 
 
 class Seconds(NamedTuple):
@@ -35,14 +38,19 @@ class Seconds(NamedTuple):
 
     @classmethod
     def now(cls) -> "Seconds":
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return cls(time.perf_counter(), time.process_time())
 
     def since(self, started: "Seconds") -> "Seconds":
         return Seconds(self.wall - started.wall, self.cpu - started.cpu)
 
 
-def median(times: list[Seconds]) -> Seconds:
-    return Seconds(*(statistics.median(column) for column in zip(*times, strict=True)))
+class Update(NamedTuple):
+    """Seconds of both sides by one clock."""
+
+    publish: float
+    receive: float
 
 
 def tensors_of(megabytes: int, device: str) -> dict[str, Tensor]:
@@ -56,86 +64,108 @@ def tensors_of(megabytes: int, device: str) -> dict[str, Tensor]:
     return named
 
 
-def seconds_of(work: Callable[[], Any], repeats: int) -> Seconds:
-    """The median, after a first time that touches all memory."""
-    work()
-    times = []
-    for _ in range(repeats):
-        started = Seconds.now()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(Seconds.now().since(started))
-    return median(times)
+@contextmanager
+def no_fingerprints(wanted: bool = True) -> Iterator[None]:
+    """If `wanted`, bytes are copied and not counted: both sides then agree that all sums are zero."""
+    add = Fingerprint.add
+    if wanted:
+        Fingerprint.add = _copy_only  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Fingerprint.add = add  # type: ignore[method-assign]
+
+
+def _copy_only(
+    self: Fingerprint,
+    name: str,
+    tensor: Tensor,
+    offset: int = 0,
+    shape: Iterable[int] | None = None,
+    dtype: torch.dtype | None = None,
+    copy: Tensor | None = None,
+) -> None:
+    self._entry(name, dtype_name(dtype or tensor.dtype), tuple(tensor.shape if shape is None else shape))
+    if copy is not None:
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        copy.view(-1).view(torch.uint8).copy_(data, non_blocking=True)
 
 
 def measure(
-    settings: WeightTransport, named: dict[str, Tensor], target: dict[str, Tensor], repeats: int
-) -> tuple[Seconds, Seconds]:
-    """Medians of publishing and receiving, the latter into tensors that the engine has already."""
+    settings: WeightTransport, named: dict[str, Tensor], target: dict[str, Tensor], rounds: int
+) -> dict[str, dict[str, float]]:
+    """By each clock: the two sides, how they stand to a copy in the host's memory, and what fingerprints cost."""
+    host = {name: tensor.cpu() for name, tensor in named.items()}
+    spare = {name: torch.empty_like(tensor) for name, tensor in host.items()}
+    counted: list[tuple[Seconds, Seconds]] = []
+    bare: list[tuple[Seconds, Seconds]] = []
+    copies: list[Seconds] = []
     with tempfile.TemporaryDirectory() as folder:
-        device = next(iter(target.values())).device
-        sender, receiver = make_sender(settings, RunPaths(Path(folder) / "run")), make_receiver(str(device))
-        publish, receive = [], []
-        for version in range(repeats + 2):
+        sender = make_sender(settings, RunPaths(Path(folder)))
+        receiver = make_receiver(next(iter(target.values())).device.type)
+        version = 0
+
+        def update() -> tuple[Seconds, Seconds]:
+            nonlocal version
+            version += 1
             started = Seconds.now()
-            update = sender.publish(version, named.items())
+            posted = sender.publish(version, named.items())
             published = Seconds.now()
-            for name, tensor in receiver.receive(update):
-                target[name].copy_(tensor)
-            publish.append(published.since(started))
-            receive.append(Seconds.now().since(published))
+            for _ in receiver.receive(posted, target):
+                pass
+            return published.since(started), Seconds.now().since(published)
+
+        for _ in range(rounds + WARM_UP):
+            counted.append(update())
+            with no_fingerprints():
+                bare.append(update())
+            copies.append(seconds_of(lambda: [spare[name].copy_(tensor) for name, tensor in host.items()]))
         sender.close()
         receiver.close()
-    return median(publish[2:]), median(receive[2:])
+    return {clock: judged(counted, bare, copies, index) for index, clock in enumerate(Seconds._fields)}
 
 
-def judged(publish: Seconds, receive: Seconds, host_copy: Seconds, fingerprint: Seconds) -> dict[str, dict[str, float]]:
-    """By each clock: the two sides, and how they stand to copying and to fingerprints."""
+def judged(
+    counted: list[tuple[Seconds, Seconds]], bare: list[tuple[Seconds, Seconds]], copies: list[Seconds], clock: int
+) -> dict[str, float]:
+    publish, receive = (statistics.median(update[side][clock] for update in counted[WARM_UP:]) for side in range(2))
+    totals = [statistics.median(a[clock] + b[clock] for a, b in some[WARM_UP:]) for some in (counted, bare)]
+    copy = statistics.median(seconds[clock] for seconds in copies[WARM_UP:])
     return {
-        clock: {
-            "publish_s": getattr(publish, clock),
-            "receive_s": getattr(receive, clock),
-            "host_copies": (getattr(publish, clock) + getattr(receive, clock)) / getattr(host_copy, clock),
-            "fingerprint_share": 2 * getattr(fingerprint, clock) / (getattr(publish, clock) + getattr(receive, clock)),
-        }
-        for clock in Seconds._fields
+        "publish_s": publish,
+        "receive_s": receive,
+        "copy_s": copy,
+        "copies": totals[0] / copy,
+        "fingerprint_share": 1 - totals[1] / totals[0],
     }
+
+
+def seconds_of(work: Callable[[], Any]) -> Seconds:
+    started = Seconds.now()
+    work()
+    return Seconds.now().since(started)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu", help="where the trainer's weights are")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu", help="where the trainer's and the engine's weights are")
+    parser.add_argument("--transports", nargs="+", default=["shared_memory", "collective", "filesystem"])
     parser.add_argument("--output", type=Path, default=RESULTS / "weights.json")
     options = parser.parse_args()
     named = tensors_of(options.megabytes, options.device)
-    size = sum(tensor.nbytes for tensor in named.values())
     target = {name: torch.empty_like(tensor) for name, tensor in named.items()}
-    copy = seconds_of(lambda: [target[name].copy_(tensor) for name, tensor in named.items()], options.repeats)
-    fingerprint = seconds_of(lambda: fingerprint_of(named.items()).hexdigest(), options.repeats)
-    host = {name: tensor.cpu() for name, tensor in named.items()}
-    spare = {name: torch.empty_like(tensor) for name, tensor in host.items()}
-    host_copy = seconds_of(lambda: [spare[name].copy_(tensor) for name, tensor in host.items()], options.repeats)
     result: dict[str, Any] = {
         "machine": platform.machine(),
         "device": options.device,
         "threads": torch.get_num_threads(),
-        "bytes": size,
-        "gb_per_s": {
-            clock: {
-                "copy": size / getattr(copy, clock) / 1e9,
-                "host_copy": size / getattr(host_copy, clock) / 1e9,
-                "fingerprint": size / getattr(fingerprint, clock) / 1e9,
-            }
-            for clock in Seconds._fields
-        },
+        "bytes": sum(tensor.nbytes for tensor in named.values()),
         "transports": {},
     }
     for settings in (SharedMemoryWeights(), CollectiveWeights(), FilesystemWeights()):
-        publish, receive = measure(settings, named, target, options.repeats)
-        result["transports"][settings.type] = judged(publish, receive, host_copy, fingerprint)
+        if settings.type in options.transports:
+            result["transports"][settings.type] = measure(settings, named, target, options.rounds)
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

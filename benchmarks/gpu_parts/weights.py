@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -20,7 +19,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from headway.config.shared import SharedMemoryWeights
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
@@ -31,9 +29,9 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
 from headway.models.weights import base_parameters, hf_tensors
-from headway.transport.weights import fingerprint, make_sender, segments
-from headway.transport.weights.checksum import Tally
+from headway.transport.weights import make_sender, segments
 from headway.transport.weights.fingerprint import fingerprint_of
+from weights import no_fingerprints
 
 SHAPES = {
     "qwen3-0.6b": ModelConfig("qwen3", 151_936, 1024, 28, 16, 8, 128, 3072, tied=True, max_len=40_960),
@@ -73,14 +71,11 @@ async def _measure(shape: str, publish: Any) -> dict[str, float]:
     moved = 0
     for version in range(1, 2 * ROUNDS + 5):
         counted = version % 4 < 2
-        before = len(steps)
-        while len(steps) < before + QUIET_STEPS:
-            await asyncio.sleep(0.05)
-        quiet = _gaps(steps[before:])
+        quiet = _gaps(await asyncio.to_thread(_more_steps, steps))
         started = time.perf_counter()
         update, stages = await asyncio.to_thread(publish, version, counted)
         published = time.perf_counter()
-        with _without_fingerprints(counted):
+        with no_fingerprints(not counted):
             reply = await service.update(update)
         ended = time.perf_counter()
         await asyncio.sleep(0.1)
@@ -154,27 +149,10 @@ def _train(pipe: Connection, shape: str, root: str) -> None:
                 torch._foreach_mul_([parameter.data for _, parameter in base_parameters(model)], 1.01)
             torch.cuda.synchronize()
             started = time.perf_counter()
-            with _without_fingerprints(counted):
+            with no_fingerprints(not counted):
                 update = sender.publish(version, ((n, t.detach().to(torch.bfloat16)) for n, t in hf_tensors(model)))
+            torch.cuda.synchronize()
             pipe.send((msgspec.json.encode(update), {"publish": time.perf_counter() - started}))
-
-
-@contextmanager
-def _without_fingerprints(counted: bool) -> Iterator[None]:
-    """Unless `counted`, bytes are copied and not counted: both sides then agree that all sums are zero."""
-    count = fingerprint._count
-    if not counted:
-        fingerprint._count = _copy_only
-    try:
-        yield
-    finally:
-        fingerprint._count = count
-
-
-def _copy_only(flat: Tensor, byte_offset: int, copy: Tensor | None) -> list[Tally | Future[Tally] | Any]:
-    if copy is not None:
-        copy.copy_(flat)
-    return []
 
 
 def _service(config: ModelConfig) -> EmbeddedService:
@@ -210,6 +188,14 @@ def _watch_steps(engine: EmbeddedEngine) -> list[float]:
 
     engine.step = watched  # type: ignore[method-assign]
     return ends
+
+
+def _more_steps(ends: list[float]) -> list[float]:
+    """Wait for steps that nothing disturbs."""
+    before = len(ends)
+    while len(ends) < before + QUIET_STEPS:
+        time.sleep(0.02)
+    return ends[before:]
 
 
 def _gaps(ends: list[float], since: float = 0.0) -> list[float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.transport.weights import checksum_host
 from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Tally
-from headway.transport.weights.checksum_device import Extent, count_by_torch, count_on_device, fetch_tallies
+from headway.transport.weights.checksum_device import DeviceCount, Extent, count_by_torch, count_many, words_of
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
@@ -170,11 +170,20 @@ def _formula(data: bytes, offset: int) -> Tally:
 
 
 COUNTERS = {
-    "compiled": lambda data, offset: checksum_host.counter()(data.numpy(), offset, None),
-    "numpy": lambda data, offset: checksum_host.count_by_numpy(data.numpy(), offset),
+    "compiled": lambda data, offset: checksum_host.counter()(data, offset, None),
+    "numpy": lambda data, offset: checksum_host.count_by_numpy(data, offset),
     "threads": lambda data, offset: _merged(checksum_host.begin(data, offset)),
-    "device": lambda data, offset: fetch_tallies([count_on_device(data, offset)])[0],
+    "device": lambda data, offset: _on_device((data, offset))[0],
 }
+
+
+def _on_device(*parts: tuple[Tensor, int]) -> list[Tally]:
+    counts: DeviceCount[int] = DeviceCount()
+    for key, (data, offset) in enumerate(parts):
+        counts.add(key, data, offset)
+    found = counts.fetch()
+    assert [key for key, _ in found] == list(range(len(parts)))
+    return [tally for _, tally in found]
 
 
 def _merged(parts: list[Tally | Future[Tally]]) -> Tally:
@@ -222,11 +231,8 @@ def test_every_pass_gives_the_same_tally_and_copies_alike(
     shift = data.draw(st.integers(0, 9))
     targets = [torch.zeros(size + 20, dtype=torch.uint8) for _ in range(2)]
     counts = [checksum_host.counter(), checksum_host.count_by_numpy]
-    found = [
-        count(source.numpy(), offset, target.numpy()[shift : shift + size])
-        for count, target in zip(counts, targets, strict=True)
-    ]
-    assert found[0] == found[1] == fetch_tallies([count_on_device(source, offset)])[0]
+    found = [count(source, offset, target[shift : shift + size]) for count, target in zip(counts, targets, strict=True)]
+    assert found[0] == found[1] == _on_device((source, offset))[0]
     assert torch.equal(targets[0], targets[1])
     assert torch.equal(targets[0][shift : shift + size], source)
     assert not targets[0][:shift].any() and not targets[0][shift + size :].any()
@@ -275,11 +281,10 @@ def test_a_cut_within_the_first_word_of_a_row_adds_up(before: int, after: int, d
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_gpu_agrees_with_the_cpu() -> None:
-    for size, offset in [(1, 0), (77, 3), (50 * ROW_BYTES + 3, ROW_BYTES * 4 + 12), (40_000 * ROW_BYTES, 0), (9, 4099)]:
-        data = _bits(size, size, torch.uint8)
-        assert COUNTERS["device"](data.cuda(), offset) == COUNTERS["compiled"](data, offset)
-        words = data.cuda()[: size // 8 * 8].view(torch.int64)
-        if len(words):
-            start = offset // 8 * 8
-            by_torch = count_by_torch(words, Extent.of(start, 8 * len(words)))
-            assert torch.equal(by_torch, count_on_device(words.view(torch.uint8), start).sums)
+    sizes = [(1, 0), (77, 3), (50 * ROW_BYTES + 3, ROW_BYTES * 4 + 12), (4_000 * ROW_BYTES, 0), (9, 4099)] * 20
+    parts = [(_bits(number, size, torch.uint8), offset) for number, (size, offset) in enumerate(sizes)]
+    assert _on_device(*((data.cuda(), offset) for data, offset in parts)) == [
+        COUNTERS["compiled"](data, offset) for data, offset in parts
+    ]
+    words = [(words_of(data.cuda(), offset), Extent.of(offset, len(data))) for data, offset in parts]
+    assert torch.equal(count_many(words), torch.stack([count_by_torch(*part) for part in words]))

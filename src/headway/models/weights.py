@@ -67,11 +67,11 @@ def load_hf_tensors(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]]) -> 
             if target is None:
                 if not _ignorable(name, model):
                     problems.extra.append(name)
-            elif tensor.shape != target.shape:
-                problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(target.shape)}")
+            elif tensor.shape != (place := target.place).shape:
+                problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(place.shape)}")
             elif is_sharded(target.parameter):
                 staged.add(target, tensor)
-            elif (place := target.parameter.data[target.part.at]).data_ptr() != tensor.data_ptr():
+            elif place.data_ptr() != tensor.data_ptr():
                 place.copy_(tensor)
     problems.missing += targets
     problems.raise_any()
@@ -83,8 +83,11 @@ class _Target:
     part: Part
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.empty(self.parameter.shape, device="meta")[self.part.at].shape
+    def place(self) -> Tensor:
+        """The tensor's own memory; of a sharded parameter, what stands for it."""
+        sharded = is_sharded(self.parameter)
+        whole = torch.empty(self.parameter.shape, device="meta") if sharded else self.parameter.data
+        return whole[self.part.at] if self.part.at else whole
 
 
 @dataclass(slots=True)

@@ -38,6 +38,9 @@ class Tally:
 
     def merge(self, other: "Tally") -> None:
         """Add what is known of other bytes of the same tensor."""
+        if not self.loose and self.rows == (0, 0):
+            self.rows, self.loose = other.rows, dict(other.loose)
+            return
         self.rows = _added(self.rows, other.rows)
         for row, part in other.loose.items():
             self.loose[row] = _added(self.loose.get(row, (0, 0)), part)

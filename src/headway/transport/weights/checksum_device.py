@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -12,16 +13,10 @@ from headway.transport.weights.checksum import KEYS, MIX, ROW, ROW_BYTES, STEP, 
 
 _CHUNK = 1 << 13
 """Rows per round (32 MiB), which bounds what torch's operations write on their way."""
+_TOGETHER = 64
+"""Tensors that are counted in one launch: the accelerator works while the host goes on to the next ones."""
 
-
-@dataclass(frozen=True, slots=True)
-class CountedOnDevice:
-    """A tally of `size` bytes from byte `offset` on that has not been waited for. `sums` (int64) are plain and keyed:
-    of the complete rows, scrambled; of the first row; of the last one."""
-
-    offset: int
-    size: int
-    sums: Tensor
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +37,47 @@ class Extent:
         return cls(offset % ROW_BYTES // 8, number, rows, slice(head, max(head, rows - tail)))
 
 
-def count_on_device(data: Tensor, offset: int) -> CountedOnDevice:
-    """Count flat bytes that begin `offset` bytes into the whole tensor. Nothing is synchronized."""
-    words, extent = _words_of(data, offset), Extent.of(offset, len(data))
-    if words.is_cuda and _triton_installed():
-        from headway.transport.weights.checksum_triton import count_words
+class DeviceCount(Generic[Key]):
+    """Counts memory of one accelerator, in the current stream. What is given must stay unchanged until `fetch`."""
 
-        return CountedOnDevice(offset, len(data), count_words(words, extent))
-    return CountedOnDevice(offset, len(data), count_by_torch(words, extent))
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Extent]] = []
+        self._given: list[tuple[Key, int, int]] = []
+        self._sums: list[Tensor] = []
+
+    def add(self, key: Key, data: Tensor, offset: int) -> None:
+        """Flat bytes that begin `offset` bytes into the whole tensor of `key`. Nothing is synchronized."""
+        self._waiting.append((words_of(data, offset), Extent.of(offset, len(data))))
+        self._given.append((key, offset, len(data)))
+        if len(self._waiting) == _TOGETHER:
+            self._launch()
+
+    def fetch(self) -> list[tuple[Key, Tally]]:
+        """Wait for all that was added, with one copy to the host."""
+        self._launch()
+        if not self._given:
+            return []
+        sums = torch.cat(self._sums).cpu().numpy().view(np.uint64).tolist()
+        given, self._given, self._sums = self._given, [], []
+        return [(key, _tally(offset, size, *some)) for (key, offset, size), some in zip(given, sums, strict=True)]
+
+    def _launch(self) -> None:
+        if self._waiting:
+            self._sums.append(count_many(self._waiting))
+            self._waiting = []
 
 
-def fetch_tallies(counted: list[CountedOnDevice]) -> list[Tally]:
-    """Wait for them all, with one copy to the host."""
-    together = torch.stack([part.sums for part in counted]).cpu().numpy().view(np.uint64).tolist()
-    return [_tally(part, *sums) for part, sums in zip(counted, together, strict=True)]
+def count_many(parts: list[tuple[Tensor, Extent]]) -> Tensor:
+    """For each part (int64 words) a line of sums, plain and keyed: of its complete rows, scrambled; of its first row;
+    of its last one."""
+    if parts[0][0].is_cuda and _triton_installed():
+        from headway.transport.weights.checksum_triton import count_by_triton
+
+        return count_by_triton(parts)
+    return torch.stack([count_by_torch(words, extent) for words, extent in parts])
 
 
 def count_by_torch(words: Tensor, extent: Extent) -> Tensor:
-    """Of int64 words."""
     after = extent.rows * ROW - extent.before - len(words)
     if extent.before or after:
         words = torch.nn.functional.pad(words, (extent.before, after))
@@ -76,6 +94,16 @@ def count_by_torch(words: Tensor, extent: Extent) -> Tensor:
     return torch.cat([(x ^ _shifted(x, 31)).sum(1), sums[:, 0], sums[:, -1]])
 
 
+def words_of(data: Tensor, offset: int) -> Tensor:
+    """Bytes as int64 words, zero-padded to word boundaries of the whole."""
+    lead = offset % 8
+    if lead or len(data) % 8 or data.data_ptr() % 8:
+        padded = data.new_zeros((lead + len(data) + 7) // 8 * 8)
+        padded[lead : lead + len(data)] = data
+        data = padded
+    return data.view(torch.int64)
+
+
 @cache
 def keys_on(device: torch.device) -> Tensor:
     """The keys of a row's words as int64: those of the lower halves, those of the upper ones."""
@@ -87,18 +115,8 @@ def signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def _tally(part: CountedOnDevice, *sums: int) -> Tally:
-    return tally(part.offset, part.size, (sums[0], sums[1]), (sums[2], sums[3]), (sums[4], sums[5]))
-
-
-def _words_of(data: Tensor, offset: int) -> Tensor:
-    """Bytes as int64 words, zero-padded to word boundaries of the whole."""
-    lead = offset % 8
-    if lead or len(data) % 8 or data.data_ptr() % 8:
-        padded = data.new_zeros((lead + len(data) + 7) // 8 * 8)
-        padded[lead : lead + len(data)] = data
-        data = padded
-    return data.view(torch.int64)
+def _tally(offset: int, size: int, *sums: int) -> Tally:
+    return tally(offset, size, (sums[0], sums[1]), (sums[2], sums[3]), (sums[4], sums[5]))
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headway.core.compiler import shared_library
 from headway.core.errors import HeadwayError
-from headway.transport.weights.checksum import KEYS, ROW, ROW_BYTES, Sums, Tally, Words, scramble, tally
+from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Sums, Tally, Words, scramble, tally
 
 _log = logging.getLogger("headway.weights")
 _SPAN = 64 * ROW_BYTES
@@ -28,18 +28,19 @@ _SHARE = 1 << 24
 """Bytes that a thread takes at a time: threads rarely meet at the interpreter's lock."""
 
 Bytes = NDArray[np.uint8]
-Count = Callable[[Bytes, int, Bytes | None], Tally]
+Count = Callable[[Tensor, int, Tensor | None], Tally]
+"""Counts contiguous memory that begins some bytes into the whole tensor, and copies it where that is wanted."""
 
 
 def begin(data: Tensor, offset: int, copy: Tensor | None = None) -> list[Tally | Future[Tally]]:
-    """Count flat bytes in the host's memory, which begin `offset` bytes into the whole tensor, and copy them.
+    """Count contiguous memory of the host, which begins `offset` bytes into the whole tensor, and copy its bytes.
 
     Some may be under way in other threads: `data` must not change meanwhile.
     """
-    source, target = data.numpy(), None if copy is None else copy.numpy()
     count, threads = counter(), torch.get_num_threads()
-    if threads == 1 or len(source) < _SHARE // 16:
-        return [count(source, offset, target)]
+    if threads == 1 or data.nbytes < _SHARE // 16:
+        return [count(data, offset, copy)]
+    source, target = _bytes(data), None if copy is None else _bytes(copy)
     pool, cuts = _pool(threads), _cuts(len(source), offset, _SHARE)
     return [pool.submit(count, source[a:b], offset + a, None if target is None else target[a:b]) for a, b in cuts]
 
@@ -52,25 +53,25 @@ def counter() -> Count:
     except (HeadwayError, OSError) as error:
         _log.info("weights are fingerprinted by numpy, which is slower: %s", error)
         return count_by_numpy
-    compiled = library.count
-    pointer = ctypes.c_void_p
+    compiled, pointer, results = library.count, ctypes.c_void_p, ctypes.c_uint64 * 6
     compiled.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.c_uint64, pointer, pointer]
     compiled.restype = None
+    keys = KEYS.ctypes.data
 
-    def count(data: Bytes, offset: int, copy: Bytes | None = None) -> Tally:
-        out = np.empty(6, dtype=np.uint64)
-        target = None if copy is None else copy.ctypes.data
-        compiled(data.ctypes.data, target, len(data), offset, KEYS.ctypes.data, out.ctypes.data)
-        values = out.tolist()
-        return tally(offset, len(data), (values[0], values[1]), (values[2], values[3]), (values[4], values[5]))
+    def count(data: Tensor, offset: int, copy: Tensor | None = None) -> Tally:
+        sums, size = results(), data.nbytes
+        compiled(data.data_ptr(), None if copy is None else copy.data_ptr(), size, offset, keys, ctypes.byref(sums))
+        rows, keyed_rows, head, keyed_head, tail, keyed_tail = sums
+        return tally(offset, size, (rows, keyed_rows), (head, keyed_head), (tail, keyed_tail))
 
     return count
 
 
-def count_by_numpy(data: Bytes, offset: int, copy: Bytes | None = None) -> Tally:
+def count_by_numpy(tensor: Tensor, offset: int, copy: Tensor | None = None) -> Tally:
     """The same by numpy."""
+    data = _bytes(tensor).numpy()
     if copy is not None:
-        np.copyto(copy, data)
+        np.copyto(_bytes(copy).numpy(), data)
     head = min(-offset % ROW_BYTES, len(data))
     rows = (len(data) - head) // ROW_BYTES
     tail = head + rows * ROW_BYTES
@@ -79,14 +80,17 @@ def count_by_numpy(data: Bytes, offset: int, copy: Bytes | None = None) -> Tally
         sums = _sums_of_rows(data[start : min(start + _SPAN, tail)])
         row = (offset + start) // ROW_BYTES
         plain, keyed = plain + scramble(sums[0], row), keyed + scramble(sums[1], row)
-    mask = (1 << 64) - 1
     return tally(
         offset,
         len(data),
-        (plain & mask, keyed & mask),
+        (plain & MASK, keyed & MASK),
         _sums_of_part(data[:head], offset % ROW_BYTES),
         _sums_of_part(data[tail:], 0),
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _sums_of_part(data: Bytes, begin: int) -> Sums:
@@ -119,7 +123,7 @@ class _Pool:
         self._executor = ThreadPoolExecutor(threads, "fingerprint")
         self._slots = threading.BoundedSemaphore(4 * threads)
 
-    def submit(self, count: Count, data: Bytes, offset: int, copy: Bytes | None) -> Future[Tally]:
+    def submit(self, count: Count, data: Tensor, offset: int, copy: Tensor | None) -> Future[Tally]:
         self._slots.acquire()
         future = self._executor.submit(count, data, offset, copy)
         future.add_done_callback(lambda _: self._slots.release())

@@ -1,5 +1,6 @@
-"""The checksum in one pass over an accelerator's memory."""
+"""The checksum in one pass over an accelerator's memory, for many tensors in one launch."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -8,10 +9,12 @@ from torch import Tensor
 from headway.transport.weights.checksum import MIX, ROW, STEP
 from headway.transport.weights.checksum_device import Extent, keys_on, signed
 
-_TILE = 8
+_TILE = 4
 """Rows that a program reads at a time."""
-_PROGRAMS = 1056
-"""Programs at most: eight for every multiprocessor of a large GPU."""
+_ROUNDS = 16
+"""Tiles that a program reads one after the other."""
+_WARPS = 8
+_FIELDS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -22,23 +25,29 @@ def _scrambled(x, row, STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.conste
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # triton has no types
-    do_not_specialize=["count", "before", "number", "first", "last", "rows", "rounds"]
-)
+@triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]  # triton has no types
 def _count(  # type: ignore[no-untyped-def]
-    words, keys, out, count, before, number, first, last, rows, rounds,
-    ROW: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.constexpr,
+    table, keys, out, parts,
+    FIELDS: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, ROUNDS: tl.constexpr,
+    STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.constexpr,
 ):  # fmt: skip
-    """`before` words are missing of the first row, whose number is `number`; rows `first .. last` are complete. `out`
-    is zero before."""
+    """`table` has `FIELDS` numbers for each part (see `_table`), then every program's part. `out` is zero before."""
+    program = tl.program_id(0).to(tl.int64)
+    part = tl.load(table + parts * FIELDS + program)
+    entry = table + part * FIELDS
+    words = tl.load(entry).to(tl.pointer_type(tl.int64))
+    count, before, number = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    first, last, rows = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
+    start = (program - tl.load(entry + 7)) * ROUNDS * TILE
     place = tl.arange(0, ROW)[None, :]
     low_key = tl.load(keys + place)
     high_key = tl.load(keys + ROW + place)
     plain_total = tl.zeros((TILE,), dtype=tl.int64)
     keyed_total = tl.zeros((TILE,), dtype=tl.int64)
-    program = tl.program_id(0).to(tl.int64)
-    for turn in range(rounds):
-        row = (program * rounds + turn) * TILE + tl.arange(0, TILE).to(tl.int64)
+    here = tl.zeros((TILE,), dtype=tl.int32)
+    sums = out + part * 6
+    for turn in range(ROUNDS):
+        row = start + turn * TILE + tl.arange(0, TILE).to(tl.int64)
         at = row[:, None] * ROW - before + place
         word = tl.load(words + at, mask=(at >= 0) & (at < count), other=0)
         plain = tl.sum(word, axis=1)
@@ -46,37 +55,45 @@ def _count(  # type: ignore[no-untyped-def]
         complete = (row >= first) & (row < last)
         plain_total += tl.where(complete, _scrambled(plain, number + row, STEP, MIX_0, MIX_1), 0)
         keyed_total += tl.where(complete, _scrambled(keyed, number + row, STEP, MIX_0, MIX_1), 0)
-        here = tl.zeros((TILE,), dtype=tl.int32)
-        tl.store(out + 2 + here, plain, mask=row == 0)
-        tl.store(out + 3 + here, keyed, mask=row == 0)
-        tl.store(out + 4 + here, plain, mask=row == rows - 1)
-        tl.store(out + 5 + here, keyed, mask=row == rows - 1)
-    tl.atomic_add(out, tl.sum(plain_total, axis=0))
-    tl.atomic_add(out + 1, tl.sum(keyed_total, axis=0))
+        tl.store(sums + 2 + here, plain, mask=row == 0)
+        tl.store(sums + 3 + here, keyed, mask=row == 0)
+        tl.store(sums + 4 + here, plain, mask=row == rows - 1)
+        tl.store(sums + 5 + here, keyed, mask=row == rows - 1)
+    tl.atomic_add(sums, tl.sum(plain_total, axis=0))
+    tl.atomic_add(sums + 1, tl.sum(keyed_total, axis=0))
 
 
-def count_words(words: Tensor, extent: Extent) -> Tensor:
-    """As `checksum_device.count_by_torch`."""
-    out = torch.zeros(6, dtype=torch.int64, device=words.device)
-    tiles = triton.cdiv(extent.rows, _TILE)
-    rounds = triton.cdiv(tiles, _PROGRAMS)
-    with torch.cuda.device(words.device):
-        _count[(triton.cdiv(tiles, rounds),)](
-            words,
-            keys_on(words.device),
+def count_by_triton(parts: list[tuple[Tensor, Extent]]) -> Tensor:
+    """As `checksum_device.count_by_torch` for each of `parts`, all on one device."""
+    device = parts[0][0].device
+    table, programs = _table(parts)
+    out = torch.zeros((len(parts), 6), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        _count[(programs,)](
+            torch.from_numpy(table).to(device, non_blocking=True),
+            keys_on(device),
             out,
-            len(words),
-            extent.before,
-            extent.number,
-            extent.complete.start,
-            extent.complete.stop,
-            extent.rows,
-            rounds,
+            len(parts),
+            FIELDS=_FIELDS,
             ROW=ROW,
             TILE=_TILE,
+            ROUNDS=_ROUNDS,
             STEP=signed(STEP),
             MIX_0=signed(MIX[0]),
             MIX_1=signed(MIX[1]),
-            num_warps=8,
+            num_warps=_WARPS,
         )
     return out
+
+
+def _table(parts: list[tuple[Tensor, Extent]]) -> tuple[np.ndarray, int]:
+    """For each part: address, words, words that are missing of its first row, that row's number, the complete rows, all
+    rows, its first program. Then each program's part. And how many programs there are."""
+    programs = np.array([-(-extent.rows // (_TILE * _ROUNDS)) for _, extent in parts])
+    starts = np.cumsum(programs) - programs
+    fields = [
+        (w.data_ptr(), len(w), e.before, e.number, e.complete.start, e.complete.stop, e.rows, start)
+        for (w, e), start in zip(parts, starts.tolist(), strict=True)
+    ]
+    owners = np.repeat(np.arange(len(parts)), programs)
+    return np.concatenate([np.array(fields, dtype=np.int64).ravel(), owners.astype(np.int64)]), len(owners)

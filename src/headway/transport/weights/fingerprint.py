@@ -8,13 +8,14 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 
 import msgspec
 import torch
 from torch import Tensor
 
 from headway.transport.weights.checksum import Tally
-from headway.transport.weights.checksum_device import CountedOnDevice, count_on_device, fetch_tallies
+from headway.transport.weights.checksum_device import DeviceCount
 from headway.transport.weights.checksum_host import begin
 
 _AT_ONCE = 1024
@@ -45,6 +46,7 @@ class _Entry:
     tally: Tally = field(default_factory=Tally)
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -54,7 +56,8 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._pending: list[tuple[_Entry, Tally | Future[Tally] | CountedOnDevice]] = []
+        self._pending: list[tuple[_Entry, Future[Tally]]] = []
+        self._on_device: dict[torch.device, DeviceCount[_Entry]] = {}
 
     def add(
         self,
@@ -67,23 +70,32 @@ class Fingerprint:
     ) -> None:
         """Count `tensor`: all of `name`, or its elements from flat index `offset` on where `shape` is the whole's.
 
-        `dtype`, where given, is what the whole is said to be; it must be as wide as the tensor's own. `copy`, flat
-        bytes in any memory, gets the tensor's bytes on the way. Raises ValueError where dtype or shape disagree with an
-        earlier shard's. Neither may `tensor` change nor is `copy` complete before `settle`, which
-        also happens when sums are asked for.
+        `dtype`, where given, is what the whole is said to be; it must be as wide as the tensor's own. `copy`,
+        contiguous memory of as many bytes anywhere, gets the tensor's on the way. Raises ValueError where dtype or
+        shape disagree with an earlier shard's. Neither may `tensor` change nor is `copy` complete before `settle`,
+        which also happens when sums are asked for.
         """
         whole = tuple(tensor.shape if shape is None else shape)
         kind = tensor.dtype if dtype is None else dtype
         if kind.itemsize != tensor.dtype.itemsize:
             raise ValueError(f"{name}: {tensor.dtype} elements cannot stand for {kind}")
         entry = self._entry(name, dtype_name(kind), whole)
-        if not tensor.numel():
+        if not tensor.nbytes:
             return
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        if copy is not None and not (flat.is_cpu and copy.is_cpu):
-            copy.copy_(flat, non_blocking=True)
-            flat, copy = (copy if flat.is_cpu else flat), None
-        self._pending += ((entry, part) for part in _count(flat, offset * kind.itemsize, copy))
+        data = tensor if tensor.is_contiguous() else tensor.contiguous()
+        if copy is not None and not (data.is_cpu and copy.is_cpu):
+            flat = copy.view(-1).view(torch.uint8)
+            flat.copy_(data.detach().view(-1).view(torch.uint8), non_blocking=True)
+            data, copy = (data if flat.is_cpu else flat), None
+        if not data.is_cpu:
+            counts = self._on_device.setdefault(data.device, DeviceCount())
+            counts.add(entry, data.detach().view(-1).view(torch.uint8), offset * kind.itemsize)
+            return
+        for part in begin(data, offset * kind.itemsize, copy):
+            if isinstance(part, Tally):
+                entry.tally.merge(part)
+            else:
+                self._pending.append((entry, part))
         if len(self._pending) >= _AT_ONCE:
             self.settle()
 
@@ -114,16 +126,11 @@ class Fingerprint:
 
     def settle(self) -> None:
         """Wait until all that was added is counted and copied, with one synchronization for each device."""
-        by_device: dict[torch.device, list[tuple[_Entry, CountedOnDevice]]] = {}
         for entry, part in self._pending:
-            if isinstance(part, CountedOnDevice):
-                by_device.setdefault(part.sums.device, []).append((entry, part))
-            else:
-                entry.tally.merge(part.result() if isinstance(part, Future) else part)
+            entry.tally.merge(part.result())
         self._pending = []
-        for pairs in by_device.values():
-            found = fetch_tallies([part for _, part in pairs])
-            for (entry, _), tally in zip(pairs, found, strict=True):
+        for counts in self._on_device.values():
+            for entry, tally in counts.fetch():
                 entry.tally.merge(tally)
 
     def __len__(self) -> int:
@@ -136,13 +143,6 @@ class Fingerprint:
         elif (entry.dtype, entry.shape) != (dtype, shape):
             raise ValueError(f"{name}: {dtype} {shape} disagrees with {entry.dtype} {entry.shape}")
         return entry
-
-
-def _count(flat: Tensor, byte_offset: int, copy: Tensor | None) -> list[Tally | Future[Tally] | CountedOnDevice]:
-    """Count bytes that begin `byte_offset` into the whole. In the host's memory they may also be copied."""
-    if flat.is_cpu:
-        return [*begin(flat, byte_offset, copy)]
-    return [count_on_device(flat, byte_offset)]
 
 
 def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:

@@ -1,6 +1,7 @@
 """Where tensors lie: which parts of which tensors each rank holds, and the fingerprint over all of them."""
 
 from collections.abc import Iterator
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ def gather_layout(mine: RankParts, ranks: int) -> Layout:
     return Layout(fingerprint.hexdigest(), fingerprint.sums(), parts, [theirs.pieces for theirs in everyone])
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """Raises HeadwayError for what this version of torch doesn't know."""
     dtype = getattr(torch, name, None)

@@ -80,16 +80,16 @@ class _Intake:
     def take(self, arrival: Arrival) -> Tensor | None:
         """The tensor that this was the last part of, if it was. In its place it is complete when all have come."""
         name, offset, elements, lasts = arrival
-        whole = self._layout.sums[name]
+        whole, count = self._layout.sums[name], elements.numel()
         place = self._place(name, whole)
-        if place is None and lasts and elements.numel() == prod(whole.shape):
+        if place is None and lasts and count == prod(whole.shape):
             tensor = elements.to(self._device).view(whole.shape)
             self.fingerprint.add(name, tensor)
             return tensor
         target = self._own(name) if place is None else place
-        copy = target.view(-1)[offset : offset + elements.numel()].view(torch.uint8)
-        self.fingerprint.add(name, elements, offset, whole.shape, copy=copy)
-        self._missing[name] -= elements.numel()
+        part = target if count == prod(whole.shape) else target.view(-1)[offset : offset + count]
+        self.fingerprint.add(name, elements, offset, whole.shape, copy=part)
+        self._missing[name] -= count
         if place is None or not lasts:
             self.fingerprint.settle()
         return None if self._missing[name] else target
