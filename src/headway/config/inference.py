@@ -20,7 +20,7 @@ class InferenceSettings(Settings):
     max_waiting: int = Field(default=4096, ge=0)
     """Requests that may queue before new ones get 503."""
     max_batched_tokens: int = Field(default=2048, ge=1)
-    """Tokens in one step, prefill chunks included."""
+    """Tokens in one step, prefill chunks included. On GPUs more unless it is set: 8192, or what vLLM chooses."""
     block_size: int = Field(default=16, ge=1)
     """Tokens per block of the embedded engine's KV cache. vLLM chooses its own."""
     kv_memory_gb: float | None = Field(default=None, gt=0)

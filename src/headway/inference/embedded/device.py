@@ -1,81 +1,79 @@
-"""The runner of an accelerator: attention in tiles over a table of blocks there, decode steps as graphs."""
+"""The runner of an accelerator: launches steps and does not wait for them."""
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.device_pass import DevicePass
 from headway.inference.embedded.draws import Drawer
-from headway.inference.embedded.graphs import DecodeGraphs
+from headway.inference.embedded.graphs import Graphs
 from headway.inference.embedded.paged import Layout
+from headway.inference.embedded.recorded import RecordedSteps
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.runner import Runner
 from headway.inference.embedded.scheduler import Step
 from headway.inference.embedded.store import KvStore
-from headway.inference.embedded.tiles import TilePlan, make_tiles
+from headway.inference.embedded.tiles import make_tiles
 from headway.models.decoder import DecoderLM
-from headway.models.packed import PackedTokens
+from headway.models.layers.experts import grouped_at_once
 
 Ints = NDArray[np.int64]
 
 
 class DeviceRunner(Runner):
-    """Launches a step and does not wait for it. The last block of the store belongs to nobody: rows that fill up a
-    recorded step write there."""
+    """Decode steps, and those with a few tokens of prompts, are recorded as graphs; others run as they come. The last
+    block of the store belongs to nobody."""
 
     depth = 1
 
     def __init__(self, model: DecoderLM, store: KvStore, rows: Rows) -> None:
         super().__init__(model, store, rows, ahead=True)
-        max_running, max_blocks = rows.blocks.shape
-        self._table = torch.zeros((max_running + 1, max_blocks), dtype=torch.int32, device=self.device)
-        self._table[-1] = store.num_blocks - 1
         assert self._drawer.last is not None
-        self._last = self._drawer.last
-        self._graphs = DecodeGraphs(model, store, self._table, self._last, max_running, self._experts)
-
-    def run(self, step: Step) -> tuple[Tensor, Ints, Ints, Ints]:
-        if not self._decodes(step):
-            return super().run(step)
-        sequences, size = step.sequences, self.store.block_size
-        self.rows.refresh(sequences)
-        which = np.array([s.row for s in sequences], dtype=np.int64)
-        positions = np.array([s.computed for s in sequences], dtype=np.int64)
-        tokens = np.array([-1 if s.ahead else s.tokens[s.computed] for s in sequences], dtype=np.int64)
-        slots = self.rows.blocks[which, positions // size] * size + positions % size
-        return self._graphs.run(which, tokens, positions, slots), np.arange(len(which)), which, positions + 1
-
-    def _decodes(self, step: Step) -> bool:
-        """Whether every sequence runs its last token and nothing asks for more than that. Not those that were admitted
-        just now: their blocks are not in the table yet."""
-        if step.admitted or max(step.counts) > 1:
-            return False
-        return not any(s.pending > 1 or s.adapter is not None or s.wants_prompt_logprobs for s in step.sequences)
+        max_running, max_blocks = rows.blocks.shape
+        self._pass = DevicePass(model, store, max_blocks, self._drawer.last, self._experts)
+        self.graphs = Graphs(enabled=self.device.type == "cuda" and _never_waits(model))
+        self._recorded = RecordedSteps(self._pass, self.graphs, max_running)
 
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=True, kernels=True)
 
-    def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
-        size, positions, counts = self.store.block_size, layout.positions_T, layout.counts
-        rows_T = np.repeat(layout.rows, counts)
-        slots = layout.blocks[rows_T, positions // size] * size + positions % size
-        adapters = np.repeat(self.rows.adapter[layout.rows], counts)
-        sent = np.stack([np.array(tokens, dtype=np.int64), rows_T, positions, slots, adapters])
-        tokens_T, rows_T_sent, positions_T, slots_T, adapters_T = self._to_device(sent)
-        tokens_T = torch.where(tokens_T < 0, self._last[rows_T_sent], tokens_T)
-        self._show_blocks(layout)
-        config = self.model.config
-        tiles = make_tiles(layout, self._heads_per_kv, config.kv_heads, self.device)
-        plan = TilePlan(self.store, self._table, slots_T, tiles)
-        adapted = adapters_T if (adapters >= 0).any() else None
-        out = self.model(PackedTokens(tokens_T, positions_T, plan, adapters_T=adapted))
-        if self._experts is not None and out.routed_experts_TLk is not None:
-            self._experts.index_copy_(0, slots_T, out.routed_experts_TLk.to(self._experts.dtype))
-        hidden: Tensor = out.hidden_TD
-        return hidden
+    def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
+        self._show_shared(step, layout)
+        if self.rows.scored[layout.rows].any() or (self.rows.adapter[layout.rows] >= 0).any():
+            return super()._logits(step, tokens, layout, drawing)
+        if len(tokens) == len(drawing):
+            slots = self._slots(layout.rows, layout)
+            return self._recorded.decode(np.array(tokens), layout.rows, layout.positions_T, slots)
+        if len(drawing) and self._recorded.takes(layout):
+            slots = self._slots(np.repeat(layout.rows, layout.counts), layout)
+            return self._recorded.mixed(np.array(tokens), slots, layout, drawing)
+        return super()._logits(step, tokens, layout, drawing)
 
-    def _show_blocks(self, layout: Layout) -> None:
-        """Put the blocks of a step's sequences into the table on the device."""
-        used = -(-int((layout.starts + layout.counts).max()) // self.store.block_size)
-        blocks = self._to_device(layout.blocks[layout.rows, :used].astype(np.int32))
-        self._table[:, :used].index_copy_(0, self._to_device(layout.rows), blocks)
+    def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
+        rows_T = np.repeat(layout.rows, layout.counts)
+        adapters = self.rows.adapter[rows_T]
+        fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout), adapters])
+        tokens_T, rows_sent_T, positions_T, slots_T, adapters_T = self._to_device(fields)
+        tiles = make_tiles(layout, self._heads_per_kv, self.model.config.kv_heads, self.device)
+        adapted = adapters_T if (adapters >= 0).any() else None
+        return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapted)
+
+    def _slots(self, rows_T: Ints, layout: Layout) -> Ints:
+        size, positions = self.store.block_size, layout.positions_T
+        slots: Ints = layout.blocks[rows_T, positions // size] * size + positions % size
+        return slots
+
+    def _show_shared(self, step: Step, layout: Layout) -> None:
+        """Put blocks that hold a prefix already into the table on the device; others are put there by the step that
+        fills them."""
+        rows = np.array([s.row for s in step.admitted if s.computed], dtype=np.int64)
+        if len(rows):
+            used = -(-max(s.computed for s in step.admitted) // self.store.block_size)
+            blocks = self._to_device(layout.blocks[rows, :used].astype(np.int32))
+            self._pass.table[:, :used].index_copy_(0, self._to_device(rows), blocks)
+
+
+def _never_waits(model: DecoderLM) -> bool:
+    """Whether a pass on the device never asks the host, which a recording must not."""
+    weight = model.head_weight()
+    return not model.config.experts or grouped_at_once(weight.dtype, model.config.expert_width, model.config.width)

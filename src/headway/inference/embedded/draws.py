@@ -61,7 +61,7 @@ class Drawer:
     def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> Draws | Known:
         """As `sampler.sample`. Filters and the most likely tokens are the sampler's own affair."""
         rows = self._rows
-        if self._staging is None or self.last is None or rows.filtered[which].any() or rows.top_logprobs[which].any():
+        if self._staging is None or self.last is None or rows.special[which].any():
             sampled = sample(logits_NV.float(), rows, which, positions)
             if self.last is not None:
                 at = torch.from_numpy(which).to(self.last.device)

@@ -20,6 +20,8 @@ from headway.transport.weights.fingerprint import fingerprint_of
 
 _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.85
+_CUDA_BATCH = 8192
+"""Tokens in one step on a GPU where no setting says it: passes over prompts cost the host the same at any size."""
 
 
 def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
@@ -33,6 +35,8 @@ def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
     if device.type == "cpu" and dtype is torch.float32:
         library.enable()
     model = _load_model(folder, device, dtype)
+    if device.type == "cuda" and "max_batched_tokens" not in inference.model_fields_set:
+        inference = inference.model_copy(update={"max_batched_tokens": _CUDA_BATCH})
     limits = size_engine(inference, model.config, settings.seq_len, dtype, free_memory(device))
     engine = EmbeddedEngine(model, limits)
     fingerprint = fingerprint_of(hf_tensors(model)).hexdigest()

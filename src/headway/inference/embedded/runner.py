@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.draws import Drawer, Draws, Known
+from headway.inference.embedded.packing import Packer
 from headway.inference.embedded.paged import Layout, make_plan, run_whole
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.sampler import top_logprobs
@@ -38,6 +39,7 @@ class Runner:
         config = model.config
         join_siblings(model)
         self._heads_per_kv = config.heads // config.kv_heads
+        self._packer = Packer(rows)
         self._drawer = self._make_drawer(ahead)
         self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
         self._whole = Forward(model, store.keys, store.values, store.block_size, rows.blocks)
@@ -60,25 +62,9 @@ class Runner:
 
         Prompt logprobs are added to the sequences that want them.
         """
-        sequences = step.sequences
-        self.rows.refresh(sequences)
-        which = np.array([s.row for s in sequences], dtype=np.int64)
-        starts = np.array([s.computed for s in sequences], dtype=np.int64)
-        counts = np.array(step.counts, dtype=np.int64)
-        ends = np.cumsum(counts)
-        tokens, positions = _pack(step, starts, counts, ends)
-        settled = np.ones(len(which), dtype=np.bool_)
-        if step.admitted:
-            settled = ~np.isin(which, [s.row for s in step.admitted])
-        layout = Layout(self.rows.blocks, which, starts, counts, positions, settled)
-        hidden = self._forward(tokens, layout)
-        if self.rows.scored[which].any():
-            self._score_prompts(step, hidden, ends)
-        lengths = np.array([len(s.tokens) + s.ahead for s in sequences], dtype=np.int64)
-        drawing = np.flatnonzero(starts + counts == lengths)
-        if len(drawing) < len(hidden):
-            hidden = hidden[self._to_device(ends[drawing] - 1)]
-        return self.model.logits(hidden), drawing, which[drawing], lengths[drawing]
+        packed = self._packer.pack(step)
+        logits = self._logits(step, packed.tokens, packed.layout, packed.drawing)
+        return logits, packed.drawing, packed.which, packed.positions
 
     def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> Draws | Known:
         """One token for each row of what `run` returned."""
@@ -97,6 +83,15 @@ class Runner:
 
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=ahead, kernels=False)
+
+    def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
+        """Logits of the last tokens of the step's sequences at `drawing`."""
+        hidden = self._forward(tokens, layout)
+        if self.rows.scored[layout.rows].any():
+            self._score_prompts(step, hidden, np.cumsum(layout.counts))
+        if len(drawing) < len(hidden):
+            hidden = hidden[self._to_device(np.cumsum(layout.counts)[drawing] - 1)]
+        return self._whole.logits(hidden) if self._whole.takes(len(hidden)) else self.model.logits(hidden)
 
     def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
         if self._drawer.last is not None and min(tokens) < 0:
@@ -141,13 +136,3 @@ class Runner:
     def _to_device(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
-
-def _pack(step: Step, starts: Ints, counts: Ints, ends: Ints) -> tuple[list[int], Ints]:
-    """The step's token ids end to end, -1 for those that only the device knows, and each one's position."""
-    if len(counts) == ends[-1]:
-        return [-1 if s.ahead else s.tokens[s.computed] for s in step.sequences], starts
-    tokens: list[int] = []
-    for sequence, count in zip(step.sequences, step.counts, strict=True):
-        tokens += [-1] if sequence.ahead else sequence.tokens[sequence.computed : sequence.computed + count]
-    positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-    return tokens, positions

@@ -43,7 +43,8 @@ class TilePlan(CachePlan):
         store = self._store
         keys, values = store.keys[layer], store.values[layer]
         q_THD = turn_into_cache(q_THD, k_TKD, v_TKD, norms, eps, cos, sin, self.slots_T, keys, values)
-        out = torch.empty_like(q_THD)
+        # Zeros for what is in no tile, such as padding: it must not become anything that is not a number.
+        out = torch.zeros_like(q_THD)
         for tiles in self._tiles:
             paged_attention(q_THD, keys, values, self._table, tiles, store.block_size, out)
         return out
@@ -57,23 +58,26 @@ def decode_splits(tiles: int, kv_heads: int) -> int:
     return splits
 
 
+def prompt_queries(heads_per_kv: int) -> int:
+    """Queries of a tile of a prompt."""
+    return max(1, _ROWS // heads_per_kv)
+
+
 def make_tiles(layout: Layout, heads_per_kv: int, kv_heads: int, device: torch.device) -> list[Tiles]:
-    """Decoding sequences by themselves, prompts in tiles of several queries."""
+    """Decoding sequences by themselves, then prompts in tiles of several queries."""
     firsts = np.cumsum(layout.counts) - layout.counts
     single = layout.counts == 1
     made = []
     if single.any():
         fields = np.stack([layout.rows, firsts, layout.starts, layout.counts])[:, single]
-        # Parts are laid out by packed tokens, so splitting is for steps that are decoding alone.
-        splits = decode_splits(int(single.sum()), kv_heads) if single.all() else 1
-        made.append(_tiles(fields, 1, splits, device))
+        made.append(_tiles(fields, 1, decode_splits(fields.shape[1], kv_heads), device))
     if not single.all():
-        queries = max(1, _ROWS // heads_per_kv)
-        made.append(_tiles(_cut(layout, firsts, np.flatnonzero(~single), queries), queries, 1, device))
+        queries = prompt_queries(heads_per_kv)
+        made.append(_tiles(cut(layout, firsts, np.flatnonzero(~single), queries), queries, 1, device))
     return made
 
 
-def _cut(layout: Layout, firsts: Ints, members: Ints, queries: int) -> Ints:
+def cut(layout: Layout, firsts: Ints, members: Ints, queries: int) -> Ints:
     """Sequences of several tokens in tiles of `queries`: row, first packed token, its position, count."""
     counts = layout.counts[members]
     pieces = -(-counts // queries)
@@ -84,5 +88,4 @@ def _cut(layout: Layout, firsts: Ints, members: Ints, queries: int) -> Ints:
 
 
 def _tiles(fields: Ints, queries: int, splits: int, device: torch.device) -> Tiles:
-    rows, tokens, positions, counts = torch.from_numpy(np.ascontiguousarray(fields)).to(device, non_blocking=True)
-    return Tiles(rows, tokens, positions, counts, queries, splits)
+    return Tiles.of(torch.from_numpy(np.ascontiguousarray(fields)).to(device, non_blocking=True), queries, splits)

@@ -29,6 +29,12 @@ class Tiles:
     queries: int
     splits: int = 1
 
+    @classmethod
+    def of(cls, fields: Tensor, queries: int, splits: int = 1) -> "Tiles":
+        """From the first four as rows of one tensor."""
+        rows, tokens, positions, counts = fields
+        return cls(rows, tokens, positions, counts, queries, splits)
+
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
@@ -113,8 +119,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _combine_kernel(parts, stats, out, DIM: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64)
+def _combine_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    tokens, counts, parts, stats, out, heads, DIM: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+):
+    tile = tl.program_id(0)
+    if tl.load(counts + tile) == 0:
+        return
+    place = tl.load(tokens + tile).to(tl.int64) * heads + tl.program_id(1)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
     best = tl.load(stats + (place * SPLITS + s) * 2)
@@ -135,19 +146,21 @@ def paged_attention(
     block_size: int,
     out: Tensor | None = None,
     *,
-    span: int = 0,
+    span: int | None = None,
     stages: int = 3,
-    warps: int = 4,
+    warps: int | None = None,
 ) -> Tensor:
-    """Causal attention of the tiles' queries, (T, H, D); other rows of the result are left as they are.
+    """Causal attention of the tiles' queries, (T, H, D); other rows of `out` stay as they are.
 
     Position p of the sequence in row r is in slot `table[r, p // block_size] * block_size + p % block_size`. `span`
-    (keys per iteration), `stages` and `warps` are for tuning alone. Splits need every tile to have one query.
+    (keys per iteration), `stages` and `warps` are for tuning alone: decoding wants many small programs. Tiles that are
+    split have one query each.
     """
     tokens, heads, dim = q_THD.shape
     kv_heads = keys_SKD.shape[1]
     group = heads // kv_heads
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out is None else out
+    decoding = tiles.queries == 1
     splits, width = tiles.splits, max(_LEAST, triton.next_power_of_2(dim))
     parts = stats = out
     if splits > 1:
@@ -176,10 +189,12 @@ def paged_attention(
         SPLITS=splits,
         ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)),
         WIDTH=width,
-        KEYS=span or (64 if width <= 128 else 32),
+        KEYS=span or (32 if decoding or width > 128 else 64),
         num_stages=stages,
-        num_warps=warps,
+        num_warps=warps or (2 if decoding else 4),
     )
     if splits > 1:
-        _combine_kernel[(tokens * heads,)](parts, stats, out, DIM=dim, SPLITS=splits, WIDTH=width, num_warps=1)
+        _combine_kernel[(len(tiles.rows), heads)](
+            tiles.tokens, tiles.counts, parts, stats, out, heads, DIM=dim, SPLITS=splits, WIDTH=width, num_warps=1
+        )
     return out

@@ -85,10 +85,14 @@ def expert_counts(experts_N: Tensor, experts: int) -> Tensor:
 
 def grouped_linear(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`F.linear` of each group of rows (group e ends at `ends[e]`) with its own weight."""
-    aligned = weight_EOI.shape[1] % _ALIGNED == 0 and weight_EOI.shape[2] % _ALIGNED == 0
-    if rows_NI.is_cuda and rows_NI.dtype == torch.bfloat16 and aligned:
+    if rows_NI.is_cuda and grouped_at_once(rows_NI.dtype, *weight_EOI.shape[1:]):
         return torch._grouped_mm(rows_NI, weight_EOI.transpose(-2, -1), offs=ends_E)
     return grouped_linear_loop(rows_NI, weight_EOI, ends_E)
+
+
+def grouped_at_once(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+    """Whether CUDA's grouped kernel takes weights of this shape; the loop makes the host wait."""
+    return dtype == torch.bfloat16 and outputs % _ALIGNED == 0 and inputs % _ALIGNED == 0
 
 
 def grouped_linear_loop(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
