@@ -1,8 +1,25 @@
-"""The engine on CUDA: the same logprobs as the training forward pass there."""
+"""The engine on CUDA: the same logprobs as the training forward pass there, in recorded steps and others."""
+
+import asyncio
+from pathlib import Path
 
 import pytest
 import torch
-from engine_common import FAMILIES, make_engine, make_model, mismatch, prompt, request, run_all
+from engine_common import (
+    FAMILIES,
+    make_engine,
+    make_model,
+    make_service,
+    mismatch,
+    prompt,
+    publish,
+    request,
+    run_all,
+    run_one,
+    until,
+)
+
+from headway.inference.engine import Result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,3 +38,93 @@ def test_prefill_chunks_decoding_and_preemption(family: str, dtype: torch.dtype,
     for tokens, result in zip(prompts, results, strict=True):
         assert len(result.choices[0].token_ids) == 40
         assert mismatch(model, tokens, result.choices[0], 0.9) < tolerance
+
+
+def test_recorded_steps_draw_the_cpus_tokens() -> None:
+    model = make_model()
+    asked = [request(prompt(n), 30, seed=n, temperature=t) for n, t in ((4, 0.0), (9, 1.0), (30, 0.7), (18, 1.3))]
+    expected = run_all(make_engine(model), asked)
+    engine = make_engine(model.cuda())
+    found = run_all(engine, asked)
+    assert engine.runner.graphs.enabled and len(engine.runner.graphs) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one.choices[0].token_ids == other.choices[0].token_ids
+        torch.testing.assert_close(
+            torch.tensor(one.choices[0].logprobs), torch.tensor(other.choices[0].logprobs), atol=1e-4, rtol=0
+        )
+
+
+def test_prompts_that_come_while_others_decode() -> None:
+    """Steps with prompts in them are recorded, too; groups share what they compute, and hits show in the table."""
+    model = make_model().cuda()
+    engine = make_engine(model)
+    results = {}
+    for number in range(40):
+        if number < 12:
+            tokens = prompt(20) + prompt(number, seed=1)
+            engine.add(request(tokens, 25, seed=number, n=1 + number % 3), str(number))
+        results |= {job.request_id: event for job, event in engine.step() if isinstance(event, Result)}
+    while not engine.idle:
+        results |= {job.request_id: event for job, event in engine.step() if isinstance(event, Result)}
+    assert len(results) == 12
+    assert any(result.cached_tokens for result in results.values())
+    for number in range(12):
+        for choice in results[str(number)].choices:
+            assert mismatch(model, prompt(20) + prompt(number, seed=1), choice) < 1e-4
+
+
+def test_filters_and_likely_tokens_beside_plain_requests() -> None:
+    model = make_model()
+    asked = [
+        request(prompt(9), 20, seed=1, top_k=5),
+        request(prompt(12), 20, seed=2, top_p=0.6, logprobs=3),
+        request(prompt(15), 20, seed=3),
+        request(prompt(15), 6, seed=3, prompt_logprobs=2),
+    ]
+    expected = run_all(make_engine(model), asked)
+    found = run_all(make_engine(model.cuda()), asked)
+    for one, other in zip(found, expected, strict=True):
+        assert one.choices[0].token_ids == other.choices[0].token_ids
+        assert [len(top) for top in one.choices[0].top_logprobs] == [len(top) for top in other.choices[0].top_logprobs]
+
+
+def test_a_stop_ends_a_sequence_although_the_next_step_is_in_the_air() -> None:
+    model = make_model().cuda()
+    free = run_one(make_engine(model), prompt(9), 30, temperature=0.0)
+    engine = make_engine(model)
+    ended = run_one(engine, prompt(9), 30, temperature=0.0, stop_token_ids=(free.token_ids[7],))
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[7]) + 1]
+    assert engine.settle() == []
+    assert engine.cache.free_blocks == engine.cache.num_blocks
+
+
+def test_updates_in_flight_reach_recorded_steps(tmp_path: Path) -> None:
+    models = [make_model(seed=seed) for seed in (1, 2)]
+    update = publish(tmp_path, 1, models[1])
+    service = make_service(make_model(seed=1).cuda(), max_model_len=200, num_blocks=900)
+
+    async def body() -> None:
+        await service.start()
+        work = [asyncio.ensure_future(service.generate(request(prompt(8, n), 150, seed=n))) for n in range(8)]
+        await until(lambda: service.state().generated_tokens > 80)
+        await service.update(update)
+        for n, result in enumerate(await asyncio.gather(*work)):
+            choice = result.choices[0]
+            assert [version for version, _ in choice.versions] == [0, 1]
+            first = choice.versions[0][1]
+            choice.token_ids, choice.logprobs = choice.token_ids[:first], choice.logprobs[:first]
+            assert mismatch(models[0], prompt(8, n), choice) < 1e-4
+        fresh = (await service.generate(request(prompt(8), 20, seed=1))).choices[0]
+        assert mismatch(models[1], prompt(8), fresh) < 1e-4
+        await service.close()
+
+    asyncio.run(body())
+
+
+def test_logits_that_are_not_finite_raise() -> None:
+    model = make_model().cuda()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    engine = make_engine(model)
+    with pytest.raises(FloatingPointError):
+        run_one(engine, prompt(9), 30)

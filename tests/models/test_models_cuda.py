@@ -233,3 +233,95 @@ def test_a_decode_step_can_be_captured_in_a_graph() -> None:
             tokens.token_ids_T.copy_(torch.arange(8))
             graph.replay()
             torch.testing.assert_close(captured, model.logits(model(tokens).hidden_TD), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((16, 8), 128), ((6, 2), 64), ((4, 4), 24)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paged_attention_equals_attention_over_gathered_blocks(
+    heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    from headway.models.kernels.paged_attention import Tiles, paged_attention
+
+    draw, size = torch.Generator().manual_seed(0), 16
+    keys, values = (torch.randn(100 * size, heads[1], dim, generator=draw).to("cuda", dtype) for _ in range(2))
+    table = torch.randperm(100, generator=draw)[:80].view(4, 20).int().cuda()
+    # Three decoding sequences, then a prompt of 70 tokens behind 37 others, in tiles of 32.
+    fields = [[0, 0, 0, 1], [1, 1, 99, 1], [2, 2, 319, 1], [3, 3, 37, 32], [3, 35, 69, 32], [3, 67, 101, 6]]
+    sequences = [(0, 0, 0, 1), (1, 1, 99, 1), (2, 2, 319, 1), (3, 3, 37, 70)]
+    q = torch.randn(73, heads[0], dim, generator=draw).to("cuda", dtype)
+    for splits in (1, 4):
+        out = torch.zeros_like(q)
+        tiles = torch.tensor(fields, device="cuda").T.contiguous()
+        paged_attention(q, keys, values, table, Tiles.of(tiles[:, :3], 1, splits), size, out)
+        paged_attention(q, keys, values, table, Tiles.of(tiles[:, 3:], 32), size, out)
+        for row, first, start, count in sequences:
+            at = torch.arange(start + count, device="cuda")
+            slots = table[row][at // size].long() * size + at % size
+            mask = at <= start + torch.arange(count, device="cuda")[:, None]
+            wide = [x.float().transpose(0, 1) for x in (q[first : first + count], keys[slots], values[slots])]
+            expected = F.scaled_dot_product_attention(*(x[None] for x in wide), attn_mask=mask, enable_gqa=True)[0]
+            found = out[first : first + count].float().transpose(0, 1)
+            assert (found - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [True, False])
+def test_heads_go_into_the_cache_as_the_plain_functions_make_them(dtype: torch.dtype, normed: bool) -> None:
+    from headway.models.kernels.turn import turn_into_cache
+
+    draw = torch.Generator().manual_seed(0)
+    qkv = torch.randn(5, (6 + 2 * 2) * 24, generator=draw).to("cuda", dtype)
+    q, k, v = (x.view(5, -1, 24) for x in qkv.split([6 * 24, 2 * 24, 2 * 24], dim=-1))
+    weights = torch.randn(2, 24, generator=draw).to("cuda", dtype)
+    keys, values = torch.zeros(2, 40, 2, 24, device="cuda", dtype=dtype)
+    slots = torch.tensor([3, 9, 1, 20, 8], device="cuda")
+    cos, sin = RotaryTable(small("qwen3", head_dim=24)).gather(torch.arange(5, device="cuda") * 7)
+    norms = (weights[0], weights[1]) if normed else None
+    turned = turn_into_cache(q, k, v, norms, 1e-6, cos, sin, slots, keys, values)
+    if normed:
+        q, k = F.rms_norm(q, (24,), weights[0], 1e-6), F.rms_norm(k, (24,), weights[1], 1e-6)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(turned, rotate_plain(q, cos, sin), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(keys[slots], rotate_plain(k, cos, sin), atol=tolerance, rtol=tolerance)
+    assert torch.equal(values[slots], v)
+    assert keys[0].abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_over_rows_equal_the_plain_functions(dtype: torch.dtype) -> None:
+    from headway.models.kernels import rows
+
+    draw = torch.Generator().manual_seed(0)
+    x, delta, joined = (torch.randn(7, n, generator=draw).to("cuda", dtype) for n in (1000, 1000, 600))
+    weight = torch.randn(1000, generator=draw).to("cuda", dtype)
+    total, normed = rows.added_norm(x, delta, weight, 1e-6)
+    gate, up = joined.chunk(2, dim=-1)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert torch.equal(total, x + delta)
+    for found, expected in (
+        (normed, F.rms_norm(x + delta, (1000,), weight, 1e-6)),
+        (rows.rms_norm(x, weight, 1e-6), F.rms_norm(x, (1000,), weight, 1e-6)),
+        (rows.gated_silu(gate, up), F.silu(gate) * up),
+    ):
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("vocab", [97, 151_936])
+def test_tokens_are_drawn_where_the_cumulative_probability_exceeds_the_noise(vocab: int) -> None:
+    from headway.models.kernels.draw import draw as draw_tokens
+
+    draw = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(64, vocab, generator=draw)).bfloat16().cuda()
+    heat, noise = torch.rand(2, 64, generator=draw, dtype=torch.float64).cuda() * 0.999
+    noise[:8] = -1
+    tokens, logprobs = draw_tokens(logits, heat + 0.5, noise)
+    expected = torch.log_softmax(logits.double() / (heat + 0.5)[:, None], dim=-1)
+    torch.testing.assert_close(logprobs.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
+    assert torch.equal(expected[:8].gather(1, tokens[:8, None])[:, 0], expected[:8].amax(-1))
+    below = expected.exp().cumsum(-1)
+    reached = below.gather(1, tokens[:, None])[8:, 0]
+    before = reached - expected.exp().gather(1, tokens[:, None])[8:, 0]
+    assert (reached > noise[8:] - 1e-5).all()
+    assert (before < noise[8:] + 1e-5).all()
+    logits[0, 3], logits[1] = torch.nan, torch.inf
+    assert draw_tokens(logits, heat + 0.5, noise)[1][:2].isnan().all()
