@@ -145,10 +145,12 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
 
 def run_whole(forward: Forward, tokens: list[int], layout: Layout) -> Tensor | None:
     """Hidden states of a step that can be run in one call: what `make_plan` would read in place, and nothing else."""
-    if layout.counts.max() > _SHORT or not forward.takes(len(tokens)):
-        return None
     rows_T = layout.rows
+    if not forward.takes(len(tokens)):
+        return None
     if len(tokens) > len(rows_T):
+        if layout.counts.max() > _SHORT:
+            return None
         rows_T = np.repeat(rows_T, layout.counts)
     return forward(tokens, layout.positions_T, rows_T)
 

@@ -20,11 +20,13 @@ class Limits:
 
 @dataclass(slots=True)
 class Step:
-    """`counts[i]` tokens of `sequences[i]` are run, starting at its `computed`. `admitted` got a row just now."""
+    """`counts[i]` tokens of `sequences[i]` are run, starting at its `computed`. `admitted` got a row just now, `grown`
+    more blocks."""
 
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    grown: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -62,13 +64,14 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose the next step; its blocks are assigned, its full blocks registered."""
         step = Step()
-        budget = self.limits.max_batched_tokens
+        budget, size = self.limits.max_batched_tokens, self.cache.block_size
         preempted = self.preemptions
-        for sequence in self._decoding_first():
-            count = min(sequence.pending, budget)
+        for sequence, pending in self._decoding_first():
+            count = min(pending, budget)
             if count == 0 or sequence.row < 0:
                 continue
-            if self._make_room(sequence, count, step):
+            fits = sequence.computed + count <= len(sequence.blocks) * size
+            if fits or self._make_room(sequence, count, step):
                 self._put(step, sequence, count)
                 budget -= count
         if preempted == self.preemptions:
@@ -81,15 +84,17 @@ class Scheduler:
         if free >= len(self.running) + budget // self.cache.block_size:
             return False
         needed = 0
-        for sequence in self._decoding_first():
-            count = min(sequence.pending, budget)
+        for sequence, pending in self._decoding_first():
+            count = min(pending, budget)
             needed += max(0, self._missing(sequence, count))
             budget -= count
         return needed > free
 
-    def _decoding_first(self) -> list[Sequence]:
-        partial = [s for s in self.running if s.pending > 1]
-        return [s for s in self.running if s.pending == 1] + partial if partial else self.running.copy()
+    def _decoding_first(self) -> list[tuple[Sequence, int]]:
+        """Those that run, with what is pending of each."""
+        everyone = [(s, s.pending) for s in self.running]
+        partial = [(s, pending) for s, pending in everyone if pending > 1]
+        return [(s, pending) for s, pending in everyone if pending == 1] + partial if partial else everyone
 
     def _admit(self, step: Step, budget: int) -> None:
         while self._rows and budget > 0 and (sequence := self._first_in_line()):
@@ -129,6 +134,7 @@ class Scheduler:
                 return False
         if missing > 0:
             sequence.blocks += self.cache.take(missing)
+            step.grown.append(sequence)
         return True
 
     def _missing(self, sequence: Sequence, count: int) -> int:

@@ -67,10 +67,11 @@ class Sequence:
         """Add a sampled token; sets `finish_reason`, and returns True, when it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if self.versions and self.versions[-1][0] == version:
-            self.versions[-1] = (version, self.versions[-1][1] + 1)
+        runs = self.versions
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + 1)
         else:
-            self.versions.append((version, 1))
+            runs.append((version, 1))
         if token in self.stops:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.limit:

@@ -71,6 +71,7 @@ class Forward:
         self._step = _Step(table_stride=table.strides[0] // table.itemsize, table=table.ctypes.data)
         self._table = table
         self._reserved = (0, 0, 0)
+        self._logits = torch.empty(0, model.config.vocab_size)
 
     def takes(self, tokens: int) -> bool:
         """Whether a pass over so many tokens can be made here, and is best made here."""
@@ -96,6 +97,16 @@ class Forward:
         kernels().forward(ctypes.byref(decoder), ctypes.byref(step), *self._rooms)
         return self._hidden[:tokens]
 
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """As `DecoderLM.logits` where the model takes a pass; they stay until the next call."""
+        rows, width = hidden_ND.shape
+        vocab, head = self._head
+        if rows > len(self._logits):
+            self._logits = torch.empty(rows, vocab)
+        out = self._logits.data_ptr()
+        kernels().product(hidden_ND.data_ptr(), width, rows, head, vocab, width, out, torch.get_num_threads())
+        return self._logits[:rows]
+
     def _reserve(self, decoder: _Decoder, tokens: int, longest: int, threads: int) -> None:
         """Room for a pass of so many tokens at such positions."""
         most, furthest, before = self._reserved
@@ -118,6 +129,7 @@ class Forward:
         array = (_Layer * len(layers))(*layers)
         cos, sin = model.rotary.table(torch.device("cpu"))
         self._kept = (array, cos, sin)
+        self._head = (config.vocab_size, model.head_weight().data_ptr())
         return _Decoder(
             *(len(layers), config.width, config.heads, config.kv_heads, config.head_dim, config.mlp_width),
             *(self._block_size, config.norm_eps),
