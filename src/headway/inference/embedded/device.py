@@ -1,6 +1,7 @@
 """The runner of an accelerator: launches steps and does not wait for them."""
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +34,16 @@ class DeviceRunner(Runner):
         self._pass = DevicePass(model, store, max_blocks, self._drawer.last, self._experts)
         self.graphs = Graphs(enabled=self.device.type == "cuda" and _never_waits(model))
         self._recorded = RecordedSteps(self._pass, self.graphs, max_running)
+
+    def try_out(self) -> None:
+        """Run and record a step of nobody's, so that kernels are compiled before the first request. Raises whatever is
+        wrong with them."""
+        nobody = np.array([self._pass.nobodys_row])
+        with torch.inference_mode():
+            logits = self._recorded.decode(np.array([0]), nobody, np.array([0]), np.array([self._pass.nobodys_slot]))
+            self._drawer.draw(logits, np.array([0]), np.array([1]))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=True, kernels=True)

@@ -1,5 +1,6 @@
 """The engine itself: requests in, tokens out, step by step. Knows neither threads nor sockets."""
 
+import logging
 import secrets
 import time
 from collections import deque
@@ -19,8 +20,10 @@ from headway.inference.embedded.scheduler import Limits, Scheduler, Step
 from headway.inference.embedded.sequence import Sequence
 from headway.inference.embedded.store import KvStore
 from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
+from headway.models import kernels
 from headway.models.decoder import DecoderLM
-from headway.models.kernels import fused
+
+logger = logging.getLogger("headway.inference")
 
 _RATE_WINDOW = 5.0
 
@@ -263,7 +266,7 @@ class EmbeddedEngine:
 def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runner:
     """The runner of the model's device, with its store of blocks."""
     weight, config = model.head_weight(), model.config
-    on_device = fused(weight)
+    on_device = kernels.fused(weight)
     store = KvStore(
         config.layers,
         limits.num_blocks + on_device,
@@ -278,7 +281,14 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         return Runner(model, store, rows, ahead=ahead)
     from headway.inference.embedded.device import DeviceRunner
 
-    return DeviceRunner(model, store, rows)
+    runner = DeviceRunner(model, store, rows)
+    try:
+        runner.try_out()
+    except Exception:
+        logger.exception("fused kernels do not work here; serving with torch's own operations, which is slower")
+        kernels.give_up()
+        return Runner(model, store, rows, ahead=ahead)
+    return runner
 
 
 def _chunk(sequence: Sequence) -> Chunk:
