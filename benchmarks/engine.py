@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py                            # the built-in tiny model (0.5M), 64 sequences
     python benchmarks/engine.py --model small              # 3.2M parameters
-    python benchmarks/engine.py --model FOLDER --device cuda --dtype bfloat16 --sequences 256 --output 512
+    python benchmarks/engine.py --model qwen3-0.6b --device cuda --dtype bfloat16 --sequences 256 --output 512
 
 Every contender has a process of its own and samples at temperature 1 with the logprobs of what it sampled. Rounds
 go in turns, and medians are reported, so that what else the machine does falls on all alike. Tokens per CPU second
@@ -105,7 +105,7 @@ def report(results: dict[str, dict[str, Any]], update: Measured, on_cpu: bool) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, small, or a checkpoint folder")
+    parser.add_argument("--model", default="tiny", help="tiny, small, a shape (qwen3-0.6b, qwen3-4b), a folder")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--sequences", type=int, default=64)

@@ -4,8 +4,19 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headway.models.config import ModelConfig
+
 SMALL = {"width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp_width": 768}
 """The shape of "small": 3.2M parameters, with tiny's tokenizer."""
+
+
+def _qwen3(width: int, layers: int, heads: int, mlp_width: int) -> ModelConfig:
+    own = {"kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 40_960}
+    return ModelConfig("qwen3", 151_936, width, layers, heads, mlp_width=mlp_width, **own)
+
+
+SHAPES = {"qwen3-0.6b": _qwen3(1024, 28, 16, 3072), "qwen3-4b": _qwen3(2560, 36, 32, 9728)}
+"""Shapes of real models, for random weights."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +42,19 @@ class Work:
 
 
 def model_folder(name: str, temporary: Path) -> Path:
-    """A checkpoint folder: `name` itself, a built-in's, or the small model, made in `temporary`."""
+    """A checkpoint folder: `name` itself, a built-in's, or random weights of a shape, made in `temporary`."""
+    import torch
+
     from headway.models.checkpoint import load_config, save_checkpoint
     from headway.models.registry import build_model
     from headway.models.tiny import resolve_model
 
-    if name != "small":
+    if name != "small" and name not in SHAPES:
         return resolve_model(name)
     tiny = resolve_model("tiny")
-    save_checkpoint(build_model(replace(load_config(tiny), **SMALL)), temporary / "small", files_from=tiny)
-    return temporary / "small"
+    if name == "small":
+        model = build_model(replace(load_config(tiny), **SMALL))
+    else:
+        model = build_model(SHAPES[name], device="cuda", dtype=torch.bfloat16)
+    save_checkpoint(model, temporary / name, files_from=tiny)
+    return temporary / name

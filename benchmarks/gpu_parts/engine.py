@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine_parts.work import SHAPES
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
 from headway.inference.embedded.service import EmbeddedService
@@ -20,12 +21,6 @@ PROMPT, OUTPUT = 128, 512
 BANDWIDTH = 4.3e12
 """Bytes per second that an H200's memory gives in practice."""
 
-_QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 40_960}
-SHAPES = {
-    "qwen3-0.6b": ModelConfig(width=1024, layers=28, heads=16, kv_heads=8, mlp_width=3072, **_QWEN3),  # type: ignore[arg-type]  # one type per key
-    "qwen3-4b": ModelConfig(width=2560, layers=36, heads=32, kv_heads=8, mlp_width=9728, **_QWEN3),  # type: ignore[arg-type]  # one type per key
-}
-
 
 def measure(shape: str, sequences: int) -> dict[str, float]:
     """Random weights of a shape: `sequences` requests at once, 128 tokens in and 512 out, through the service."""
@@ -34,8 +29,7 @@ def measure(shape: str, sequences: int) -> dict[str, float]:
     service = EmbeddedService(engine, fingerprint="")
     with asyncio.Runner() as runner:
         runner.run(service.start())
-        prefill_seconds = runner.run(_round(service, sequences, 1))
-        torch.cuda.synchronize()
+        runner.run(_round(service, 1, 1))
         start_seconds = time.perf_counter() - started
         runner.run(_round(service, sequences, OUTPUT))
         prefill_seconds = runner.run(_round(service, sequences, 1))
