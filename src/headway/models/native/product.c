@@ -84,8 +84,7 @@ void product(const float *x, long stride, long rows, const float *w, long output
              int threads)
 {
     long shares = threads > 1 && rows * outputs * inputs > SPREAD_FROM ? threads : 1;
-    long share = (rows + shares - 1) / shares;
-    share = (share + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    long share = (rows / shares / TILE_ROWS + 1) * TILE_ROWS;
 #pragma omp parallel for num_threads(threads) if (shares > 1)
     for (long top = 0; top < rows; top += share)
         multiply(x + top * stride, stride, least(share, rows - top), w, outputs, inputs, out + top * outputs, 0);
