@@ -203,6 +203,7 @@ class VllmEngine:
 
     async def _outputs(self, flight: Flight, *, stream: bool) -> AsyncGenerator[Any, None]:
         """What vLLM has for a request; nothing where it was aborted before vLLM had it."""
+        from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         # During an update requests wait here, and so start on the new weights, with a cache of their own.
@@ -216,9 +217,10 @@ class VllmEngine:
         flight.counted = adapter is None and self._limits.counts_versions
         room = self.max_model_len - len(request.token_ids)
         salt = f"{self._epoch}.{self._adapters.epoch(request.model)}.{request.cache_salt or ''}"
-        prompt = {"prompt_token_ids": request.token_ids, "cache_salt": salt}
+        prompt = tokens_input(request.token_ids, cache_salt=salt)
         try:
-            params = sampling_of(request, eos=self._eos, room=room, piecewise=stream or not flight.counted)
+            params = sampling_of(request, eos=self._eos, room=room, stream=stream)
+            # From here to where vLLM knows of it nothing else has its turn.
             flight.sent = True
             async with aclosing(
                 self._llm.generate(prompt, params, flight.request_id, lora_request=adapter, priority=request.priority)

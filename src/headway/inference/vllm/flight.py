@@ -1,6 +1,6 @@
 """One request on its way through vLLM: what has come of it so far."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.core.protocol import GenerateRequest
@@ -10,7 +10,7 @@ from headway.inference.vllm.translate import Runs, add_run, finish_of, logprobs_
 
 class Flight:
     """`serving` tells the version that samples now. `counted`: vLLM says at the end which version sampled a token;
-    otherwise that is counted here, as tokens come.
+    until then, and otherwise, that follows from what had been sampled whenever it stopped.
 
     `sent` once vLLM has the request, `aborted` once it is not wanted any more, `refused` once the weights that it may
     have met are.
@@ -25,18 +25,19 @@ class Flight:
         self.refused = False
         self._serving = serving
         self._choices = [Choice(index, [], [], [], [], "abort") for index in range(request.sampling_params.n)]
-        self._runs: list[Runs] = [[] for _ in self._choices]
+        self._came = [0] * len(self._choices)
+        self._stops: list[tuple[int, Mapping[int, int]]] = []
         self._cached = 0
         self._prompt: list[Any] | None = None
 
     @property
-    def started(self) -> bool:
-        """All choices have got a token."""
-        return all(self._runs)
-
-    @property
     def sequences(self) -> int:
         return len(self._choices)
+
+    def stopped(self, sampled: Mapping[int, int]) -> None:
+        """The version that serves has sampled so many tokens of each choice, and may sample no more. A choice that is
+        not in `sampled` has ended."""
+        self._stops.append((self._serving(), sampled))
 
     def chunk(self, part: Any) -> Chunk:
         """What one choice grew by, for someone who wants it at once."""
@@ -65,8 +66,17 @@ class Flight:
         return Result(self.request_id, self._choices, self._cached, self._prompt)
 
     def _versions(self, part: Any) -> Runs:
-        """The versions of a choice so far. All tokens of an old version have come before a new one serves."""
-        runs = self._runs[part.index]
-        add_run(runs, self._serving(), len(part.token_ids))
+        """The versions of a choice, as far as it has come."""
+        self._came[part.index] += len(part.token_ids)
         told = runs_of(part.weight_versions) if self.counted else None
-        return list(runs) if told is None else told
+        return self._runs(part.index) if told is None else told
+
+    def _runs(self, index: int) -> Runs:
+        runs: Runs = []
+        before, end = 0, self._came[index]
+        for version, sampled in self._stops:
+            until = min(sampled.get(index, end), end)
+            add_run(runs, version, until - before)
+            before = until
+        add_run(runs, self._serving(), end - before)
+        return runs

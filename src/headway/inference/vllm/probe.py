@@ -21,10 +21,11 @@ async def serve_probe(llm: Any, probe: WeightProbe) -> list[Served]:
     nobody else meets its KV.
     """
     from vllm import SamplingParams
+    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     name = f"probe-{uuid.uuid4().hex}"
-    prompt = {"prompt_token_ids": list(probe.token_ids), "cache_salt": name}
+    prompt = tokens_input(list(probe.token_ids), cache_salt=name)
     params = SamplingParams(
         max_tokens=1,
         temperature=0.0,

@@ -1,7 +1,8 @@
 """vLLM's scheduler, as far as it is ours to stop and let go."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,7 +44,7 @@ class Scheduler:
         """
         self.open.clear()
         try:
-            all_started = all(flight.started for flight in self._flights if flight.sent)
+            all_started = all(all(sampled.values()) for sampled in self._sampled().values())
             full = for_probe and self._flights.sequences >= self._places
             mode = "keep" if self.paused and mode == "wait" else mode
             await self.stop(mode, clear_cache=full or not all_started)
@@ -54,7 +55,7 @@ class Scheduler:
             self.open.set()
 
     async def stop(self, mode: Mode, *, clear_cache: bool) -> None:
-        """Afterwards all requests have got what was sampled for them."""
+        """Afterwards all requests know what was sampled for them."""
         if mode == "wait":
             self.waits = "waiting for requests to end before it stops or updates"
         try:
@@ -62,6 +63,18 @@ class Scheduler:
             await self._all_passed_on()
         finally:
             self.waits = None
+        sampled = self._sampled()
+        for flight in self._flights:
+            if flight.sent:
+                flight.stopped(sampled.get(flight.request_id, {}))
+
+    def _sampled(self) -> Mapping[str, Mapping[int, int]]:
+        """Tokens that have come so far of every choice that vLLM works on, by request."""
+        found: dict[str, dict[int, int]] = defaultdict(dict)
+        for state in self._llm.output_processor.request_states.values():
+            request = state.parent_req or state
+            found[request.external_req_id][state.request_index] = state.detokenizer.num_output_tokens()
+        return found
 
     async def _all_passed_on(self) -> None:
         """The answer to a pause overtakes tokens that were sampled before it: it is taken in where vLLM's messages are
@@ -71,8 +84,6 @@ class Scheduler:
         line = self._llm.engine_core.outputs_queue
         while not line.empty() and not self._llm.errored:  # noqa: ASYNC110 (vLLM offers no event to wait for)
             await asyncio.sleep(0)
-        # The handler has begun with the last message: so many outputs in a turn of the loop. Then those who wait for
-        # them have their turn.
-        turns = self._flights.sequences // envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE + 1
-        for _ in range(turns + 2):
+        # The handler has begun with the last message: so many outputs in a turn of the loop.
+        for _ in range(self._flights.sequences // envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE + 2):
             await asyncio.sleep(0)

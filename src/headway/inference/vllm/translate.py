@@ -6,7 +6,6 @@ from typing import Any
 
 from headway.core.protocol import GenerateRequest
 from headway.inference.engine import FinishReason, TopLogprobs
-from headway.inference.vllm.versions import in_one_piece
 
 Runs = list[tuple[int, int]]
 
@@ -14,11 +13,9 @@ _SEEDS = 2**62
 """vLLM adds a choice's index to the seed, and the sum must stay a number that torch takes."""
 
 
-def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, piecewise: bool) -> Any:
-    """vLLM's parameters for a request that has `room` tokens to go. `piecewise`: every token as it comes.
-
-    Otherwise the first, and then all others at the end.
-    """
+def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stream: bool) -> Any:
+    """vLLM's parameters for a request that has `room` tokens to go. `stream`: every token as it comes; otherwise all of
+    them at the end."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -38,8 +35,7 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, piec
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        **({} if piecewise else in_one_piece(room)),
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )
 
 

