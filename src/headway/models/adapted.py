@@ -32,7 +32,7 @@ def adapted(
 
 
 def products(x_TI: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """x @ weight.T for each weight (out, in)."""
+    """x @ weight.T for each weight (out, in), which may be of a higher precision than the computation."""
     outs: tuple[Tensor, ...] = _Products.apply(x_TI, *weights)  # type: ignore[no-untyped-call]  # as above
     return outs
 
@@ -82,14 +82,15 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_TI, *weights)
-        return tuple(x_TI @ weight.T for weight in weights)
+        return tuple(x_TI @ weight.to(x_TI.dtype).T for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, *weights = ctx.saved_tensors
         wants_x, *wanted = ctx.needs_input_grad
-        grad_x = _summed_products(grads, weights) if wants_x else None
-        return grad_x, *(grad.T @ x_TI if wants else None for grad, wants in zip(grads, wanted, strict=True))
+        grad_x = _summed_products(grads, [weight.to(x_TI.dtype) for weight in weights]) if wants_x else None
+        each = zip(grads, weights, wanted, strict=True)
+        return grad_x, *(_weight_gradient(grad, x_TI, weight) if wants else None for grad, weight, wants in each)
 
 
 class _UnvaluedProduct(torch.autograd.Function):
@@ -102,7 +103,8 @@ class _UnvaluedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TI, weight_OI = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
-        return grad_TO @ weight_OI if wants_x else None, grad_TO.T @ x_TI if wants_weight else None
+        grad_x = grad_TO @ weight_OI.to(x_TI.dtype) if wants_x else None
+        return grad_x, _weight_gradient(grad_TO, x_TI, weight_OI) if wants_weight else None
 
 
 def _summed_products(grads: Sequence[Tensor], weights: Sequence[Tensor], total: Tensor | None = None) -> Tensor:
@@ -111,6 +113,15 @@ def _summed_products(grads: Sequence[Tensor], weights: Sequence[Tensor], total: 
         total = grad @ weight if total is None else total.addmm_(grad, weight)
     assert total is not None
     return total
+
+
+def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """In the weight's own precision, without rounding to that of the computation before."""
+    if weight_OI.dtype == x_TI.dtype:
+        return grad_TO.T @ x_TI
+    if x_TI.is_cuda:
+        return torch.mm(grad_TO.T, x_TI, out_dtype=weight_OI.dtype)
+    return (grad_TO.T @ x_TI).to(weight_OI.dtype)
 
 
 def _widens(weights: Sequence[Tensor]) -> bool:

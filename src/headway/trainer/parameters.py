@@ -4,7 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from headway.models.layers.linear import Linear
 
 
 class Parameters:
@@ -24,6 +27,14 @@ class Parameters:
 
     def read(self) -> list[Tensor]:
         return [getattr(owner, key) for owner, key in self._places]
+
+    def cast(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """`tensors`, which stand for the parameters, as a computation in `dtype` takes them: linear layers cast their
+        weights themselves, so that the gradients need no cast back."""
+        return [
+            tensor if isinstance(owner, Linear) and key == "weight" else tensor.to(dtype)
+            for tensor, (owner, key) in zip(tensors, self._places, strict=True)
+        ]
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:

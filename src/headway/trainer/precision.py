@@ -28,7 +28,7 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     parameters = Parameters(module)
 
     def casting(*args: Any) -> Any:
-        with parameters.replaced([parameter.to(dtype) for parameter in parameters.read()]):
+        with parameters.replaced(parameters.cast(parameters.read(), dtype)):
             return forward(*args)
 
     module.forward = casting

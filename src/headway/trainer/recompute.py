@@ -47,9 +47,10 @@ class RecomputedBlock:
         )
         return out
 
-    def split(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Parameters, or what stands for them, by the function that uses them."""
-        return tensors[: len(self.before)], tensors[len(self.before) :]
+    def cast(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """For a computation in `dtype`, by the function that uses them."""
+        first = len(self.before)
+        return self.before.cast(parameters[:first], dtype), self.after.cast(parameters[first:], dtype)
 
 
 class Pass:
@@ -101,7 +102,7 @@ class Pass:
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Pass, x_TD: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor | None]:
-        before, after = run.owner.split([p.to(x_TD.dtype) for p in parameters])
+        before, after = run.owner.cast(parameters, x_TD.dtype)
         mixed_THD, kept = run.plan.attend_forward(*run.project(before, x_TD))
         portions = run.portions(len(x_TD))
         if len(portions) == 1:
@@ -121,7 +122,9 @@ class _Recomputed(torch.autograd.Function):
         run: Pass = ctx.run
         x_TD, used_Tk, *kept = ctx.saved_tensors
         x_TD = x_TD.detach().requires_grad_(ctx.needs_input_grad[1])
-        before, after = run.owner.split(_leaves(ctx.parameters, x_TD.dtype))
+        before, after = run.owner.cast([p.detach() for p in ctx.parameters], x_TD.dtype)
+        for leaf, parameter in zip([*before, *after], ctx.parameters, strict=True):
+            leaf.requires_grad_(parameter.requires_grad)
         qkv: QKV | None = None
         if not kept:
             qkv = _projected(run, before, x_TD)
@@ -173,11 +176,6 @@ def _finish_backward(
             grad_x[rows] = dx
         sums = [_added(total, part) for total, part in zip(sums, found, strict=True)]
     return grad_x if x_TD.requires_grad else None, grad_mixed, sums
-
-
-def _leaves(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """New starting points for gradients, in the precision of the computation."""
-    return [p.detach().to(dtype).requires_grad_(p.requires_grad) for p in parameters]
 
 
 def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor | None]:

@@ -52,6 +52,9 @@ def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
     """`F.linear`."""
     if bias_O is None and native(x_TI) and ops.multiplies(x_TI, weight_OI):
         return ops.product(x_TI, weight_OI)
+    if weight_OI.dtype != x_TI.dtype:
+        out_TO = products(x_TI, [weight_OI])[0]
+        return out_TO if bias_O is None else out_TO + bias_O
     return F.linear(x_TI, weight_OI, bias_O)
 
 
