@@ -13,6 +13,7 @@ from headway.inference.embedded.recorded import RecordedSteps
 from headway.inference.embedded.rows import Rows
 from headway.inference.embedded.runner import Runner
 from headway.inference.embedded.scheduler import Step
+from headway.inference.embedded.staging import to_device
 from headway.inference.embedded.store import KvStore
 from headway.inference.embedded.tiles import make_tiles
 from headway.models.decoder import DecoderLM
@@ -68,6 +69,9 @@ class DeviceRunner(Runner):
         tiles = make_tiles(layout, self._heads_per_kv, self.model.config.kv_heads, self.device)
         adapted = adapters_T if (adapters >= 0).any() else None
         return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapted)
+
+    def _to_device(self, values: NDArray[np.integer]) -> Tensor:
+        return to_device(values, self.device)
 
     def _slots(self, rows_T: Ints, layout: Layout) -> Ints:
         size, positions = self.store.block_size, layout.positions_T

@@ -11,6 +11,12 @@ _TURNS = 2
 """Buffers used in turns: a step is prepared while the copy for the one before it may be under way."""
 
 
+def to_device(values: NDArray[np.integer], device: torch.device) -> Tensor:
+    """A copy on the device. From pinned memory, since from any other the host would wait for what runs there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class Staging:
     """Fields of 8 bytes for up to `capacity` rows, at one address on the device; `send` replaces their content there.
 

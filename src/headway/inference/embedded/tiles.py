@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.paged import Layout
+from headway.inference.embedded.staging import to_device
 from headway.inference.embedded.store import KvStore
 from headway.models.kernels.paged_attention import Tiles, paged_attention
 from headway.models.kernels.turn import turn_into_cache
@@ -88,4 +89,4 @@ def cut(layout: Layout, firsts: Ints, members: Ints, queries: int) -> Ints:
 
 
 def _tiles(fields: Ints, queries: int, splits: int, device: torch.device) -> Tiles:
-    return Tiles.of(torch.from_numpy(np.ascontiguousarray(fields)).to(device, non_blocking=True), queries, splits)
+    return Tiles.of(to_device(fields, device), queries, splits)
