@@ -36,11 +36,12 @@ class Cached:
         self.forward = Forward(model, list(torch.zeros(shape)), list(torch.zeros(shape)), BLOCK_SIZE, table)
 
     @torch.inference_mode()
-    def run(self, ids: Tensor, starts: list[int], counts: list[int]) -> Tensor:
+    def run(self, ids: Tensor, starts: list[int], counts: list[int], wanted: Tensor | None = None) -> Tensor:
         assert self.forward.takes(len(ids))
         rows = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         positions = positions_of(counts) + torch.tensor(starts)[rows]
-        return self.forward(ids.tolist(), positions.numpy(), rows.numpy()).clone()
+        which = None if wanted is None else wanted.numpy()
+        return self.forward(ids.tolist(), positions.numpy(), rows.numpy(), which).clone()
 
 
 def layers_pass(model: DecoderLM, ids: Tensor, lengths: list[int]) -> Tensor:
@@ -76,6 +77,14 @@ def test_a_token_is_the_same_to_the_bit_in_any_batch() -> None:
     together = cached.run(ids, [0] * len(LENGTHS), LENGTHS).split(LENGTHS)[0]
     alone = cached.run(ids[: LENGTHS[0]], [0], LENGTHS[:1])
     assert torch.equal(alone, together)
+
+
+def test_some_tokens_alone_are_what_they_are_among_all() -> None:
+    model = random_model(small("qwen3"))
+    cached, ids = Cached(model, len(LENGTHS)), random_tokens(model.config, LENGTHS)
+    everyone = cached.run(ids, [0] * len(LENGTHS), LENGTHS)
+    for wanted in (torch.tensor(LENGTHS).cumsum(0) - 1, torch.tensor([40, 3, 3]), torch.arange(0)):
+        assert torch.equal(cached.run(ids, [0] * len(LENGTHS), LENGTHS, wanted), everyone[wanted])
 
 
 def test_new_weights_are_seen() -> None:

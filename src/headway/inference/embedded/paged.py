@@ -143,16 +143,14 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
     return PagedPlan(store, slots, decoding, groups)
 
 
-def run_whole(forward: Forward, tokens: list[int], layout: Layout) -> Tensor | None:
-    """Hidden states of a step that can be run in one call: what `make_plan` would read in place, and nothing else."""
+def run_whole(forward: Forward, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
+    """Hidden states of the tokens `wanted`, or all. None where the step has more than is read in place."""
     rows_T = layout.rows
-    if not forward.takes(len(tokens)):
-        return None
     if len(tokens) > len(rows_T):
         if layout.counts.max() > _SHORT:
             return None
         rows_T = np.repeat(rows_T, layout.counts)
-    return forward(tokens, layout.positions_T, rows_T)
+    return forward(tokens, layout.positions_T, rows_T, wanted)
 
 
 def _direct_group(store: KvStore, layout: Layout, rows_T: Ints, short: NDArray[np.bool_]) -> DirectGroup | None:

@@ -86,25 +86,38 @@ class Runner:
 
     def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
         """Logits of the last tokens of the step's sequences at `drawing`."""
-        hidden = self._forward(tokens, layout)
-        if self.rows.scored[layout.rows].any():
-            self._score_prompts(step, hidden, np.cumsum(layout.counts))
+        ends = np.cumsum(layout.counts)
+        scored = bool(self.rows.scored[layout.rows].any())
+        everyone = scored or len(drawing) == len(tokens)
+        hidden = self._run_whole(tokens, layout, None if everyone else ends[drawing] - 1)
+        if hidden is None:
+            hidden = self._forward(tokens, layout)
+        if scored:
+            self._score_prompts(step, hidden, ends)
         if len(drawing) < len(hidden):
-            hidden = hidden[self._to_device(np.cumsum(layout.counts)[drawing] - 1)]
+            hidden = hidden[self._to_device(ends[drawing] - 1)]
         return self._whole.logits(hidden) if self._whole.takes(len(hidden)) else self.model.logits(hidden)
 
+    def _run_whole(self, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
+        """Hidden states of the tokens `wanted`, or all, where one call can do the whole pass."""
+        if not self._whole.takes(len(tokens)) or (self.rows.adapter[layout.rows] >= 0).any():
+            return None
+        return run_whole(self._whole, self._known(tokens, layout), layout, wanted)
+
+    def _known(self, tokens: list[int], layout: Layout) -> list[int]:
+        """With what was drawn in the step before, where that was not collected yet."""
+        if self._drawer.last is None or min(tokens) >= 0:
+            return tokens
+        last = self._drawer.last.tolist()
+        rows_T = np.repeat(layout.rows, layout.counts).tolist()
+        return [last[row] if token < 0 else token for token, row in zip(tokens, rows_T, strict=True)]
+
     def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
-        if self._drawer.last is not None and min(tokens) < 0:
-            last = self._drawer.last.tolist()
-            rows_T = np.repeat(layout.rows, layout.counts).tolist()
-            tokens = [last[row] if token < 0 else token for token, row in zip(tokens, rows_T, strict=True)]
         adapters = self.rows.adapter[layout.rows]
         adapted = bool((adapters >= 0).any())
-        if not adapted and (whole := run_whole(self._whole, tokens, layout)) is not None:
-            return whole
         plan = make_plan(self.store, self.window, layout, self._heads_per_kv)
         packed = PackedTokens(
-            torch.tensor(tokens, device=self.device),
+            torch.tensor(self._known(tokens, layout), device=self.device),
             self._to_device(layout.positions_T),
             plan,
             adapters_T=self._to_device(np.repeat(adapters, layout.counts)) if adapted else None,
@@ -135,4 +148,3 @@ class Runner:
 
     def _to_device(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
-

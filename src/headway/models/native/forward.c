@@ -33,10 +33,10 @@ struct decoder {
 };
 
 /* Token t is `ids[t]`, at `positions[t]` of the sequence whose blocks are row `rows[t]` of `table`. `longest` is the
-   largest position. */
+   largest position. The `results` that are wanted are those of tokens `wanted`, or, where that is null, of all. */
 struct step {
-    long tokens, table_stride, longest;
-    const int64_t *ids, *positions, *rows, *table;
+    long tokens, results, table_stride, longest;
+    const int64_t *ids, *positions, *rows, *table, *wanted;
 };
 
 /* What a pass keeps between layers, for all tokens, and what each thread needs for a chunk. */
@@ -122,62 +122,82 @@ static void project(const struct decoder *d, const struct layer *layer, const st
     }
 }
 
-/* Attention and what follows it, added to the stream. */
+/* Attention of tokens `which`, or, where that is null, of tokens `first` to `last`, added to their stream. */
 static void mix(const struct decoder *d, const struct layer *layer, const struct step *s, struct room room,
-                long first, long last)
+                const int64_t *which, long first, long last, float *stream)
 {
     long q_width = query_width(d);
     struct cache cache = {layer->keys, layer->values, d->block_size, d->kv_heads * d->size};
-    for (long t = first; t < last; t++) {
+    for (long i = first; i < last; i++) {
+        long t = which ? which[i] : i, after = i + 1 < last ? i + 1 : i;
         const int64_t *blocks = s->table + s->rows[t] * s->table_stride;
-        const int64_t *next = s->table + s->rows[t + 1 < last ? t + 1 : t] * s->table_stride;
+        const int64_t *next = s->table + s->rows[which ? which[after] : after] * s->table_stride;
         const float *then = layer->keys + *next * d->block_size * cache.width;
         struct span span = {blocks, s->positions[t] + 1, 0, d->kv_heads, then};
         attend(cache, span, d->heads / d->kv_heads, d->size, room.queries + t * q_width, room.scores,
-               room.mixed + (t - first) * q_width);
+               room.mixed + (i - first) * q_width);
     }
-    multiply(room.mixed, q_width, last - first, layer->output, d->width, q_width, room.stream + first * d->width, 1);
+    multiply(room.mixed, q_width, last - first, layer->output, d->width, q_width, stream, 1);
 }
 
 /* The gated MLP, added to the stream. */
-static void think(const struct decoder *d, const struct layer *layer, struct room room, long first, long last)
+static void think(const struct decoder *d, const struct layer *layer, struct room room, long rows, float *stream)
 {
-    float *stream = room.stream + first * d->width;
-    long rows = last - first, both = 2 * d->mlp_width;
+    long both = 2 * d->mlp_width;
     rms_norm(stream, d->width, rows, d->width, layer->mlp_norm, d->eps, room.normed, 1);
     multiply(room.normed, d->width, rows, layer->gate_up, both, d->width, room.wide, 0);
     gated_silu(room.wide, both, room.wide + d->mlp_width, both, rows, d->mlp_width, room.mixed, 1);
     multiply(room.mixed, d->mlp_width, rows, layer->down, d->width, d->mlp_width, stream, 1);
 }
 
-/* From the end of layer `number` - 1 to where layer `number` can attend; after the last one, to `hidden`. */
+/* From the end of layer `number` - 1 to where layer `number` can attend. */
 static void advance(const struct decoder *d, const struct step *s, struct room room, long number, long first,
-                    long last, float *hidden)
+                    long last)
 {
+    float *stream = room.stream + first * d->width;
     if (number == 0) {
         embed(d, s, room, first, last);
     } else {
-        mix(d, d->layer + number - 1, s, room, first, last);
-        think(d, d->layer + number - 1, room, first, last);
+        mix(d, d->layer + number - 1, s, room, NULL, first, last, stream);
+        think(d, d->layer + number - 1, room, last - first, stream);
     }
-    if (number < d->layers)
-        project(d, d->layer + number, s, room, first, last);
-    else
-        rms_norm(room.stream + first * d->width, d->width, last - first, d->width, d->final_norm, d->eps,
-                 hidden + first * d->width, 1);
+    project(d, d->layer + number, s, room, first, last);
 }
 
-/* Hidden states (tokens, width) after the final norm. `numbers` is room for `forward_room` of them. */
+/* The last layer and the final norm, for the tokens that are wanted alone: of a prompt that is one. */
+static void finish(const struct decoder *d, const struct step *s, struct room room, long first, long last,
+                   float *hidden)
+{
+    const struct layer *layer = d->layer + d->layers - 1;
+    float *stream = hidden + first * d->width;
+    size_t row = d->width * sizeof(float);
+    for (long i = first; i < last; i++)
+        memcpy(hidden + i * d->width, room.stream + (s->wanted ? s->wanted[i] : i) * d->width, row);
+    mix(d, layer, s, room, s->wanted, first, last, stream);
+    think(d, layer, room, last - first, stream);
+    rms_norm(stream, d->width, last - first, d->width, d->final_norm, d->eps, room.normed, 1);
+    memcpy(stream, room.normed, (last - first) * row);
+}
+
+static long least(long a, long b)
+{
+    return a < b ? a : b;
+}
+
+/* Hidden states (results, width) after the final norm. `numbers` is room for `forward_room` of them. */
 void forward(const struct decoder *d, const struct step *s, float *numbers, float *hidden, int threads)
 {
     long chunk = chunk_of(s, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         struct room room = room_of(d, s, numbers, omp_get_thread_num(), threads);
-        for (long number = 0; number <= d->layers; number++) {
+        for (long number = 0; number < d->layers; number++) {
 #pragma omp for schedule(dynamic)
             for (long first = 0; first < s->tokens; first += chunk)
-                advance(d, s, room, number, first, first + chunk < s->tokens ? first + chunk : s->tokens, hidden);
+                advance(d, s, room, number, first, least(first + chunk, s->tokens));
         }
+#pragma omp for schedule(dynamic)
+        for (long first = 0; first < s->results; first += chunk)
+            finish(d, s, room, first, least(first + chunk, s->results), hidden);
     }
 }

@@ -44,8 +44,8 @@ class _Decoder(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [
-        *((name, _LONG) for name in ("tokens", "table_stride", "longest")),
-        *((name, _POINTER) for name in ("ids", "positions", "rows", "table")),
+        *((name, _LONG) for name in ("tokens", "results", "table_stride", "longest")),
+        *((name, _POINTER) for name in ("ids", "positions", "rows", "table", "wanted")),
     ]
 
 
@@ -83,19 +83,23 @@ class Forward:
             self._seen, self._described = seen, self._describe()
         return self._described is not None
 
-    def __call__(self, ids: Sequence[int], positions: Ints, rows: Ints) -> Tensor:
-        """Hidden states after the final norm, which stay until the next call. Token t is at `positions[t]` of the
-        sequence in row `rows[t]` of the table."""
+    def __call__(self, ids: Sequence[int], positions: Ints, rows: Ints, wanted: Ints | None = None) -> Tensor:
+        """Hidden states of tokens `wanted`, or all, after the final norm, which stay until the next call. Token t is at
+        `positions[t]` of the sequence in row `rows[t]` of the table."""
         tokens, step, decoder = len(ids), self._step, self._described
         assert decoder is not None, "ask `takes` first"
-        step.tokens, step.longest = tokens, int(positions.max())
+        results = tokens if wanted is None else len(wanted)
+        step.tokens, step.results, step.longest = tokens, results, int(positions.max())
         self._reserve(decoder, tokens, step.longest, torch.get_num_threads())
         integers = self._integers
         integers[0, :tokens] = ids
         integers[1, :tokens] = positions
         integers[2, :tokens] = rows
+        if wanted is not None:
+            integers[3, :results] = wanted
+        step.wanted = None if wanted is None else self._wanted
         kernels().forward(ctypes.byref(decoder), ctypes.byref(step), *self._rooms)
-        return self._hidden[:tokens]
+        return self._hidden[:results]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         """As `DecoderLM.logits` where the model takes a pass; they stay until the next call."""
@@ -114,11 +118,12 @@ class Forward:
             return
         most, furthest = max(tokens, most), max(2 * longest, furthest)
         self._reserved = (most, furthest, threads)
-        numbers = kernels().forward_room(ctypes.byref(decoder), ctypes.byref(_Step(most, 0, furthest)), threads)
+        numbers = kernels().forward_room(ctypes.byref(decoder), ctypes.byref(_Step(most, 0, 0, furthest)), threads)
         self._room, self._hidden = torch.empty(numbers), torch.empty(most, decoder.width)
         self._rooms = (self._room.data_ptr(), self._hidden.data_ptr(), threads)
-        self._integers = np.empty((3, most), dtype=np.int64)
-        self._step.ids, self._step.positions, self._step.rows = (row.ctypes.data for row in self._integers)
+        self._integers = np.empty((4, most), dtype=np.int64)
+        step = self._step
+        step.ids, step.positions, step.rows, self._wanted = (row.ctypes.data for row in self._integers)
 
     def _describe(self) -> _Decoder | None:
         """Where everything is now; None where the model has parts that a pass here lacks."""
