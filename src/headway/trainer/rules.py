@@ -18,7 +18,7 @@ MUON_RMS = 0.2
 
 
 class Guard(NamedTuple):
-    """What the device knows about gradients and the host need not wait for. Both are (1,) in float32."""
+    """What the device knows about gradients and the host need not wait for. Both are float32 numbers."""
 
     divisor: Tensor
     """Gradients are divided by it."""

@@ -136,7 +136,7 @@ class Stepper:
     def _guard(self, norm: Tensor, loss: Tensor) -> Guard:
         divisor = ((norm + 1e-6) / self._trainer.max_grad_norm).clamp(min=1.0)
         broken = ~(norm.isfinite() & loss.isfinite())
-        return Guard(divisor.reshape(1), broken.float().reshape(1))
+        return Guard(divisor, broken.float())
 
     def _outcome(self, norm: Tensor, tally: Tally) -> tuple[float, dict[str, float], bool]:
         norm_, totals = float(norm), tally.totals(self._ranks)

@@ -1,0 +1,68 @@
+"""Blocks that compute their activations again: whatever they keep, however they divide the rows, the same gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from trainer_helpers import rich_batch, small_settings
+
+from headway.trainer import recompute
+from headway.trainer.ranks import joined
+from headway.trainer.sharding import fill
+from headway.trainer.state import build_state
+from headway.trainer.step import Stepper
+
+LORA = {"model__lora__rank": 4, "model__lora__dropout": 0.3}
+
+
+def gradients(**changes: Any) -> dict[str, torch.Tensor]:
+    settings = small_settings(**changes)
+    with joined(settings.placement) as ranks:
+        state = build_state(settings, ranks)
+        for name, parameter in state.trained():
+            if "lora_B" in name:
+                draw = torch.Generator().manual_seed(len(name))
+                fill(parameter, torch.randn(parameter.shape, generator=draw) * 0.05)
+        batch = rich_batch(1, 1, state.config.vocab_size)
+        torch.manual_seed(0)
+        Stepper(settings, ranks)._accumulate(state, batch.ranks[0], batch.counts)
+        return {name: p.grad for name, p in state.trained() if p.grad is not None}
+
+
+@pytest.mark.parametrize("model", [{}, LORA, {"model__path": "tiny-moe"}, {"model__dtype": "bfloat16"}])
+@pytest.mark.parametrize("layers", [None, 1])
+def test_recomputed_gradients_are_those_of_kept_activations(
+    model: dict[str, Any], layers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "ROWS", 10)
+    kept = gradients(**model)
+    again = gradients(
+        **model, trainer__activations__checkpoint="selective", trainer__activations__attention_layers=layers
+    )
+    assert kept.keys() == again.keys()
+    tolerance = 0.02 if "model__dtype" in model else 1e-5
+    for name, want in kept.items():
+        assert (again[name] - want).norm() <= tolerance * want.norm() + 1e-7, name
+
+
+def test_a_guarded_update_is_the_plain_one_or_none() -> None:
+    """What runs on CUDA, where the host doesn't wait for the norm."""
+    settings = small_settings()
+    with joined(settings.placement) as ranks:
+        results = []
+        for loss in (None, 1.0, float("nan")):
+            state, stepper = build_state(settings, ranks), Stepper(settings, ranks)
+            batch = rich_batch(1, 1, state.config.vocab_size)
+            tally = stepper._accumulate(state, batch.ranks[0], batch.counts)
+            before = [p.detach().clone() for _, p in state.trained()]
+            if loss is None:
+                stepper._update(state, tally, 1.0)
+            else:
+                norm = torch.linalg.vector_norm(
+                    torch.stack([p.grad.norm() for _, p in state.trained() if p.grad is not None])
+                )
+                state.optimizer.step(1.0, stepper._guard(norm, torch.tensor(loss)))
+            results.append([p.detach() - old for (_, p), old in zip(state.trained(), before, strict=True)])
+        plain, guarded, broken = results
+        torch.testing.assert_close(guarded, plain, rtol=1e-4, atol=1e-9)
+        assert any(change.any() for change in plain) and not any(change.any() for change in broken)
