@@ -17,7 +17,9 @@ from headway.models.config import ModelConfig
 from headway.models.registry import build_model
 from headway.models.serving import join_siblings, take_weights
 from headway.models.weights import hf_tensors
-from headway.transport.weights import make_receiver, make_sender
+from headway.transport.weights import make_receiver, make_sender, pairing
+from headway.transport.weights.channels import backend_between
+from headway.transport.weights.device_memory import gpu_uuid
 from headway.transport.weights.fingerprint import fingerprint_of
 
 pytestmark = [
@@ -81,6 +83,14 @@ def test_every_transport_takes_weights_from_a_gpu(settings: WeightTransport, dev
         assert all(torch.equal(received[name], tensor) for name, tensor in _weights(version).items())
     receiver.close()
     sender.close()
+
+
+def test_nccl_is_for_two_gpus_and_can_be_had() -> None:
+    """Two processes on one GPU can't be connected by it, so no bytes are sent here."""
+    own = gpu_uuid(torch.device("cuda"))
+    assert backend_between(own, own) == "gloo" and backend_between(own, "another") == "nccl"
+    store = pairing.open_store("127.0.0.1")
+    assert pairing.pair(store, "pair", 0, "127.0.0.1", "nccl").size() == 2
 
 
 def test_weights_keep_their_addresses_when_new_ones_take_over() -> None:

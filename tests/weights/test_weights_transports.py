@@ -18,6 +18,7 @@ from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import make_receiver, make_sender, pairing, segments, shared_memory
 from headway.transport.weights.announce import announced, latest, withdraw
+from headway.transport.weights.channels import backend_between
 from headway.transport.weights.collective import CollectiveSender
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.mappings import Mappings
@@ -80,6 +81,23 @@ def test_one_engine_takes_version_after_version(settings: WeightTransport, paths
     for version in range(4):
         update = sender.publish(version, _weights(version).items())
         assert _same({name: tensor.clone() for name, tensor in receiver.receive(update)}, _weights(version))
+    receiver.close()
+    sender.close()
+
+
+@every_transport
+def test_tensors_are_received_into_the_places_that_fit_them(settings: WeightTransport, paths: RunPaths) -> None:
+    sender, receiver = make_sender(settings, paths), make_receiver()
+    places = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _weights(0).items()}
+    places["layers.0.w"] = torch.zeros(1000, 7)
+    places["tied"] = torch.zeros(65, 33).t()
+    places["unknown"] = torch.zeros(3)
+    for version in range(3):
+        received = dict(receiver.receive(sender.publish(version, _weights(version).items()), places))
+        assert _same(received, _weights(version))
+    fits = {name for name, tensor in received.items() if tensor.data_ptr() == places[name].data_ptr()} - {"empty"}
+    assert fits == {"embed", "layers.0.strided", "layers.1.half", "layers.1.eight", "ints", "scalar"}
+    assert not places["layers.0.w"].any() and not places["unknown"].any()
     receiver.close()
     sender.close()
 
@@ -328,6 +346,25 @@ def test_a_reader_of_an_old_version_is_not_disturbed_by_new_ones(collective: Col
         collective.publish(version, _weights(version).items())
     received += list(reading)
     assert _same(dict(received), _weights(1))
+
+
+def test_two_gpus_are_connected_by_nccl_and_everything_else_by_gloo() -> None:
+    assert backend_between("GPU-1", "GPU-2") == "nccl"
+    assert {backend_between(*two) for two in [("GPU-1", "GPU-1"), ("GPU-1", ""), ("", "GPU-1"), ("", "")]} == {"gloo"}
+
+
+def test_tensors_that_straddle_chunks_arrive_in_their_places(
+    collective: CollectiveSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.transport.weights.collective.CHUNK_BYTES", 1024)
+    weights = _weights(1) | {"long": torch.randn(3000, generator=torch.Generator().manual_seed(3))}
+    places = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
+    receiver = make_receiver()
+    for version in (1, 2):
+        received = dict(receiver.receive(collective.publish(version, weights.items()), places))
+        assert _same(received, weights) and _same(places, weights)
+    assert received["long"].data_ptr() == places["long"].data_ptr()
+    assert _same(dict(receiver.receive(collective.publish(3, weights.items()))), weights)
 
 
 def test_fetching_from_a_trainer_that_is_gone_fails_in_bounded_time(paths: RunPaths) -> None:

@@ -22,17 +22,28 @@ from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES
 from headway.transport.weights.base import NamedTensors
+from headway.transport.weights.channels import AHEAD, backend_between, receive, send
+from headway.transport.weights.device_memory import gpu_uuid
 from headway.transport.weights.layout import Arrival, Contents, Layout, gather_layout
 from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.pairing import connect_store, open_store, pair
 from headway.transport.weights.parking import park
 from headway.transport.weights.ranks import barrier, on_rank_zero, rank_and_ranks
-from headway.transport.weights.shards import shards
+from headway.transport.weights.shards import Shard, shards
 from headway.transport.weights.shelf import Shelf
 
 _log = logging.getLogger("headway.weights")
 _POLL_SECONDS = 0.02
 _REQUESTS = "requests"
+CHUNK_BYTES = 1 << 24
+"""What travels at a time: messages are slow to begin, and memory for them is kept."""
+
+
+class _Request(msgspec.Struct, frozen=True):
+    """What an engine asks all ranks for. `gpu` is the UUID of its own, "" where it has none."""
+
+    version: int
+    gpu: str = ""
 
 
 class CollectiveSender:
@@ -47,7 +58,8 @@ class CollectiveSender:
         self._rank, self._ranks = rank_and_ranks()
         self._master = open_store(self._host) if self._rank == 0 else None
         self._port = on_rank_zero(lambda: self._master.port if self._master else 0)
-        self._shelf = Shelf(lambda slab, size: torch.empty(size, dtype=torch.uint8), slab_bytes)
+        self._shelf = Shelf(self._slab, slab_bytes)
+        self._gpu: torch.device | None = None
         self._last: WeightUpdate | None = None
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights", daemon=True)
@@ -59,11 +71,11 @@ class CollectiveSender:
         arena = self._shelf.spare()
         if self._last is not None:
             self._retire()
-        mine = arena.fill(shards(tensors, self._rank, self._ranks), self._rank)
+        mine = arena.fill(self._noted(shards(tensors, self._rank, self._ranks)), self._rank)
         layout = gather_layout(mine, self._ranks)
         self._shelf.put(version, layout, arena)
         barrier()  # an engine that reads the announcement finds every rank ready
-        transport = {"type": "collective", "backend": "gloo", "host": self._host, "port": self._port}
+        transport = {"type": "collective", "host": self._host, "port": self._port}
         update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter, probe=probe)
         on_rank_zero(lambda: self._post(update, layout))
         self._last = update
@@ -93,6 +105,18 @@ class CollectiveSender:
                 withdraw(self._paths, version)
                 self._master.delete_key(_layout_key(version))
 
+    def _noted(self, mine: Iterator[Shard]) -> Iterator[Shard]:
+        """Note the GPU that weights come from, before memory for them is made."""
+        for shard in mine:
+            if self._gpu is None and shard.tensor.is_cuda:
+                self._gpu = shard.tensor.device
+                connect_store(self._host, self._port).set(_gpu_key(self._rank), gpu_uuid(self._gpu))
+            yield shard
+
+    def _slab(self, number: int, size: int) -> Tensor:
+        """In the host's memory, since trainers need that of their GPU; pinned, so that a GPU copies by itself."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu is not None)
+
     def _watch(self) -> None:
         """Start a thread per request, until told to stop or until rank 0 and its store are gone."""
         try:
@@ -111,41 +135,49 @@ class CollectiveSender:
         """Send this rank's pieces. An engine that fails to take them costs a line in the log."""
         try:
             store = connect_store(self._host, self._port)
-            version = int(store.get(_request_key(request)))
-            with self._shelf.borrow(version) as held:
+            asked = msgspec.json.decode(store.get(_request_key(request)), type=_Request)
+            with self._shelf.borrow(asked.version) as held:
                 pieces = held.layout.pieces[self._rank] if held else []
                 if held is None or not any(pieces):
                     return
-                group = pair(store, _group_name(request, self._rank), 0, self._host)
-                for piece, size in enumerate(pieces):
-                    if size:
-                        group.send([held.arena.slabs[piece][:size]], 1, piece).wait()
+                backend = backend_between(gpu_uuid(self._gpu) if self._gpu else "", asked.gpu)
+                group = pair(store, _group_name(request, self._rank), 0, self._host, backend)
+                slabs = held.arena.slabs
+                chunks = (slabs[piece][start:end] for piece, start, end in _chunks(pieces))
+                send(group, chunks, self._gpu if backend == "nccl" else None)
         except RuntimeError as error:
             _log.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
 
 
-def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[Arrival]]:
+def fetch(update: WeightUpdate, mappings: Mappings) -> tuple[Layout, Iterator[Arrival]]:
     """Ask the trainer for a version and take each rank's pieces as they come."""
-    host, port, backend = (update.transport[key] for key in ("host", "port", "backend"))
-    if backend != "gloo":
-        raise HeadwayError(f"this engine cannot receive weights by {backend!r}, only by 'gloo'")
+    host, port = update.transport["host"], update.transport["port"]
     with _explained(update.version, host, port):
         store = connect_store(host, port)
         if not store.check([_layout_key(update.version)]):
             raise HeadwayError(f"the trainer no longer holds version {update.version}; ask for the latest one")
         layout = msgspec.json.decode(store.get(_layout_key(update.version)), type=Layout)
-        return layout, _receive(store, layout, update.version, host, port)
+        return layout, _receive(store, layout, update, mappings)
 
 
-def _receive(store: Any, layout: Layout, version: int, host: str, port: int) -> Iterator[Arrival]:
-    with _explained(version, host, port):
+def _receive(store: Any, layout: Layout, update: WeightUpdate, mappings: Mappings) -> Iterator[Arrival]:
+    host, port = update.transport["host"], update.transport["port"]
+    gpu = gpu_uuid(mappings.device) if mappings.device.type == "cuda" else ""
+    with _explained(update.version, host, port):
         request = store.add(_REQUESTS, 1) - 1
-        store.set(_request_key(request), str(version))
+        store.set(_request_key(request), msgspec.json.encode(_Request(update.version, gpu)).decode())
         contents = Contents(layout)
         for rank, pieces in enumerate(layout.pieces):
-            group = pair(store, _group_name(request, rank), 1, host) if any(pieces) else None
-            for piece, data in enumerate(_receive_pieces(group, pieces)):
-                yield from contents.arrivals(rank, piece, data)
+            if not any(pieces):
+                continue
+            theirs = store.get(_gpu_key(rank)).decode() if store.check([_gpu_key(rank)]) else ""
+            backend = backend_between(theirs, gpu)
+            group = pair(store, _group_name(request, rank), 1, host, backend)
+            chunks = list(_chunks(pieces))
+            scratch = mappings.scratch(AHEAD + 1, CHUNK_BYTES, on_device=backend == "nccl")
+            arrived = receive(group, (end - start for _, start, end in chunks), scratch)
+            for (piece, start, _), data in zip(chunks, arrived, strict=True):
+                yield from contents.arrivals(rank, piece, data, start, lasts=False)
 
 
 @contextmanager
@@ -158,26 +190,20 @@ def _explained(version: int, host: str, port: int) -> Iterator[None]:
         ) from error
 
 
-def _receive_pieces(group: Any, pieces: list[int]) -> Iterator[Tensor]:
-    """The pieces in order; the next one is on its way while the caller works on this one."""
-    waiting: list[tuple[Tensor, Any]] = []
+def _chunks(pieces: list[int]) -> Iterator[tuple[int, int, int]]:
+    """What travels at a time: the number of a piece, and from where to where in it."""
     for piece, size in enumerate(pieces):
-        data = torch.empty(size, dtype=torch.uint8)
-        waiting.append((data, group.recv([data], 0, piece) if size else None))
-        if len(waiting) == 2:
-            yield _arrived(*waiting.pop(0))
-    for data, work in waiting:
-        yield _arrived(data, work)
-
-
-def _arrived(data: Tensor, work: Any) -> Tensor:
-    if work is not None:
-        work.wait()
-    return data
+        for start in range(0, size, CHUNK_BYTES):
+            yield piece, start, min(start + CHUNK_BYTES, size)
 
 
 def _layout_key(version: int) -> str:
     return f"layout/{version}"
+
+
+def _gpu_key(rank: int) -> str:
+    """Is there where a rank's weights are on a GPU."""
+    return f"gpu/{rank}"
 
 
 def _request_key(request: int) -> str:

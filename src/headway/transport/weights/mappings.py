@@ -1,4 +1,4 @@
-"""The trainer's memory that an engine keeps mapped from one update to the next: mapping it costs more than copying."""
+"""What an engine keeps from one update to the next, foremost the trainer's memory: mapping costs more than copying."""
 
 from pathlib import Path
 
@@ -16,6 +16,7 @@ class Mappings:
         self.device = torch.device(device)
         self._files: dict[Path, tuple[int, Tensor]] = {}
         self._handles: dict[str, tuple[str, Tensor]] = {}
+        self._scratch: dict[torch.device, list[Tensor]] = {}
 
     def open(self, path: Path, size: int) -> Tensor:
         """The first `size` bytes of a file. Raises HeadwayError where it isn't there or is shorter."""
@@ -39,6 +40,16 @@ class Mappings:
         if handle not in self._handles:
             self._handles[handle] = (prefix, device_memory.open_handle(handle, size, self.device))
         return self._handles[handle][1][:size]
+
+    def scratch(self, count: int, size: int, *, on_device: bool = False) -> list[Tensor]:
+        """Memory for what passes through, the same every time, since new memory is slow at first."""
+        device = self.device if on_device else torch.device("cpu")
+        kept = self._scratch.get(device, [])
+        if len(kept) < count or any(len(buffer) < size for buffer in kept):
+            pinned = self.device.type == "cuda" and not on_device
+            kept = [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(count)]
+            self._scratch[device] = kept
+        return kept[:count]
 
     def keep(self, prefix: str | None) -> None:
         """Let go of all but what belongs to `prefix`."""

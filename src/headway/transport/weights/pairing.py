@@ -21,11 +21,16 @@ def open_store(host: str) -> TCPStore:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
-def pair(store: Store, name: str, member: int, host: str) -> Any:
+def pair(store: Store, name: str, member: int, host: str, backend: str = "gloo") -> Any:
     """Meet the other member of `name` (0 sends, 1 receives). Raises RuntimeError when it doesn't come in time.
 
     Groups are made outside of torch's default group, which belongs to the trainer alone: engines come and go.
     """
+    if backend == "nccl":
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = TIMEOUT
+        return nccl(PrefixStore(name, store), member, 2, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = TIMEOUT
