@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="measured steps, after one that warms up")
     parser.add_argument("--checkpoint", choices=("off", "selective", "full"), default="off")
+    parser.add_argument("--attention-layers", type=int, help="with selective: layers that keep attention's output")
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--head-chunk", type=int, default=1024)
@@ -80,7 +81,11 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
     trainer: dict[str, Any] = {
         "head_chunk": options.head_chunk,
         "compile": options.compile,
-        "activations": {"checkpoint": options.checkpoint, "offload": options.offload},
+        "activations": {
+            "checkpoint": options.checkpoint,
+            "attention_layers": options.attention_layers,
+            "offload": options.offload,
+        },
         "optim": {"type": options.optimizer},
     }
     model = {} if options.lora_rank is None else {"lora": {"rank": options.lora_rank}}
