@@ -78,16 +78,18 @@ def test_64_requests_in_flight_survive_20_updates_with_right_versions(tmp_path: 
 
 def test_new_requests_never_reuse_kv_of_older_weights(tmp_path: Path) -> None:
     old, new = make_model(seed=0), make_model(seed=9)
-    service = make_service(make_model(seed=0))
+    service = make_service(make_model(seed=0), max_model_len=256)
 
     async def body(service: EmbeddedService) -> None:
         tokens = prompt(40)
         await service.generate(request(tokens, 4))
         again = await service.generate(request(tokens, 4))
         assert again.cached_tokens == 36, "the scenario needs a cache hit before the update"
-        long = asyncio.create_task(service.generate(request(prompt(40, seed=1), 80)))
+        long = asyncio.create_task(service.generate(request(prompt(40, seed=1), 200)))
         await until_running(service, 1)
+        await service.pause("keep")
         await service.update(publish(tmp_path, 1, new))
+        await service.resume()
         after = await service.generate(request(tokens, 10))
         assert after.cached_tokens == 0
         assert mismatch(new, tokens, after.choices[0]) < TOLERANCE
@@ -324,13 +326,13 @@ def test_cancelling_a_call_aborts_its_request_even_before_it_started() -> None:
 
 
 def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    service = make_service(model)
-    whole = model.logits
+    service = make_service(make_model())
+    runner = service._engine.runner
+    draw = runner.draw
 
     async def body(service: EmbeddedService) -> None:
         broken = True
-        monkeypatch.setattr(model, "logits", lambda hidden: 1 / 0 if broken else whole(hidden))
+        monkeypatch.setattr(runner, "draw", lambda *rows: 1 / 0 if broken else draw(*rows))
         with pytest.raises(FailedError, match="ZeroDivisionError"):
             await service.generate(request(prompt(9), 10))
         broken = False
