@@ -26,6 +26,7 @@ from headway.core.runs import RunPaths
 from headway.inference.embedded.service import EmbeddedService
 from headway.inference.engine import Choice, FailedError, UpdateError
 from headway.models.lora import adapter_tensors, apply_lora, merge_adapter
+from headway.models.native import library
 from headway.transport.weights import make_sender
 
 TOLERANCE = 1e-5
@@ -40,6 +41,12 @@ def with_service(service: EmbeddedService, body: Callable[[EmbeddedService], Awa
             await service.close()
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+@pytest.fixture(autouse=True)
+def plain() -> None:
+    """Without compiled kernels, whoever enabled them: requests must be in flight long enough to be met by updates."""
+    library.disable()
 
 
 async def until_running(service: EmbeddedService, count: int) -> None:
