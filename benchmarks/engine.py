@@ -131,7 +131,8 @@ def main() -> None:
             print(f"{CONTENDERS[key].name}: not installed, not measured")
         results, update = compare(keys, work, arguments.rounds)
     held = report(results, update, work.device == "cpu")
-    saved = RESULTS / f"engine_{work.device}_{Path(arguments.model).name}.json"
+    threads = "" if work.threads == 1 else f"_{work.threads}threads"
+    saved = RESULTS / f"engine_{work.device}_{Path(arguments.model).name}{threads}.json"
     about = asdict(work) | {"folder": arguments.model, "machine": platform.machine(), "bar_holds": held}
     saved.write_text(json.dumps({"work": about, "results": results, "update": update}, indent=2) + "\n")
     print(f"saved {saved}")
