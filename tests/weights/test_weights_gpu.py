@@ -1,6 +1,8 @@
 """Weights within one GPU: handles that another process opens, the host's memory for engines elsewhere, takeover."""
 
 import multiprocessing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -49,25 +51,38 @@ def _train(pipe: Connection, root: str) -> None:
     sender.close()
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_another_process_gets_what_a_trainer_published_on_its_gpu(tmp_path: Path, device: str) -> None:
+@contextmanager
+def _trainer(root: Path) -> Iterator[Callable[[int], WeightUpdate]]:
+    """A process that publishes versions on request, and is killed in the end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    trainer = context.Process(target=_train, args=(theirs, str(tmp_path / "run")))
-    trainer.start()
+    process = context.Process(target=_train, args=(theirs, str(root)))
+    process.start()
+
+    def publish(version: int) -> WeightUpdate:
+        ours.send(version)
+        return msgspec.json.decode(ours.recv(), type=WeightUpdate)
+
+    yield publish
+    process.kill()
+    process.join()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_another_process_gets_what_a_trainer_published_on_its_gpu(tmp_path: Path, device: str) -> None:
+    """Also what a second trainer publishes after the first was killed; an engine that comes after both gets nothing."""
     receiver = make_receiver(device)
     places = {name: torch.zeros_like(tensor, device=device).contiguous() for name, tensor in _weights(0).items()}
-    for version in range(5):
-        ours.send(version)
-        update = msgspec.json.decode(ours.recv(), type=WeightUpdate)
-        assert update.fingerprint == fingerprint_of(_weights(version).items()).hexdigest()
-        received = dict(receiver.receive(update, places))
-        assert all(torch.equal(received[name].cpu(), tensor) for name, tensor in _weights(version).items())
-        assert received["big"].data_ptr() == places["big"].data_ptr()
+    for _ in range(2):
+        with _trainer(tmp_path / "run") as publish:
+            for version in range(4):
+                update = publish(version)
+                assert update.fingerprint == fingerprint_of(_weights(version).items()).hexdigest()
+                received = dict(receiver.receive(update, places))
+                assert all(torch.equal(received[name].cpu(), tensor) for name, tensor in _weights(version).items())
+                assert received["big"].data_ptr() == places["big"].data_ptr()
     receiver.close()
-    trainer.kill()
-    trainer.join()
-    with pytest.raises(HeadwayError):
+    with pytest.raises(HeadwayError, match="a trainer that has ended"):
         list(make_receiver("cuda").receive(update))
 
 

@@ -5,6 +5,7 @@ while the process that made it lives and has not freed the memory.
 """
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -78,9 +79,9 @@ def open_handle(handle: str, size: int, device: torch.device) -> Tensor:
 
 
 def close_handle(handle: str, memory: Tensor) -> None:
-    """Let go of what `open_handle` gave."""
+    """Let go of what `open_handle` gave. That the other process has ended meanwhile is no error."""
     if handle not in _own:
-        with torch.cuda.device(memory.device):
+        with torch.cuda.device(memory.device), suppress(HeadwayError):
             torch.cuda.synchronize()
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(memory.data_ptr()))
 
