@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_common import mismatch, prompt, training_logprobs
 from vllm_harness import LORA, UNTIED, Harness, hugging_face, make
-from vllm_here import ON_GPU, TOLERANCE
+from vllm_here import ON_GPU, TOLERANCES
 
 from headway.config.shared import FilesystemWeights
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
@@ -22,6 +22,7 @@ from headway.transport.weights import make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = prompt(40)
+TOLERANCE = TOLERANCES["bfloat16" if ON_GPU else "float32"]
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,12 @@ def test_adapters_get_room_for_their_rank(folder: Path, rank: int, room: int) ->
     assert chosen["enable_lora"] and chosen["max_lora_rank"] == room
 
 
+def test_adapters_in_float32_are_refused_on_gpus(folder: Path) -> None:
+    settings = ServeSettings(model=ModelSettings(lora=LoraSettings(rank=4), dtype="float32"))
+    with pytest.raises(UsageError, match="use --model.dtype bfloat16"):
+        arguments(settings, folder, "cuda", memory=GB)
+
+
 def test_unknown_arguments_are_refused_with_the_nearest_name() -> None:
     known = ["max_num_seqs", "model", "dtype"]
     check_arguments({"max_num_seqs": 3}, known)

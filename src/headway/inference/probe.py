@@ -18,9 +18,10 @@ class Tolerance:
 TOLERANCES = {
     "float32": Tolerance(5e-5, 1e-6),
     "float16": Tolerance(0.03, 1e-3),
-    "bfloat16": Tolerance(0.2, 8e-3),
+    "bfloat16": Tolerance(0.1, 8e-3),
 }
-"""By the coarser of the two precisions. Kernels differ in the order in which they add up, which bfloat16 shows."""
+"""By the coarser of the two precisions. Kernels differ in the order in which they add up, which bfloat16 shows: vLLM on
+an H200 was 0.01 away from the trainer's model there, with 220M random weights, and 5e-7 in float32."""
 
 _JUMP = 8.0
 """Rounding grows by small factors from layer to layer; wrong weights show as a jump."""

@@ -61,6 +61,10 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
         chosen["max_num_batched_tokens"] = own.max_batched_tokens
     chosen = _for_cpu(chosen, config, memory) if device == "cpu" else _for_gpu(chosen, memory)
     if settings.model.lora is not None:
+        if device == "cuda" and dtype == "float32":
+            raise UsageError(
+                "vLLM has no adapters in float32 on GPUs; use --model.dtype bfloat16, or --engine embedded"
+            )
         rank = next((rank for rank in _LORA_RANKS if rank >= settings.model.lora.rank), settings.model.lora.rank)
         chosen |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": _ADAPTERS}
     return chosen | own.vllm
