@@ -127,7 +127,7 @@ def test_fused_norms_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[
     tokens, heads, size = shape
     x, delta, weight = random(tokens, heads * size), random(tokens, heads * size), random(heads * size)
     q, head_weight = random(*shape), random(size)
-    table = RotaryTable(small("qwen3", head_dim=size))
+    table = RotaryTable(small("qwen3", head_dim=size, max_len=tokens))
     cos, sin = table.gather(torch.arange(tokens, device="cuda"))
     total, out = added_norm(x, delta, weight, 1e-6)
     cases = [
@@ -235,8 +235,15 @@ def test_a_decode_step_can_be_captured_in_a_graph() -> None:
             torch.testing.assert_close(captured, model.logits(model(tokens).hidden_TD), atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize(("heads", "dim"), [((16, 8), 128), ((6, 2), 64), ((4, 4), 24)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype"),
+    [
+        ((16, 8), 128, torch.bfloat16),
+        ((6, 2), 64, torch.bfloat16),
+        ((6, 2), 64, torch.float32),
+        ((4, 4), 24, torch.float32),
+    ],
+)
 def test_paged_attention_equals_attention_over_gathered_blocks(
     heads: tuple[int, int], dim: int, dtype: torch.dtype
 ) -> None:

@@ -37,11 +37,10 @@ class DeviceRunner(Runner):
         self._recorded = RecordedSteps(self._pass, self.graphs, max_running)
 
     def try_out(self) -> None:
-        """Run and record a step of nobody's, so that kernels are compiled before the first request. Raises whatever is
-        wrong with them."""
-        nobody = np.array([self._pass.nobodys_row])
+        """Run and record steps of nobody's, so that kernels are compiled before the first request and it does not wait
+        for recordings. Raises whatever is wrong with them."""
         with torch.inference_mode():
-            logits = self._recorded.decode(np.array([0]), nobody, np.array([0]), np.array([self._pass.nobodys_slot]))
+            logits = self._recorded.rehearse()
             self._drawer.draw(logits, np.array([0]), np.array([1]))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -68,7 +67,7 @@ class DeviceRunner(Runner):
         tokens_T, rows_sent_T, positions_T, slots_T, adapters_T = self._to_device(fields)
         tiles = make_tiles(layout, self._heads_per_kv, self.model.config.kv_heads, self.device)
         adapted = adapters_T if (adapters >= 0).any() else None
-        return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapted)
+        return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapted)
 
     def _to_device(self, values: NDArray[np.integer]) -> Tensor:
         return to_device(values, self.device)

@@ -38,13 +38,15 @@ class DevicePass:
         positions_T: Tensor,
         slots_T: Tensor,
         tiles: list[Tiles],
+        *,
         adapters_T: Tensor | None = None,
+        padded: bool = False,
     ) -> Tensor:
-        """Hidden states (T, D). A token below 0 stands for its row's last one. Tokens in no tile are padding."""
+        """Hidden states (T, D). A token below 0 stands for its row's last one. `padded`: some tokens are in no tile."""
         tokens_T = torch.where(tokens_T < 0, self._last[rows_T], tokens_T)
         size = self.store.block_size
         self.table.view(-1)[rows_T * self.table.shape[1] + positions_T // size] = (slots_T // size).int()
-        plan = TilePlan(self.store, self.table, slots_T, tiles)
+        plan = TilePlan(self.store, self.table, slots_T, tiles, padded)
         out = self.model(PackedTokens(tokens_T, positions_T, plan, adapters_T=adapters_T))
         if self._experts is not None and out.routed_experts_TLk is not None:
             self._experts.index_copy_(0, slots_T, out.routed_experts_TLk.to(self._experts.dtype))

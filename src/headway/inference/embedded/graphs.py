@@ -41,13 +41,26 @@ class Graphs:
         try:
             # Compiles kernels and warms libraries up, which must not happen in a recording.
             work()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                work()
+            graph = self._capture(work)
         except Exception:
             logger.exception("the step %s can't be recorded; serving without CUDA graphs", name)
             self.enabled = False
             return None
-        self._pool = graph.pool()
         self._graphs[name] = graph
+        return graph
+
+    def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """As torch's own context manager does it, but without a collection of garbage, which would take most of the
+        time. All graphs share one pool of memory, for they run one after the other."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # has no types
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        current.wait_stream(side)
         return graph

@@ -5,6 +5,8 @@ Both fill up to a size from a ladder. What fills them up belongs to nobody: its 
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from headway.models.kernels.paged_attention import Tiles
 
 Ints = NDArray[np.int64]
 
-_MIXED = (64, 128, 256, 384, 512, 768, 1024)
+_MIXED = (128, 256, 512, 1024)
 """Tokens of steps with prompts that are recorded. Larger ones are worth the host's time to launch them."""
 _PROMPTS = 32
 """Prompts in such a step, at most."""
@@ -50,8 +52,20 @@ class RecordedSteps:
         fields = self._decoding.next()
         self._fill(fields, (tokens, rows, positions, slots), size)
         self._decoding.send()
-        self._graphs.run(("decode", size), lambda: self._decode(size))
+        self._graphs.run(("decode", size), partial(self._decode, size))
         return self._logits[: len(rows)]
+
+    def rehearse(self) -> Tensor:
+        """Record what most steps will be: decoding at the most sequences, all sizes with prompts. Logits of one row."""
+        fields = self._mixed.next()
+        fields[:] = 0
+        self._fill(fields[:4], [np.array([], dtype=np.int64)] * 4, _MIXED[-1])
+        self._mixed.send()
+        for size in _MIXED:
+            self._graphs.run(("mixed", size), partial(self._mix, size))
+        nobody = np.array([[0], [self._pass.nobodys_row], [0], [self._pass.nobodys_slot]])
+        self.decode(*np.repeat(nobody, self._sizes[-1], axis=1))
+        return self.decode(*nobody)
 
     def takes(self, layout: Layout) -> bool:
         """Whether a step with prompts is small enough for `mixed`."""
@@ -73,10 +87,10 @@ class RecordedSteps:
         fields[8:12, : prompts.shape[1]] = prompts
         fields[12, : len(drawing)] = ends[drawing] - 1
         self._mixed.send()
-        self._graphs.run(("mixed", size), lambda: self._mix(size))
+        self._graphs.run(("mixed", size), partial(self._mix, size))
         return self._logits[: len(drawing)]
 
-    def _fill(self, fields: Ints, values: tuple[Ints, Ints, Ints, Ints], size: int) -> None:
+    def _fill(self, fields: Ints, values: Sequence[Ints], size: int) -> None:
         count = len(values[0])
         for field, value in zip(fields, values, strict=True):
             field[:count] = value
@@ -94,7 +108,7 @@ class RecordedSteps:
         most = min(size, len(self._logits))
         decoding = Tiles.of(sent[4:8, :most], 1, decode_splits(most, self._kv_heads))
         prompts = Tiles.of(sent[8:12, : size // self._queries + _PROMPTS], self._queries)
-        hidden = self._pass.hidden(tokens, rows, positions, slots, [decoding, prompts])
+        hidden = self._pass.hidden(tokens, rows, positions, slots, [decoding, prompts], padded=True)
         self._head(hidden[sent[12, :most]])
 
     def _head(self, hidden_ND: Tensor) -> None:

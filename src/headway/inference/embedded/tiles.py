@@ -22,13 +22,15 @@ _MOST_SPLITS = 16
 
 
 class TilePlan(CachePlan):
-    """Built once per step, shared by all layers. `table` is each sequence's row of blocks, on the device."""
+    """Built once per step, shared by all layers. `table` is each sequence's row of blocks, on the device. In a step
+    that is `padded`, tokens in no tile get zeros: what is not a number would spread."""
 
-    def __init__(self, store: KvStore, table: Tensor, slots_T: Tensor, tiles: list[Tiles]) -> None:
+    def __init__(self, store: KvStore, table: Tensor, slots_T: Tensor, tiles: list[Tiles], padded: bool) -> None:
         self.slots_T = slots_T
         self._store = store
         self._table = table
         self._tiles = tiles
+        self._padded = padded
 
     def attend_unturned(
         self,
@@ -44,8 +46,7 @@ class TilePlan(CachePlan):
         store = self._store
         keys, values = store.keys[layer], store.values[layer]
         q_THD = turn_into_cache(q_THD, k_TKD, v_TKD, norms, eps, cos, sin, self.slots_T, keys, values)
-        # Zeros for what is in no tile, such as padding: it must not become anything that is not a number.
-        out = torch.zeros_like(q_THD)
+        out = torch.zeros_like(q_THD) if self._padded else torch.empty_like(q_THD)
         for tiles in self._tiles:
             paged_attention(q_THD, keys, values, self._table, tiles, store.block_size, out)
         return out

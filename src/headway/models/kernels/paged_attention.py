@@ -62,8 +62,9 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    # Heads first: programs that run at the same time read neighbouring parts of the same slots.
+    kv_head = tl.program_id(0)
+    tile = tl.program_id(1)
     split = tl.program_id(2)
     count = tl.load(counts + tile).to(tl.int32)
     if count == 0:
@@ -166,7 +167,7 @@ def paged_attention(
     if splits > 1:
         parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
         stats = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=out.device)
-    _attend_kernel[(len(tiles.rows), kv_heads, splits)](
+    _attend_kernel[(kv_heads, len(tiles.rows), splits)](
         q_THD,
         keys_SKD,
         values_SKD,
