@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.transport.weights import checksum_host
 from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Tally
-from headway.transport.weights.checksum_device import DeviceCount, Extent, count_by_torch, count_many, words_of
+from headway.transport.weights.checksum_device import DeviceCount, Parts, count_by_torch, count_many
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
@@ -286,5 +286,6 @@ def test_the_gpu_agrees_with_the_cpu() -> None:
     assert _on_device(*((data.cuda(), offset) for data, offset in parts)) == [
         COUNTERS["compiled"](data, offset) for data, offset in parts
     ]
-    words = [(words_of(data.cuda(), offset), Extent.of(offset, len(data))) for data, offset in parts]
-    assert torch.equal(count_many(words), torch.stack([count_by_torch(*part) for part in words]))
+    held = Parts([data.cuda() for data, _ in parts], [offset for _, offset in parts], [len(data) for data, _ in parts])
+    by_torch = [count_by_torch(data.cuda(), offset) for data, offset in parts]
+    assert torch.equal(count_many(held), torch.stack(by_torch))

@@ -1,9 +1,8 @@
 """The checksum on an accelerator: a kernel where there is Triton, torch's own operations elsewhere."""
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,37 +18,30 @@ _TOGETHER = 64
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where bytes lie in the rows of a whole: how many words of the first row come before them, the first row's number,
-    how many rows they touch, and which of these are complete."""
+class Parts(NamedTuple):
+    """Contiguous memory of an accelerator: `sizes` bytes each, which begin `offsets` bytes into the whole tensors."""
 
-    before: int
-    number: int
-    rows: int
-    complete: slice
-
-    @classmethod
-    def of(cls, offset: int, size: int) -> "Extent":
-        end = offset + size
-        number, rows = offset // ROW_BYTES, -(-end // ROW_BYTES) - offset // ROW_BYTES
-        head, tail = int(offset % ROW_BYTES > 0), int(end % ROW_BYTES > 0)
-        return cls(offset % ROW_BYTES // 8, number, rows, slice(head, max(head, rows - tail)))
+    data: list[Tensor]
+    offsets: list[int]
+    sizes: list[int]
 
 
 class DeviceCount(Generic[Key]):
     """Counts memory of one accelerator, in the current stream. What is given must stay unchanged until `fetch`."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Tensor, Extent]] = []
+        self._waiting = Parts([], [], [])
         self._given: list[tuple[Key, int, int]] = []
         self._sums: list[Tensor] = []
 
     def add(self, key: Key, data: Tensor, offset: int) -> None:
-        """Flat bytes that begin `offset` bytes into the whole tensor of `key`. Nothing is synchronized."""
-        self._waiting.append((words_of(data, offset), Extent.of(offset, len(data))))
-        self._given.append((key, offset, len(data)))
-        if len(self._waiting) == _TOGETHER:
+        """Contiguous memory that begins `offset` bytes into the whole tensor of `key`. Nothing is synchronized."""
+        waiting, size = self._waiting, data.nbytes
+        waiting.data.append(data)
+        waiting.offsets.append(offset)
+        waiting.sizes.append(size)
+        self._given.append((key, offset, size))
+        if len(waiting.data) == _TOGETHER:
             self._launch()
 
     def fetch(self) -> list[tuple[Key, Tally]]:
@@ -62,32 +54,33 @@ class DeviceCount(Generic[Key]):
         return [(key, _tally(offset, size, *some)) for (key, offset, size), some in zip(given, sums, strict=True)]
 
     def _launch(self) -> None:
-        if self._waiting:
+        if self._waiting.data:
             self._sums.append(count_many(self._waiting))
-            self._waiting = []
+            self._waiting = Parts([], [], [])
 
 
-def count_many(parts: list[tuple[Tensor, Extent]]) -> Tensor:
-    """For each part (int64 words) a line of sums, plain and keyed: of its complete rows, scrambled; of its first row;
-    of its last one."""
-    if parts[0][0].is_cuda and _triton_installed():
+def count_many(parts: Parts) -> Tensor:
+    """For each part a line of sums, plain and keyed: of its complete rows, scrambled; of its first row; of its last."""
+    if parts.data[0].is_cuda and _triton_installed():
         from headway.transport.weights.checksum_triton import count_by_triton
 
         return count_by_triton(parts)
-    return torch.stack([count_by_torch(words, extent) for words, extent in parts])
+    return torch.stack([count_by_torch(data, offset) for data, offset in zip(parts.data, parts.offsets, strict=True)])
 
 
-def count_by_torch(words: Tensor, extent: Extent) -> Tensor:
-    after = extent.rows * ROW - extent.before - len(words)
-    if extent.before or after:
-        words = torch.nn.functional.pad(words, (extent.before, after))
-    keys = keys_on(words.device)
+def count_by_torch(data: Tensor, offset: int) -> Tensor:
+    end = offset + data.nbytes
+    words, number = words_of(data, offset), offset // ROW_BYTES
+    rows, before = -(-end // ROW_BYTES) - number, offset % ROW_BYTES // 8
+    words = torch.nn.functional.pad(words, (before, rows * ROW - before - len(words)))
+    keys = keys_on(words.device).long() & 0xFFFFFFFF
     chunks = torch.split(words.view(-1, ROW), _CHUNK)
     plain = torch.cat([chunk.sum(1) for chunk in chunks])
     keyed = torch.cat([((chunk & 0xFFFFFFFF) * keys[0] + _shifted(chunk, 32) * keys[1]).sum(1) for chunk in chunks])
     sums = torch.stack([plain, keyed])
-    complete = sums[:, extent.complete]
-    x = torch.arange(1, complete.shape[1] + 1, device=words.device) + (extent.number + extent.complete.start)
+    first = int(offset % ROW_BYTES > 0)
+    complete = sums[:, first : max(first, rows - int(end % ROW_BYTES > 0))]
+    x = torch.arange(1, complete.shape[1] + 1, device=words.device) + (number + first)
     x = complete + x * signed(STEP)
     x = (x ^ _shifted(x, 30)) * signed(MIX[0])
     x = (x ^ _shifted(x, 27)) * signed(MIX[1])
@@ -95,19 +88,24 @@ def count_by_torch(words: Tensor, extent: Extent) -> Tensor:
 
 
 def words_of(data: Tensor, offset: int) -> Tensor:
-    """Bytes as int64 words, zero-padded to word boundaries of the whole."""
-    lead = offset % 8
-    if lead or len(data) % 8 or data.data_ptr() % 8:
-        padded = data.new_zeros((lead + len(data) + 7) // 8 * 8)
-        padded[lead : lead + len(data)] = data
-        data = padded
-    return data.view(torch.int64)
+    """Contiguous memory as int64 words, zero-padded to word boundaries of the whole."""
+    flat, lead = data.detach().view(-1).view(torch.uint8), offset % 8
+    if not aligned(data, offset):
+        padded = flat.new_zeros((lead + len(flat) + 7) // 8 * 8)
+        padded[lead : lead + len(flat)] = flat
+        flat = padded
+    return flat.view(torch.int64)
+
+
+def aligned(data: Tensor, offset: int) -> bool:
+    """Whether words of the whole are words of the memory."""
+    return not (offset % 8 or data.nbytes % 8 or data.data_ptr() % 8)
 
 
 @cache
 def keys_on(device: torch.device) -> Tensor:
-    """The keys of a row's words as int64: those of the lower halves, those of the upper ones."""
-    return torch.from_numpy(KEYS.astype(np.int64).reshape(ROW, 2).T.copy()).to(device)
+    """The keys of a row's words (int32, whose bits count): those of the lower halves, those of the upper ones."""
+    return torch.from_numpy(KEYS.view(np.int32).reshape(ROW, 2).T.copy()).to(device)
 
 
 def signed(word: int) -> int:

@@ -4,16 +4,19 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.transport.weights.checksum import MIX, ROW, STEP
-from headway.transport.weights.checksum_device import Extent, keys_on, signed
+from headway.transport.weights.checksum import MIX, ROW, ROW_BYTES, STEP
+from headway.transport.weights.checksum_device import Parts, aligned, keys_on, signed, words_of
+
+Ints = NDArray[np.int64]
 
 _TILE = 4
 """Rows that a program reads at a time."""
-_ROUNDS = 16
+_ROUNDS = 32
 """Tiles that a program reads one after the other."""
-_WARPS = 8
+_WARPS = 4
 _FIELDS = 8
 
 
@@ -40,8 +43,9 @@ def _count(  # type: ignore[no-untyped-def]
     first, last, rows = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
     start = (program - tl.load(entry + 7)) * ROUNDS * TILE
     place = tl.arange(0, ROW)[None, :]
-    low_key = tl.load(keys + place)
-    high_key = tl.load(keys + ROW + place)
+    # Numbers that are seen to have 32 bits are multiplied in one instruction.
+    low_key = tl.load(keys + place).to(tl.int64) & 0xFFFFFFFF
+    high_key = tl.load(keys + ROW + place).to(tl.int64) & 0xFFFFFFFF
     plain_total = tl.zeros((TILE,), dtype=tl.int64)
     keyed_total = tl.zeros((TILE,), dtype=tl.int64)
     here = tl.zeros((TILE,), dtype=tl.int32)
@@ -63,17 +67,19 @@ def _count(  # type: ignore[no-untyped-def]
     tl.atomic_add(sums + 1, tl.sum(keyed_total, axis=0))
 
 
-def count_by_triton(parts: list[tuple[Tensor, Extent]]) -> Tensor:
+def count_by_triton(parts: Parts) -> Tensor:
     """As `checksum_device.count_by_torch` for each of `parts`, all on one device."""
-    device = parts[0][0].device
-    table, programs = _table(parts)
-    out = torch.zeros((len(parts), 6), dtype=torch.int64, device=device)
+    device = parts.data[0].device
+    pairs = zip(parts.data, parts.offsets, strict=True)
+    memory = [data if aligned(data, offset) else words_of(data, offset) for data, offset in pairs]
+    table, programs = _table([data.data_ptr() for data in memory], np.array(parts.offsets), np.array(parts.sizes))
+    out = torch.zeros((len(memory), 6), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         _count[(programs,)](
             torch.from_numpy(table).to(device, non_blocking=True),
             keys_on(device),
             out,
-            len(parts),
+            len(memory),
             FIELDS=_FIELDS,
             ROW=ROW,
             TILE=_TILE,
@@ -86,14 +92,17 @@ def count_by_triton(parts: list[tuple[Tensor, Extent]]) -> Tensor:
     return out
 
 
-def _table(parts: list[tuple[Tensor, Extent]]) -> tuple[np.ndarray, int]:
+def _table(addresses: list[int], offsets: Ints, sizes: Ints) -> tuple[Ints, int]:
     """For each part: address, words, words that are missing of its first row, that row's number, the complete rows, all
     rows, its first program. Then each program's part. And how many programs there are."""
-    programs = np.array([-(-extent.rows // (_TILE * _ROUNDS)) for _, extent in parts])
+    ends = offsets + sizes
+    number = offsets // ROW_BYTES
+    rows = -(-ends // ROW_BYTES) - number
+    first = (offsets % ROW_BYTES > 0).astype(np.int64)
+    last = np.maximum(first, rows - (ends % ROW_BYTES > 0))
+    words = (offsets % 8 + sizes + 7) // 8
+    programs = -(-rows // (_TILE * _ROUNDS))
     starts = np.cumsum(programs) - programs
-    fields = [
-        (w.data_ptr(), len(w), e.before, e.number, e.complete.start, e.complete.stop, e.rows, start)
-        for (w, e), start in zip(parts, starts.tolist(), strict=True)
-    ]
-    owners = np.repeat(np.arange(len(parts)), programs)
-    return np.concatenate([np.array(fields, dtype=np.int64).ravel(), owners.astype(np.int64)]), len(owners)
+    fields = [np.array(addresses), words, offsets % ROW_BYTES // 8, number, first, last, rows, starts]
+    owners = np.repeat(np.arange(len(programs)), programs)
+    return np.concatenate([np.stack(fields, axis=1).ravel(), owners]), len(owners)

@@ -82,14 +82,12 @@ class Fingerprint:
         entry = self._entry(name, dtype_name(kind), whole)
         if not tensor.nbytes:
             return
+        if copy is not None and not (tensor.is_cpu and copy.is_cpu):
+            copy.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            tensor, copy = (tensor if copy.is_cpu else copy), None
         data = tensor if tensor.is_contiguous() else tensor.contiguous()
-        if copy is not None and not (data.is_cpu and copy.is_cpu):
-            flat = copy.view(-1).view(torch.uint8)
-            flat.copy_(data.detach().view(-1).view(torch.uint8), non_blocking=True)
-            data, copy = (data if flat.is_cpu else flat), None
         if not data.is_cpu:
-            counts = self._on_device.setdefault(data.device, DeviceCount())
-            counts.add(entry, data.detach().view(-1).view(torch.uint8), offset * kind.itemsize)
+            self._on_device.setdefault(data.device, DeviceCount()).add(entry, data, offset * kind.itemsize)
             return
         for part in begin(data, offset * kind.itemsize, copy):
             if isinstance(part, Tally):
