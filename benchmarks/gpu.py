@@ -32,6 +32,7 @@ from gpu_parts.rows import (
     judge_check,
     judge_engine,
     judge_learning,
+    judge_preparation,
     judge_trainer,
     judge_weights,
 )
@@ -42,11 +43,14 @@ NEEDED = 20.0
 """A part is not begun with less than this many seconds left."""
 
 
-def parts_of(groups: list[str], results: dict[str, Any], smollm2: Path | None) -> Iterator[Part]:
+def parts_of(groups: list[str], results: dict[str, Any], smollm2: Path | None, folder: str) -> Iterator[Part]:
     """In order; `results` fills up while they are run."""
+    if "learning" in groups:
+        model = str(smollm2.resolve()) if smollm2 else None
+        yield Part("learning, prepared", "learning", "prepare", judge_preparation, 150, [model, folder], beside=True)
     if "check" in groups:
         for module in ("engine", "trainer", "weights"):
-            yield Part(f"check {module}", module, "check", judge_check(module), 60)
+            yield Part(f"check {module}", module, "check", judge_check(module), 75, untimed=True)
     if "engine" in groups:
         for shape, sequences in ENGINE_ANCHORS:
             name, judge = f"engine {shape} {sequences}", judge_engine(shape, sequences)
@@ -57,44 +61,81 @@ def parts_of(groups: list[str], results: dict[str, Any], smollm2: Path | None) -
     if "weights" in groups:
         yield Part("weights qwen3-4b", "weights", "measure", judge_weights("qwen3-4b"), 60, ["qwen3-4b"])
     if "learning" in groups:
-        model = str(smollm2) if smollm2 else None
-        yield Part("learning", "learning", "measure", judge_learning, 220, [model], elastic=True)
+        yield Part("learning", "learning", "measure", judge_learning, 220, [folder], elastic=True)
 
 
-def run_part(part: Part, seconds: float) -> Any:
-    """What the part's function returned. Raises RuntimeError with the end of its output where it failed."""
-    arguments = [*part.arguments, seconds - 10] if part.elastic else part.arguments
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
-        command = [
-            sys.executable,
-            "-m",
-            "gpu_parts.call",
-            part.module,
-            part.function,
-            json.dumps(arguments),
-            str(result),
-        ]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
+class Running:
+    """A part's function in a process of its own, with a limit in seconds from now on."""
+
+    def __init__(self, part: Part, seconds: float) -> None:
+        self.part = part
+        self._limit = seconds
+        self._started = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory()
+        self._result, self._log = (Path(self._folder.name) / name for name in ("result.json", "log"))
+        arguments = json.dumps([*part.arguments, seconds] if part.elastic else part.arguments)
+        command = [sys.executable, "-m", "gpu_parts.call", part.module, part.function, arguments, str(self._result)]
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
                 command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def result(self) -> Any:
+        """What the function returned. Raises RuntimeError with the end of its output where it failed."""
+        with self._folder:
             try:
-                code: int | str = process.wait(seconds)
+                code: int | str = self._process.wait(max(0.0, self._limit - self.seconds))
             except subprocess.TimeoutExpired:
-                code = f"nothing within {seconds:.0f} s"
+                code = f"nothing within {self._limit:.0f} s"
             finally:
-                _end(process)
-        if code != 0 or not result.exists():
-            raise RuntimeError(f"{code}: {log.read_text(errors='replace')[-2000:]}")
-        return json.loads(result.read_text())
+                self._end()
+            if code != 0 or not self._result.exists():
+                raise RuntimeError(f"{code}: {self._log.read_text(errors='replace')[-2000:]}")
+            return json.loads(self._result.read_text())
+
+    def _end(self) -> None:
+        """The process, and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """The process, and what it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+class Record:
+    """What was measured so far: rows for people, results for programs. The file is whole after every part."""
+
+    def __init__(self, file: Path) -> None:
+        self.rows: list[Row] = []
+        self.results: dict[str, Any] = {}
+        self._seconds: dict[str, float] = {}
+        self._machine = machine()
+        self._file = file
+
+    def take(self, running: Running) -> None:
+        """Wait for a part and add what came of it."""
+        part = running.part
+        try:
+            self.results[part.name] = running.result()
+            rows = list(part.judge(self.results[part.name]))
+        except Exception as error:
+            rows = [self._failed(part, error)]
+        self.add(part, rows, running.seconds)
+
+    def add(self, part: Part, rows: list[Row], seconds: float) -> None:
+        self._seconds[part.name] = round(seconds, 1)
+        self.rows += rows
+        print(f"[{seconds:5.1f} s] " + "; ".join(f"{row.name} {row.ours}" for row in rows), flush=True)
+        rows_now = [asdict(row) for row in self.rows]
+        record = {"machine": self._machine, "rows": rows_now, "results": self.results, "seconds": self._seconds}
+        self._file.parent.mkdir(exist_ok=True)
+        self._file.write_text(json.dumps(record, indent=2) + "\n")
+
+    def _failed(self, part: Part, error: Exception) -> Row:
+        print(f"--- {part.name} failed: {error}", file=sys.stderr)
+        return Row(part.name, str(error).strip().splitlines()[-1][:60] or "failed", False)
 
 
 def table(rows: list[Row]) -> str:
@@ -136,28 +177,22 @@ def main() -> int:
 
 
 def measure_all(groups: list[str], options: argparse.Namespace, deadline: float) -> int:
-    rows: list[Row] = []
-    results: dict[str, Any] = {}
-    seconds: dict[str, float] = {}
-    for part in parts_of(groups, results, options.smollm2 and options.smollm2.resolve()):
-        started = time.monotonic()
-        limit = min(part.seconds, deadline - started)
-        try:
+    record = Record(options.output)
+    beside: Running | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        for part in parts_of(groups, record.results, options.smollm2, folder):
+            if beside and not part.untimed:
+                record.take(beside)
+                beside = None
+            limit = min(part.seconds, deadline - time.monotonic())
             if limit < NEEDED:
-                raise RuntimeError("no time was left")
-            results[part.name] = run_part(part, limit)
-            new = list(part.judge(results[part.name]))
-        except Exception as error:
-            new = [Row(part.name, str(error).strip().splitlines()[-1][:60] or "failed", False)]
-            print(f"--- {part.name} failed: {error}", file=sys.stderr)
-        seconds[part.name] = round(time.monotonic() - started, 1)
-        rows += new
-        print(f"[{seconds[part.name]:5.1f} s] " + "; ".join(f"{row.name} {row.ours}" for row in new), flush=True)
-        record = {"machine": machine(), "rows": [asdict(row) for row in rows], "results": results, "seconds": seconds}
-        options.output.parent.mkdir(exist_ok=True)
-        options.output.write_text(json.dumps(record, indent=2) + "\n")
-    print(table(rows))
-    return 1 if any(row.holds is False for row in rows) else 0
+                record.add(part, [Row(part.name, "no time was left", False)], 0.0)
+            elif part.beside:
+                beside = Running(part, limit)
+            else:
+                record.take(Running(part, limit))
+    print(table(record.rows))
+    return 1 if any(row.holds is False for row in record.rows) else 0
 
 
 if __name__ == "__main__":

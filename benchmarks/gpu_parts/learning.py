@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from headway.monitor.metrics import read_metrics
 REPOSITORY = Path(__file__).parents[2]
 KEPT = REPOSITORY / "benchmarks" / "results" / "gpu_runs"
 KEPT_PARTS = ("metrics", "config")
-STOP_SECONDS = 12.0
-"""What a run that is asked to stop takes for its last checkpoint."""
+STOP_SECONDS = 15.0
+"""What a run that is asked to stop may take for its last checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,23 @@ CHAIN_SUM = Task(
     ],
     "examples/chain_sum/rl.toml",
 )
+TASKS = (REVERSE, CHAIN_SUM)
 
 
-def measure(model: str | None, seconds: float) -> dict[str, dict[str, float]]:
-    """What came of each task within `seconds`. `model` is a GGUF file or a folder; default: the package's file."""
-    deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(3) as pool:
-        work = Path(folder)
+def prepare(model: str | None, folder: str) -> dict[str, float]:
+    """Warm the model up for each task: seconds taken. `model` is a GGUF file or a folder; default: the package's."""
+    work = Path(folder)
+    with ThreadPoolExecutor(3) as pool:
         checkpoint = pool.submit(_checkpoint, Path(model) if model else _packaged(), work)
-        runs = {task.name: pool.submit(_learn, task, checkpoint, work, deadline) for task in (REVERSE, CHAIN_SUM)}
+        warmed = {task.name: pool.submit(_warm_up, task, checkpoint, work) for task in TASKS}
+        return {name: run.result() for name, run in warmed.items()}
+
+
+def measure(folder: str, seconds: float) -> dict[str, dict[str, float]]:
+    """What comes of each task within `seconds`, side by side, after `prepare` in the same folder."""
+    deadline = time.monotonic() + seconds - STOP_SECONDS
+    with ThreadPoolExecutor(len(TASKS)) as pool:
+        runs = {task.name: pool.submit(_learn, task, Path(folder), deadline) for task in TASKS}
         return {name: run.result() for name, run in runs.items()}
 
 
@@ -81,22 +88,29 @@ def _checkpoint(model: Path, work: Path) -> Path:
     return work / "smollm2"
 
 
-def _learn(task: Task, checkpoint: Future[Path], work: Path, deadline: float) -> dict[str, float]:
-    data, place = work / f"{task.name}.jsonl", ("--run.output_dir", str(work))
-    warm_up, run = RunPaths(work / f"{task.name}-warm-up"), RunPaths(work / task.name)
+def _warm_up(task: Task, checkpoint: Future[Path], work: Path) -> float:
+    data, started = work / f"{task.name}.jsonl", time.monotonic()
     _headway("env", "demos", *task.demos, "-o", str(data))
-    model = ("--model.path", str(checkpoint.result()), "--data.path", str(data), "--run.name", warm_up.root.name)
-    started = time.monotonic()
-    _headway("sft", "@", task.warm_up, *model, *place)
-    warmed = time.monotonic()
-    export = sorted(warm_up.exports.iterdir())[-1]
+    paths = ("--model.path", str(checkpoint.result()), "--data.path", str(data), "--run.output_dir", str(work))
+    _headway("sft", "@", task.warm_up, *paths, "--run.name", _warmed(task, work).root.name)
+    return time.monotonic() - started
+
+
+def _learn(task: Task, work: Path, deadline: float) -> dict[str, float]:
+    run, started = RunPaths(work / task.name), time.monotonic()
+    model = sorted(_warmed(task, work).exports.iterdir())[-1]
+    place = ("--run.output_dir", str(work), "--run.name", task.name)
     # A measurement needs no checkpoint to continue from.
-    flags = ("--model.path", str(export), "--run.name", task.name, "--trainer.checkpoints.interval", "100000")
+    flags = ("--model.path", str(model), "--trainer.checkpoints.interval", "100000")
     try:
-        _headway("rl", "@", task.config, *flags, *place, until=deadline - STOP_SECONDS)
+        _headway("rl", "@", task.config, *flags, *place, until=deadline)
     finally:
         _keep(run)
-    return _summary(run) | {"warm_up_seconds": warmed - started, "seconds": time.monotonic() - warmed}
+    return _summary(run) | {"seconds": time.monotonic() - started}
+
+
+def _warmed(task: Task, work: Path) -> RunPaths:
+    return RunPaths(work / f"{task.name}-warm-up")
 
 
 def _headway(*arguments: str, until: float | None = None) -> None:
@@ -127,6 +141,8 @@ def _keep(run: RunPaths) -> None:
 
 
 def _summary(run: RunPaths) -> dict[str, float]:
+    if not (run.metrics / "trainer.jsonl").exists():
+        raise RuntimeError(f"{run.root.name}: no step was made in time")
     rollouts, training = (list(read_metrics(run.metrics / f"{who}.jsonl")) for who in ("orchestrator", "trainer"))
     scores, rewards = _column(rollouts, "eval/held-out/avg"), _column(rollouts, "reward/mean")
     ends = max(1, len(rewards) // 10)

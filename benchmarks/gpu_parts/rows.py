@@ -5,7 +5,9 @@ The parts are modules beside this one. Each function runs in a process of its ow
 - `engine.measure(shape, sequences)`: `tokens_per_second`, `decode_step_ms`, `floor_ms` (its memory traffic)
 - `trainer.measure(row)` for each row of `trainer.ROWS`: `tokens_per_second`, `peak_gib`
 - `weights.measure(shape)`: `seconds`, `paused_seconds`
-- `learning.measure(model, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`, `mismatch_kl`, `seconds`
+- `learning.prepare(model, folder)`: seconds of warm-up by task
+- `learning.measure(folder, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`, `mismatch_kl`, and
+  `seconds`
 - `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`, or errors by a name
   that ends in a precision
 """
@@ -37,7 +39,10 @@ Judge = Callable[[Any], Iterator[Row]]
 
 @dataclass(frozen=True)
 class Part:
-    """One call of a part's function. `seconds` is its limit; where it is `elastic`, it is told what is left."""
+    """One call of a part's function. `seconds` is its limit; where it is `elastic`, it is told what is left.
+
+    A part that is `untimed` may have another one beside it, which is `beside`.
+    """
 
     name: str
     module: str
@@ -46,6 +51,8 @@ class Part:
     seconds: float
     arguments: list[Any] = field(default_factory=list)
     elastic: bool = False
+    untimed: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +172,10 @@ def judge_weights(shape: str) -> Judge:
             yield Row(f"update of {shape}: {name}", f"{result[what]:.3f}", result[what] < bar, bar=f"< {bar}")
 
     return judge
+
+
+def judge_preparation(result: Mapping[str, float]) -> Iterator[Row]:
+    yield Row("rl: conversion and warm-ups, beside the checks", f"{max(result.values()):.0f} s")
 
 
 def judge_learning(result: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
