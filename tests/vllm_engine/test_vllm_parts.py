@@ -105,7 +105,7 @@ def test_adapters_get_room_for_their_rank(folder: Path, rank: int, room: int) ->
 
 def test_adapters_in_float32_are_refused_on_gpus(folder: Path) -> None:
     settings = ServeSettings(model=ModelSettings(lora=LoraSettings(rank=4), dtype="float32"))
-    with pytest.raises(UsageError, match="use --model.dtype bfloat16"):
+    with pytest.raises(UsageError, match=r"use --model\.dtype bfloat16"):
         arguments(settings, folder, "cuda", memory=GB)
 
 

@@ -7,6 +7,7 @@ to be installed or registered and nothing of vLLM is replaced. The module is imp
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,8 @@ class HeadwayWorker(StreamWatch):
     def _headway_reload(self, **source: Any) -> None:
         model = self.model_runner.get_model()
         try:
-            self.model_runner.reload_weights(**source)
+            with quiet("vllm.model_executor.model_loader.reload", "vllm.v1.worker.gpu_model_runner"):
+                self.model_runner.reload_weights(**source)
         except Exception:
             # Leaves no layer half open, so that the next load starts from a clean slate.
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -62,6 +64,19 @@ class HeadwayWorker(StreamWatch):
         if current_platform.is_cpu():
             pack_heads(model)
             pack_experts(model)
+
+
+@contextmanager
+def quiet(*loggers: str) -> Iterator[None]:
+    """At every reload vLLM warns of layers that have no weights of their own, and of names that it has joined."""
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def read_staged(path: str, places: list[Place]) -> Iterator[tuple[str, Tensor]]:
@@ -86,9 +101,6 @@ def pack_experts(model: nn.Module) -> None:
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
 
-
-# At every reload it says of layers that have no weights of their own that they failed to load them.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 if os.environ.get(SERVER, str(os.getpid())) != str(os.getpid()):
     end_with_server()
