@@ -52,9 +52,6 @@ class _Adapted(torch.autograd.Function):
         ctx.scale = scale
         if not valued:
             return tuple(x_TI.new_empty(len(x_TI), len(weight)) for weight in weights)
-        if _widens(weights):
-            wide_TI = torch.cat([x_TI, ranks_TR], 1)
-            return tuple(wide_TI @ wide_OI.T for wide_OI in _widened(weights, ups))
         parts = zip(weights, ups, _parts(ranks_TR, downs), strict=True)
         return tuple((own_TR @ up).addmm_(x_TI, weight.T) for weight, up, own_TR in parts)
 
@@ -64,16 +61,10 @@ class _Adapted(torch.autograd.Function):
         count = len(tensors) // 3
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
         grad_ups = [own_TR.T @ grad for own_TR, grad in zip(_parts(ranks_TR, downs), grads, strict=True)]
+        grad_ranks_TR = torch.cat([grad @ up.T for grad, up in zip(grads, ups, strict=True)], 1) * ctx.scale
         grad_x: Tensor | None = None
-        if ctx.needs_input_grad[0] and _widens(weights):
-            wide_TI = _summed_products(grads, _widened(weights, ups))
-            grad_x, grad_ranks_TR = torch.split(wide_TI, [x_TI.shape[1], ranks_TR.shape[1]], dim=1)
-            grad_ranks_TR = grad_ranks_TR * ctx.scale
-            grad_x = grad_x.addmm_(grad_ranks_TR, _stacked(downs))
-        else:
-            grad_ranks_TR = torch.cat([grad @ up.T for grad, up in zip(grads, ups, strict=True)], 1) * ctx.scale
-            if ctx.needs_input_grad[0]:
-                grad_x = _summed_products(grads, weights, grad_ranks_TR @ _stacked(downs))
+        if ctx.needs_input_grad[0]:
+            grad_x = _summed_products(grads, weights, grad_ranks_TR @ _stacked(downs))
         grad_downs = torch.split(grad_ranks_TR.T @ x_TI, [len(down) for down in downs])
         return grad_x, None, None, None, *[None] * count, *grad_downs, *grad_ups
 
@@ -81,30 +72,33 @@ class _Adapted(torch.autograd.Function):
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(x_TI, *weights)
-        return tuple(x_TI @ weight.to(x_TI.dtype).T for weight in weights)
+        tables = [weight.to(x_TI.dtype) for weight in weights]
+        ctx.save_for_backward(x_TI, *tables)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return tuple(x_TI @ table.T for table in tables)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_TI, *weights = ctx.saved_tensors
+        x_TI, *tables = ctx.saved_tensors
         wants_x, *wanted = ctx.needs_input_grad
-        grad_x = _summed_products(grads, [weight.to(x_TI.dtype) for weight in weights]) if wants_x else None
-        each = zip(grads, weights, wanted, strict=True)
-        return grad_x, *(_weight_gradient(grad, x_TI, weight) if wants else None for grad, weight, wants in each)
+        grad_x = _summed_products(grads, tables) if wants_x else None
+        each = zip(grads, ctx.dtypes, wanted, strict=True)
+        return grad_x, *(_weight_gradient(grad, x_TI, dtype) if wants else None for grad, dtype, wants in each)
 
 
 class _UnvaluedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TI, weight_OI)
+        ctx.save_for_backward(x_TI, weight_OI.to(x_TI.dtype))
+        ctx.dtype = weight_OI.dtype
         return x_TI.new_empty(len(x_TI), len(weight_OI))
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TI, weight_OI = ctx.saved_tensors
+        x_TI, table_OI = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad
-        grad_x = grad_TO @ weight_OI.to(x_TI.dtype) if wants_x else None
-        return grad_x, _weight_gradient(grad_TO, x_TI, weight_OI) if wants_weight else None
+        grad_x = grad_TO @ table_OI if wants_x else None
+        return grad_x, _weight_gradient(grad_TO, x_TI, ctx.dtype) if wants_weight else None
 
 
 def _summed_products(grads: Sequence[Tensor], weights: Sequence[Tensor], total: Tensor | None = None) -> Tensor:
@@ -115,29 +109,11 @@ def _summed_products(grads: Sequence[Tensor], weights: Sequence[Tensor], total: 
     return total
 
 
-def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
     """In the weight's own precision, without rounding to that of the computation before."""
-    if weight_OI.dtype == x_TI.dtype:
-        return grad_TO.T @ x_TI
-    if x_TI.is_cuda:
-        return torch.mm(grad_TO.T, x_TI, out_dtype=weight_OI.dtype)
-    return (grad_TO.T @ x_TI).to(weight_OI.dtype)
-
-
-def _widens(weights: Sequence[Tensor]) -> bool:
-    """Whether it is cheaper to copy the input beside its ranks than to add to every output."""
-    return sum(len(weight) for weight in weights) >= 4 * weights[0].shape[1]
-
-
-def _widened(weights: Sequence[Tensor], ups: Sequence[Tensor]) -> list[Tensor]:
-    """Each weight with its `up` in the columns of its ranks, and zeros in those of its siblings'."""
-    ranks = [len(up) for up in ups]
-    wide = []
-    for number, (weight, up) in enumerate(zip(weights, ups, strict=True)):
-        left, right = sum(ranks[:number]), sum(ranks[number + 1 :])
-        zeros = [weight.new_zeros(len(weight), size) for size in (left, right)]
-        wide.append(torch.cat([weight, zeros[0], up.T, zeros[1]], 1))
-    return wide
+    if dtype != x_TI.dtype and x_TI.is_cuda:
+        return torch.mm(grad_TO.T, x_TI, out_dtype=dtype)
+    return (grad_TO.T @ x_TI).to(dtype)
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:

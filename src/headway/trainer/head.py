@@ -68,7 +68,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_logprobs_N = grad_logprobs_N.contiguous()
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         # Chunks add up in float32: in bf16, hundreds of small addends would be lost.
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_weight else None
+        grad_weight_VD: Tensor | None = None
         for rows in _chunks(len(hidden_ND), ctx.chunk):
             logits_CV = hidden_ND[rows] @ table_VD.T if only_CV is None else only_CV
             grad_CV = to_gradient_(
@@ -76,8 +76,10 @@ class _ChunkedHead(torch.autograd.Function):
             )
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, table_VD, out=grad_hidden_ND[rows])
-            if grad_weight_VD is not None:
-                _add_product(grad_weight_VD, grad_CV.T, hidden_ND[rows])
+            if wants_weight:
+                grad_weight_VD = _added_product(grad_weight_VD, grad_CV.T, hidden_ND[rows])
+        if wants_weight and grad_weight_VD is None:
+            grad_weight_VD = torch.zeros_like(weight_VD)
         return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
@@ -96,10 +98,12 @@ def _chunks(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == into.dtype:
-        into.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
-    else:
-        into.add_(left @ right)
+def _added_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """total + left @ right in float32; `total` may be overwritten."""
+    if left.dtype == torch.float32:
+        return left @ right if total is None else total.addmm_(left, right)
+    if not left.is_cuda:
+        return (left @ right).float() if total is None else total.add_(left @ right)
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

@@ -125,14 +125,13 @@ def _gradients(
     rows, size = x_TD.shape
     programs = max(1, min(rows, _PROGRAMS))
     grad_TD, grad_x = grad_TD.contiguous(), torch.empty_like(x_TD)
-    parts = torch.zeros(programs, size, dtype=torch.float32, device=x_TD.device) if wants_weight else scales_T
+    parts = torch.empty(programs, size, dtype=torch.float32, device=x_TD.device) if wants_weight else scales_T
     block = triton.next_power_of_2(size)
-    if rows:
-        added = grad_TD if grad_total is None else grad_total
-        _backward_kernel[(programs,)](
-            x_TD, weight, scales_T, grad_TD, added, grad_x, parts, rows, size, grad_total is not None, wants_weight,
-            block, num_warps=_warps(block),
-        )  # fmt: skip
+    added = grad_TD if grad_total is None else grad_total
+    _backward_kernel[(programs,)](
+        x_TD, weight, scales_T, grad_TD, added, grad_x, parts, rows, size, grad_total is not None, wants_weight,
+        block, num_warps=_warps(block),
+    )  # fmt: skip
     return grad_x, parts.sum(0).to(weight.dtype) if wants_weight else None
 
 

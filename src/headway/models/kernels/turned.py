@@ -104,12 +104,11 @@ class _Turned(torch.autograd.Function):
         rows, wants_weight = tokens * heads, ctx.needs_input_grad[1]
         programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS))
         grad_THD, grad_x = grad_THD.contiguous(), torch.empty_like(x_THD)
-        parts = torch.zeros(programs, size, dtype=torch.float32, device=x_THD.device) if wants_weight else cos
-        if rows:
-            _backward_kernel[(programs,)](
-                x_THD, weight, cos, sin, grad_THD, grad_x, parts, rows, heads, ctx.eps, wants_weight, size // 2, _ROWS,
-                triton.next_power_of_2(size // 2),
-            )  # fmt: skip
+        parts = torch.empty(programs, size, dtype=torch.float32, device=x_THD.device) if wants_weight else cos
+        _backward_kernel[(programs,)](
+            x_THD, weight, cos, sin, grad_THD, grad_x, parts, rows, heads, ctx.eps, wants_weight, size // 2, _ROWS,
+            triton.next_power_of_2(size // 2),
+        )  # fmt: skip
         return grad_x, parts.sum(0).to(weight.dtype) if wants_weight else None, None, None, None
 
 
