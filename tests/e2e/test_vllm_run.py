@@ -1,4 +1,4 @@
-"""Runs whose engine is vLLM's CPU build: they learn, the trainer agrees, and killing the engine costs a restart."""
+"""Runs whose engine is vLLM: they learn, the trainer agrees, and killing the engine costs a restart."""
 
 import signal
 import time
@@ -13,6 +13,7 @@ from headway.core.runs import RunPaths
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.vllm]
 
 VLLM = ("--inference.engine", "vllm", "--inference.max_running", "128", "--orchestrator.max_lag", "0")
+VLLM += ("--model.dtype", "float32")
 STEPS = 36
 
 

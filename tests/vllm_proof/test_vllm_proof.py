@@ -123,8 +123,8 @@ def test_a_whole_version_is_taken_and_serves_what_transformers_computes(
     [
         pytest.param("heads", "the head is suspect", marks=ON_CPU_ALONE),
         pytest.param("experts", "layer 0 is suspect", marks=ON_CPU_ALONE),
-        ("model.layers.1.self_attn.o_proj.weight", "layer 1 is suspect"),
         ("model.embed_tokens.weight", "the embedding is suspect"),
+        ("model.layers.1.self_attn.o_proj.weight", "layer 1 is suspect"),
         ("model.norm.weight", "the final norm is suspect"),
     ],
 )
