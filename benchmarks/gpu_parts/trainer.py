@@ -103,46 +103,48 @@ def _timed(stepper: Stepper, state: TrainState, batch: RankBatch) -> tuple[float
     return time.perf_counter() - started, report.metrics["flops"]
 
 
-def check() -> list[dict[str, Any]]:
-    """Gradients of a small model on the GPU against those on the CPU in float32, packed against separate."""
-    lengths = [4500, 700, 33, 5, 1300]
+def check(device: str = "cuda") -> list[dict[str, Any]]:
+    """Gradients of a small model on the device against the CPU's in float32; and of packed samples against separate."""
+    lengths = [4200, 300, 33, 5]
+    modes = {
+        "kept activations": {},
+        "recomputed activations": _recompute(1024),
+        "recomputed attention": _recompute(1024, attention_layers=1),
+    }
+    row = Row(TINY, sum(lengths), {})
+    rows = {name: replace(row, trainer=trainer) for name, trainer in modes.items()}
+    rows["adapters"] = replace(row, trainer=modes["recomputed activations"], lora_rank=16)
     found = []
-    for name, lora, trainer in (
-        ("kept activations", None, {}),
-        ("recomputed activations", None, _recompute(1024)),
-        ("attention recomputed too", None, _recompute(1024, attention_layers=1)),
-        ("adapters", 16, _recompute(1024)),
-    ):
-        row = Row(TINY, sum(lengths), trainer, lora)
-        want = _gradients(row, lengths, "cpu")
-        for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.05)):
-            error = _distance(_gradients(row, lengths, "cuda", dtype), want)
-            found.append({"name": f"gradients, {name}, {dtype}", "error": error, "tolerance": tolerance})
-    row = Row(TINY, sum(lengths), _recompute(1024))
-    apart = [_gradients(row, lengths, "cuda", "float32", only=number) for number in range(len(lengths))]
-    summed = {key: torch.stack([part[key] for part in apart]).sum(0) for key in apart[0]}
-    error = _distance(_gradients(row, lengths, "cuda", "float32"), summed)
+    with joined(_settings(row, device).placement) as ranks:
+        cpu = replace(ranks, device=torch.device("cpu"))
+        wanted = {rank: _gradients(replace(row, lora_rank=rank), lengths, cpu) for rank in (None, 16)}
+        for name, own in rows.items():
+            for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.05)):
+                error = _distance(_gradients(own, lengths, ranks, dtype), wanted[own.lora_rank])
+                found.append({"name": f"gradients, {name}, {dtype}", "error": error, "tolerance": tolerance})
+        apart = [_gradients(row, lengths, ranks, only=number) for number in range(len(lengths))]
+        summed = {key: torch.stack([part[key] for part in apart]).sum(0) for key in apart[0]}
+        error = _distance(_gradients(row, lengths, ranks), summed)
     return [*found, {"name": "gradients, packed against separate", "error": error, "tolerance": 1e-4}]
 
 
 def _gradients(
-    row: Row, lengths: list[int], device: str, dtype: str = "float32", only: int | None = None
+    row: Row, lengths: list[int], ranks: Ranks, dtype: str = "float32", only: int | None = None
 ) -> dict[str, Tensor]:
     """Of the trained parameters for samples of `lengths`, or for one of them as its share of all."""
-    settings = _settings(row, device, dtype)
+    settings = _settings(row, ranks.device.type, dtype)
     micros = [fake_micro_batch([n], row.shape.vocab_size, np.random.default_rng(i)) for i, n in enumerate(lengths)]
     joint = fake_micro_batch(lengths, row.shape.vocab_size, np.random.default_rng(0))
     for stream in ("token_ids", "advantages"):
         setattr(joint, stream, np.concatenate([getattr(micro, stream) for micro in micros]))
     counts = ComponentCounts(rl=int(np.count_nonzero(joint.rl_weight)))
-    with joined(settings.placement) as ranks:
-        state = make_state(settings, ranks, Path(), row.shape, seeded_weights)
-        with torch.no_grad():
-            for name, parameter in state.trained():
-                if "lora_B" in name:
-                    _draw(parameter, name)
-        Stepper(settings, ranks)._accumulate(state, [joint if only is None else micros[only]], counts)
-        return {name: full(p.grad).float().cpu() for name, p in state.trained() if p.grad is not None}
+    state = make_state(settings, ranks, Path(), row.shape, seeded_weights)
+    with torch.no_grad():
+        for name, parameter in state.trained():
+            if "lora_B" in name:
+                _draw(parameter, name)
+    Stepper(settings, ranks)._accumulate(state, [joint if only is None else micros[only]], counts)
+    return {name: full(p.grad).float().cpu() for name, p in state.trained() if p.grad is not None}
 
 
 def _distance(found: dict[str, Tensor], want: dict[str, Tensor]) -> float:
