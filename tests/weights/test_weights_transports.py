@@ -1,5 +1,6 @@
 """Every transport brings the same tensors, whole or not at all, and says so when it can't."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -272,6 +273,17 @@ def test_a_segment_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     segment.unlink()
     segment.write_bytes(whole)
     assert dict(receiver.receive(update))["w"].tolist() == [1.0] * 9
+    sender.close()
+
+
+def test_full_memory_is_said_to_be_full(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    sender = make_sender(SharedMemoryWeights(), paths)
+    with pytest.raises(HeadwayError, match=r"no room for .* \(No space left on device\); enlarge it"):
+        sender.publish(0, [("w", torch.ones(9))])
     sender.close()
 
 

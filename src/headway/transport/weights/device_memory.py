@@ -16,6 +16,7 @@ from headway.core.errors import HeadwayError
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_PORTABLE = 1
 
 
 class _Handle(ctypes.Structure):
@@ -87,20 +88,26 @@ def close_handle(handle: str, memory: Tensor) -> None:
 
 
 def pin(memory: Tensor) -> None:
-    """Lock pages of the host's memory, so that a GPU copies from and to them by itself. Without, copies are slower."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
-    runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    """Lock pages of the host's memory, so that GPUs copy from and to them by themselves.
+
+    Where the host allows no more of them to be locked, copies are slower, and that is all.
+    """
+    _make_current()
+    with suppress(HeadwayError):
+        size = ctypes.c_size_t(memory.nbytes)
+        _call("cuMemHostRegister_v2", ctypes.c_void_p(memory.data_ptr()), size, ctypes.c_uint(_PORTABLE))
 
 
 def unpin(memory: Tensor) -> None:
     """Before memory that was pinned is given back."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no types here
-    torch.cuda.synchronize()
-    runtime.cudaHostUnregister(memory.data_ptr())
+    _make_current()
+    with suppress(HeadwayError):
+        _call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
 
 
 def _make_current() -> None:
-    """A thread that has called CUDA's runtime, as torch does here, has a context that the driver's functions find."""
+    """A thread that has called CUDA's runtime, as torch does here, has a context that the driver's functions find.
+    And what was begun before is done."""
     torch.cuda.synchronize()
 
 

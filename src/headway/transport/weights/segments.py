@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headway.core.errors import HeadwayError
+
 _NAME = re.compile(r"headway-.+-(?P<space>\d+)-(?P<pid>\d+)-(b\d+-.+|wanted)")
 _PREFIX = re.compile(r"headway-.+-(?P<space>\d+)-(?P<pid>\d+)")
 
@@ -32,9 +34,20 @@ def wanted(prefix: str) -> Path:
 
 
 def create(path: Path, size: int) -> Tensor:
-    """A new segment in the place of an older one."""
+    """A new segment in the place of an older one. Raises HeadwayError where there is no room for it."""
     path.unlink(missing_ok=True)
     path.touch(mode=0o600)
+    try:
+        with path.open("r+b") as file:
+            # Otherwise a full folder would show when it is written to, as a signal that ends the process.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise HeadwayError(
+            f"{path.parent} has no room for {size / 1e9:.3g} GB more of weights ({error.strerror}); enlarge it "
+            '(docker run --shm-size) or set weights.type = "filesystem"'
+        ) from None
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 

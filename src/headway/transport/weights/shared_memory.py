@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from headway.transport.weights.layout import Arrival, Contents, Layout, gather_l
 from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.parking import park
 from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
-from headway.transport.weights.shards import shards
+from headway.transport.weights.shards import Shard, shards
 
 _log = logging.getLogger("headway.weights")
 _BUFFERS = 2
@@ -82,22 +83,20 @@ class SharedMemorySender:
             buffer, table = self._buffers[number], segments.table(self._prefix, number)
             on_rank_zero(lambda: table.unlink(missing_ok=True))
             self._posted.pop(number, None)
-            mine = shards(tensors, self._rank, self._ranks)
-            first = next(mine, None)
-            gpu = first.tensor.device if first is not None and first.tensor.is_cuda else None
+            gpu, mine = _gpu_of(shards(tensors, self._rank, self._ranks))
             device = gpu if self._ranks == 1 else None
-            filled = buffer.fill(chain([first] if first is not None else [], mine), device, pinned=gpu is not None)
+            filled = buffer.fill(mine, device, pinned=gpu is not None)
             layout = gather_layout(filled, self._ranks)
-            where = None if device is None else OnDevice(gpu_uuid(device), list(buffer.handles))
+            where = None if device is None else OnDevice(gpu_uuid(device), buffer.handles[: len(filled.pieces)])
             posted = self._on_host(buffer, Posted(version, layout, device is None, where))
-            transport = {
-                "type": "shared_memory",
-                "host": socket.gethostname(),
-                "prefix": self._prefix,
-                "buffer": number,
-            }
+            transport = {"type": "shared_memory", "host": socket.gethostname(), "prefix": self._prefix}
             update = WeightUpdate(
-                version, layout.fingerprint, transport, policy=self._policy, adapter=adapter, probe=probe
+                version,
+                layout.fingerprint,
+                transport | {"buffer": number},
+                policy=self._policy,
+                adapter=adapter,
+                probe=probe,
             )
             on_rank_zero(lambda: self._post(table, posted, update))
             self._posted[number], self._last = posted, (update, layout, buffer)
@@ -134,9 +133,12 @@ class SharedMemorySender:
                 return
         with self._lock:
             self._host_wanted = True
-            for number, posted in self._posted.items():
-                self._posted[number] = self._on_host(self._buffers[number], posted)
-                write_atomic(segments.table(self._prefix, number), msgspec.json.encode(self._posted[number]))
+            try:
+                for number, posted in self._posted.items():
+                    self._posted[number] = self._on_host(self._buffers[number], posted)
+                    write_atomic(segments.table(self._prefix, number), msgspec.json.encode(self._posted[number]))
+            except (OSError, RuntimeError, HeadwayError) as error:
+                _log.error("weights could not be copied into the host's memory: %s", error)
 
     def _on_host(self, buffer: Buffer, posted: Posted) -> Posted:
         if posted.host or not self._host_wanted:
@@ -219,6 +221,13 @@ def _posted(table: Path, update: WeightUpdate) -> Posted:
         if posted.version == update.version:
             return posted
     raise HeadwayError(f"version {update.version} is no longer in shared memory; ask for the latest one")
+
+
+def _gpu_of(mine: Iterator[Shard]) -> tuple[torch.device | None, Iterator[Shard]]:
+    """The GPU that weights come from, if they do, and all of them."""
+    first = list(islice(mine, 1))
+    gpu = first[0].tensor.device if first and first[0].tensor.is_cuda else None
+    return gpu, chain(first, mine)
 
 
 def _one_host(ranks: int) -> None:
