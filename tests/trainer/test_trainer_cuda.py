@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from trainer_helpers import reference_gradients, rich_batch, small_settings, vocab_of
 
 from headway.models.checkpoint import load_model
+from headway.models.layers.block import Block
 from headway.models.tiny import resolve_model
+from headway.trainer.activations import checkpoint_blocks
 from headway.trainer.head import target_logprobs
+from headway.trainer.parallel import ParallelPolicy, shard
+from headway.trainer.policy import Policy
 from headway.trainer.ranks import joined
 from headway.trainer.sharding import fill, full
 from headway.trainer.state import build_state
@@ -50,6 +55,18 @@ def test_bfloat16_gradients_are_near_the_cpus(mode: str, offload: bool) -> None:
         return
     changes = {"trainer__activations__checkpoint": mode, "trainer__activations__offload": offload}
     assert gradient_error(**changes) < 0.05
+
+
+@pytest.mark.parametrize("mode", ["off", "selective"])
+def test_gradients_over_nccl_are_near_the_cpus(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 over one rank, which several would use."""
+
+    def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
+        checkpoint_blocks([block for block in policy.model.layers if isinstance(block, Block)], plan.activations)
+        shard(policy, mesh, plan.compute_dtype)
+
+    monkeypatch.setattr("headway.trainer.state.parallelize", parallelize)
+    assert gradient_error(trainer__activations__checkpoint=mode) < 0.05
 
 
 def test_attention_may_be_kept_in_some_layers_only() -> None:

@@ -44,10 +44,15 @@ def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
             block.get_submodule("mlp").compile(dynamic=True)
     if mesh.size() == 1:
         compute_in(policy.model.model, plan.compute_dtype)
-        return
+    else:
+        shard(policy, mesh, plan.compute_dtype)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2, block by block."""
     sharded = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
-    precision = MixedPrecisionPolicy(param_dtype=plan.compute_dtype, reduce_dtype=torch.float32)
-    for module in [*blocks, policy]:
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in [*policy.model.layers, policy]:
         fully_shard(module, mesh=sharded, mp_policy=precision)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
