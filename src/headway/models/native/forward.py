@@ -14,10 +14,12 @@ from headway.models.layers.attention import SelfAttention
 from headway.models.layers.block import Block
 from headway.models.layers.mlp import GatedMlp
 from headway.models.native.library import kernels, native
+from headway.models.native.ops import ON_ARM
 
-_FEW = 4
-"""Tokens per thread below which a wide model is faster where threads share a product instead of its rows."""
 _NARROW = 1 << 23
+"""Parameters up to which the way into a call costs more than what is in it. Beyond, products decide: ours are the
+faster ones on ARM, unless there are so few tokens that threads should share a product instead of its rows."""
+_FEW = 4
 Ints = NDArray[np.int64]
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -75,7 +77,8 @@ class Forward:
 
     def takes(self, tokens: int) -> bool:
         """Whether a pass over so many tokens can be made here, and is best made here."""
-        if not native(self._keys[0]) or not (self._narrow or tokens >= _FEW * torch.get_num_threads()):
+        best = self._narrow or (ON_ARM and tokens >= _FEW * torch.get_num_threads())
+        if not best or not native(self._keys[0]):
             return False
         # Weights are replaced all at once.
         seen = (self._weights[0].data_ptr(), self._weights[-1].data_ptr())

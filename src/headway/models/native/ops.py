@@ -7,13 +7,13 @@ from torch import Tensor
 
 from headway.models.native.library import kernels
 
-_ON_ARM = platform.machine() in ("aarch64", "arm64")
+ON_ARM = platform.machine() in ("aarch64", "arm64")
 _SMALL = 2**17
 
 
 def multiplies(x_TI: Tensor, weight_OI: Tensor) -> bool:
     """Whether `product` is faster than torch: measured on ARM, for several rows and weights that fit near caches."""
-    return _ON_ARM and x_TI.shape[0] >= 4 and weight_OI.numel() <= _SMALL
+    return ON_ARM and x_TI.shape[0] >= 4 and weight_OI.numel() <= _SMALL
 
 
 def product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
