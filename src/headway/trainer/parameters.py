@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headway.models.kernels import fused
 from headway.models.layers.linear import Linear
+from headway.models.layers.norm import RMSNorm
 
 
 class Parameters:
@@ -29,10 +31,10 @@ class Parameters:
         return [getattr(owner, key) for owner, key in self._places]
 
     def cast(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """`tensors`, which stand for the parameters, as a computation in `dtype` takes them: linear layers cast their
-        weights themselves, so that the gradients need no cast back."""
+        """`tensors`, which stand for the parameters, as a computation in `dtype` takes them. Linear layers and fused
+        norms take weights of a higher precision, and so give gradients of that precision."""
         return [
-            tensor if isinstance(owner, Linear) and key == "weight" else tensor.to(dtype)
+            tensor if _takes_all(owner, key, tensor) else tensor.to(dtype)
             for tensor, (owner, key) in zip(tensors, self._places, strict=True)
         ]
 
@@ -50,3 +52,9 @@ class Parameters:
         # Past `nn.Module.__setattr__`, which takes nothing but parameters.
         for (owner, key), tensor in zip(self._places, tensors, strict=True):
             owner._parameters[key] = tensor
+
+
+def _takes_all(owner: nn.Module, key: str, tensor: Tensor) -> bool:
+    if isinstance(owner, RMSNorm):
+        return fused(tensor)
+    return isinstance(owner, Linear) and key == "weight"
