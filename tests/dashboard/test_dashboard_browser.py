@@ -123,6 +123,36 @@ def test_charts_draw_zoom_together_and_grow(visit: Callable[[Body], None], url: 
     visit(body)
 
 
+def test_heat_maps_that_come_late_are_drawn_out_of_sight(visit: Callable[[Body], None], url: str) -> None:
+    """While rollouts are being read, the answers have nothing to draw."""
+    unread = """(() => { window.plain = window.fetch; window.late = 0;
+        window.fetch = async (address, ...rest) => {
+            const answer = await window.plain(address, ...rest);
+            if (!String(address).includes('/heat?')) return answer;
+            window.late += 1;
+            const data = { ...await answer.json(), counts: [], progress: { indexed: 0, steps: 3 } };
+            return new Response(JSON.stringify(data), { headers: { 'Content-Type': 'application/json' } });
+        }; })()"""
+    map_ = "document.querySelector('[aria-label=\"Reward of rollouts\"]')"
+    pixels = "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data"
+    drawn = f"(canvas => {pixels}.some((value, place) => place % 4 === 3 && value))({map_}.querySelector('canvas'))"
+
+    async def body(page: Page) -> None:
+        await page.size(1280, 200)
+        await page.goto(url)
+        await page.ask(unread)
+        await page.goto(url + "#/run/made")
+        await page.until(f"window.late >= 4 && {map_}.textContent.includes('read 0 of 3')")
+        assert not await page.ask(drawn)
+        await page.ask("(() => { window.fetch = window.plain; })()")
+        await page.until(drawn)
+        away = await page.ask(f"{map_}.getBoundingClientRect().top - innerHeight")
+        assert away > 700 and await page.ask("scrollY") == 0
+        await page.size(1280, 900)
+
+    visit(body)
+
+
 def test_lanes_show_who_waited(visit: Callable[[Body], None], url: str) -> None:
     async def body(page: Page) -> None:
         await page.goto(url + "#/run/made/lanes")
