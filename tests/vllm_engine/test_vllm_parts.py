@@ -29,10 +29,12 @@ from headway.config.shared import (
     WeightTransport,
 )
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.protocol import GenerateRequest
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
 from headway.inference.vllm import load
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
+from headway.inference.vllm.flight import Flight
 from headway.inference.vllm.staging import StagedFile, Stager
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.tether import SERVER
@@ -154,6 +156,35 @@ def test_runs_hold_every_token_once(pieces: list[tuple[int, int]]) -> None:
     assert [v for v, count in runs for _ in range(count)] == [v for v, count in pieces for _ in range(count)]
     assert all(count > 0 for _, count in runs)
     assert all(a[0] != b[0] for a, b in pairwise(runs))
+
+
+@dataclass
+class Part:
+    """What comes of a choice, as vLLM puts it."""
+
+    token_ids: list[int]
+    index: int = 0
+    logprobs: None = None
+    finish_reason: None = None
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.data())
+def test_versions_are_right_however_late_tokens_come(sampled: list[int], data: st.DataObject) -> None:
+    """Version v samples `sampled[v]` tokens and stops; they come whenever they come."""
+    serving, total, came = 0, 0, 0
+    flight = Flight(GenerateRequest([1]), "r", lambda: serving)
+    truth = [version for version, count in enumerate(sampled) for _ in range(count)]
+    for serving, count in enumerate(sampled):
+        total += count
+        more = data.draw(st.integers(0, total - came))
+        if more:
+            chunk = flight.chunk(Part([7] * more))
+            came += more
+            assert [version for version, n in chunk.versions for _ in range(n)] == truth[:came]
+        flight.stopped({0: total} if serving < len(sampled) - 1 or data.draw(st.booleans()) else {})
+    serving += 1
+    rest = flight.chunk(Part([7] * (total - came)))
+    assert [version for version, n in rest.versions for _ in range(n)] == truth
 
 
 def test_endings_and_spans_are_said_in_our_words() -> None:
