@@ -19,7 +19,12 @@ from engine_common import (
     until,
 )
 
+from headway.config.shared import FilesystemWeights, LoraSettings
+from headway.core.runs import RunPaths
 from headway.inference.engine import Result
+from headway.models.decoder import DecoderLM
+from headway.models.lora import adapter_tensors, apply_lora, merge_adapter
+from headway.transport.weights import make_sender
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,6 +124,41 @@ def test_updates_in_flight_reach_recorded_steps(tmp_path: Path) -> None:
         await service.close()
 
     asyncio.run(body())
+
+
+def test_adapters_in_recorded_steps(tmp_path: Path) -> None:
+    lora = LoraSettings(rank=4, alpha=8.0)
+    sender = make_sender(FilesystemWeights(keep_last=9), RunPaths(tmp_path))
+    merged = {"policy": make_model()}
+    updates = []
+    for version, name in enumerate(("alice", "bob"), 1):
+        for_sender, merged[name] = adapted(lora, version), adapted(lora, version)
+        merge_adapter(merged[name])
+        updates.append(sender.publish(version, adapter_tensors(for_sender), adapter=name))
+    service = make_service(make_model().cuda(), lora=lora)
+
+    async def body() -> None:
+        await service.start()
+        names = ["policy"]
+        for update in updates:
+            await service.update(update)
+            names.append(str(update.adapter))
+            asked = [request(prompt(14 + n), 20, model=name, seed=n) for n, name in enumerate(names * 3)]
+            for sent, result in zip(asked, await asyncio.gather(*map(service.generate, asked)), strict=True):
+                assert mismatch(merged[sent.model], sent.token_ids, result.choices[0]) < 1e-4
+        await service.close()
+
+    asyncio.run(body())
+
+
+def adapted(lora: LoraSettings, seed: int) -> DecoderLM:
+    model = make_model()
+    apply_lora(model, lora, seed=seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(seed))
+    return model
 
 
 def test_logits_that_are_not_finite_raise() -> None:

@@ -50,24 +50,25 @@ class DeviceRunner(Runner):
 
     def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
         self._show_shared(step, layout)
-        if self.rows.scored[layout.rows].any() or (self.rows.adapter[layout.rows] >= 0).any():
+        if self.rows.scored[layout.rows].any():
             return super()._logits(step, tokens, layout, drawing)
         if len(tokens) == len(drawing):
-            slots = self._slots(layout.rows, layout)
-            return self._recorded.decode(np.array(tokens), layout.rows, layout.positions_T, slots)
+            slots, adapters = self._slots(layout.rows, layout), self._adapters(layout.rows)
+            return self._recorded.decode(np.array(tokens), layout.rows, layout.positions_T, slots, adapters)
         if len(drawing) and self._recorded.takes(layout):
-            slots = self._slots(np.repeat(layout.rows, layout.counts), layout)
-            return self._recorded.mixed(np.array(tokens), slots, layout, drawing)
+            rows_T = np.repeat(layout.rows, layout.counts)
+            slots, adapters = self._slots(rows_T, layout), self._adapters(rows_T)
+            return self._recorded.mixed(np.array(tokens), slots, layout, drawing, adapters)
         return super()._logits(step, tokens, layout, drawing)
 
     def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
         rows_T = np.repeat(layout.rows, layout.counts)
-        adapters = self.rows.adapter[rows_T]
-        fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout), adapters])
-        tokens_T, rows_sent_T, positions_T, slots_T, adapters_T = self._to_device(fields)
+        fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout)])
+        tokens_T, rows_sent_T, positions_T, slots_T = self._to_device(fields)
         tiles = make_tiles(layout, self._heads_per_kv, self.model.config.kv_heads, self.device)
-        adapted = adapters_T if (adapters >= 0).any() else None
-        return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapted)
+        adapters = self._adapters(rows_T)
+        adapters_T = None if adapters is None else self._to_device(adapters)
+        return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T)
 
     def _to_device(self, values: NDArray[np.integer]) -> Tensor:
         return to_device(values, self.device)
@@ -76,6 +77,11 @@ class DeviceRunner(Runner):
         size, positions = self.store.block_size, layout.positions_T
         slots: Ints = layout.blocks[rows_T, positions // size] * size + positions % size
         return slots
+
+    def _adapters(self, rows_T: Ints) -> Ints | None:
+        """Tokens' slots in the bank; None where they are all the base model's."""
+        adapters = self.rows.adapter[rows_T]
+        return adapters if (adapters >= 0).any() else None
 
     def _show_shared(self, step: Step, layout: Layout) -> None:
         """Put blocks that hold a prefix already into the table on the device; others are put there by the step that
