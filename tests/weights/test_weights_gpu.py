@@ -37,6 +37,7 @@ def _weights(seed: int) -> dict[str, Tensor]:
         "odd": torch.randn(77, generator=generator).half(),
         "strided": torch.randn(33, 65, generator=generator).t(),
         "empty": torch.empty(0, 4),
+        "grows": torch.randn(1000 * (seed + 1), generator=generator),
     }
 
 

@@ -10,7 +10,8 @@ from headway.transport.weights.arena import Arena
 from headway.transport.weights.layout import RankParts
 from headway.transport.weights.shards import Shard
 
-_DEVICE_SLAB_BYTES = 256 << 20
+_FIRST_BYTES, _LAST_BYTES = 16 << 20, 256 << 20
+"""Slabs of a GPU's memory grow: adapters take little, and a model has few handles."""
 
 
 class Buffer:
@@ -20,7 +21,7 @@ class Buffer:
         self.handles: list[str] = []
         self._prefix, self._number, self._rank = prefix, number, rank
         self._host = Arena(self._segment, slab_bytes)
-        self._on_device = Arena(self._device_slab, max(slab_bytes, _DEVICE_SLAB_BYTES))
+        self._on_device = Arena(self._device_slab, _FIRST_BYTES)
         self._device = torch.device("cpu")
         self._pinned = False
         self.arena = self._host
@@ -62,6 +63,6 @@ class Buffer:
     def _device_slab(self, slab: int, size: int) -> Tensor:
         if slab < len(self.handles):
             device_memory.release(self.handles.pop(slab))
-        memory, handle = device_memory.allocate(size, self._device)
+        memory, handle = device_memory.allocate(max(size, min(_FIRST_BYTES << slab, _LAST_BYTES)), self._device)
         self.handles.insert(slab, handle)
         return memory

@@ -24,7 +24,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Block:
-    """Memory as torch likes to be told of it. Whoever holds the tensor holds this, and with it the memory."""
+    """Memory as torch likes to be told of it. It stays somebody else's."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -53,7 +53,7 @@ def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
         _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         name = bytes(handle).hex()
-        _own[name] = torch.as_tensor(_Block(address.value or 0, size), device=device)
+        _own[name] = as_bytes(address.value or 0, size, device)
     return _own[name], name
 
 
@@ -76,7 +76,12 @@ def open_handle(handle: str, size: int, device: torch.device) -> Tensor:
         _make_current()
         address, opened = ctypes.c_uint64(), _Handle.from_buffer_copy(raw)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
-        return torch.as_tensor(_Block(address.value or 0, size), device=device)
+    return as_bytes(address.value or 0, size, device)
+
+
+def as_bytes(address: int, size: int, device: torch.device) -> Tensor:
+    """Memory of `device` that is allocated or open, as flat bytes."""
+    return torch.as_tensor(_Block(address, size), device=device)
 
 
 def close_handle(handle: str, memory: Tensor) -> None:

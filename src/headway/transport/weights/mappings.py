@@ -39,6 +39,9 @@ class Mappings:
         """`size` bytes in the memory of this engine's GPU. Raises HeadwayError where they are out of reach."""
         if handle not in self._handles:
             self._handles[handle] = (prefix, device_memory.open_handle(handle, size, self.device))
+        elif len(self._handles[handle][1]) < size:
+            address = self._handles[handle][1].data_ptr()
+            self._handles[handle] = (prefix, device_memory.as_bytes(address, size, self.device))
         return self._handles[handle][1][:size]
 
     def scratch(self, count: int, size: int, *, on_device: bool = False) -> list[Tensor]:
