@@ -49,12 +49,28 @@ def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
     """`size` flat bytes, and their handle in hex. Raises HeadwayError."""
     with torch.cuda.device(device):
         _make_current()
-        address, handle = ctypes.c_uint64(), _Handle()
-        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        address, handle = _allocated(size), _Handle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         name = bytes(handle).hex()
         _own[name] = as_bytes(address.value or 0, size, device)
     return _own[name], name
+
+
+def _allocated(size: int) -> ctypes.c_uint64:
+    """If need be, torch gives back what it keeps for later."""
+    address = ctypes.c_uint64()
+    with suppress(HeadwayError):
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        return address
+    torch.cuda.empty_cache()
+    try:
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+    except HeadwayError as error:
+        raise HeadwayError(
+            f"the GPU has no room for {size / 1e9:.3g} GB of weights on their way to an engine ({error}); "
+            'lower inference.kv_memory_gb, or set weights.type = "filesystem"'
+        ) from None
+    return address
 
 
 def release(handle: str) -> None:
