@@ -55,9 +55,9 @@ class EngineLimits:
 class EmbeddedEngine:
     """Continuous batching over a paged cache. `version` tags every token sampled from now on.
 
-    `depth` is how many launched steps may wait to be collected when the next one is launched: 0 where the host does
-    the work itself, 1 on an accelerator, which then never waits for the host. Whoever stops is noticed that many steps
-    late, and what it got in them is dropped.
+    `depth` is how many steps stay in the air when a step returns: 0 where the host does the work itself, 1 on an
+    accelerator, which then never waits for the host. Whoever stops is noticed that many steps late, and what it got in
+    them is dropped.
     """
 
     def __init__(self, model: DecoderLM, limits: EngineLimits, *, version: int = 0, depth: int | None = None) -> None:
@@ -108,14 +108,13 @@ class EmbeddedEngine:
 
     def step(self) -> list[Event]:
         """Launch what is scheduled, and collect what was launched `depth` steps before; returns what requests got."""
-        # Who gives up blocks must not have tokens on their way.
-        events = self.settle() if self._flights and self.scheduler.crowded() else []
+        if self._flights and self.scheduler.crowded():
+            # Someone will give up blocks in the next step, and must not have tokens on their way then.
+            return self.settle()
         step = self.scheduler.schedule()
         if step.sequences:
             self._flights.append(self._launch(step))
-        if len(self._flights) > (self.depth if step.sequences else 0):
-            events += self._collect()
-        return events
+        return self._collect() if len(self._flights) > (self.depth if step.sequences else 0) else []
 
     def settle(self) -> list[Event]:
         """Collect all that was launched: what follows sees no step in the air."""
