@@ -96,6 +96,9 @@ def test_new_weights_are_seen() -> None:
     join_siblings(spare)
     trade_weights(live, spare)
     assert (cached.run(ids, [0], [9]) - expected).abs().max() < 1e-4
+    live.to(torch.float64).to(torch.float32)
+    join_siblings(live)
+    assert (cached.run(ids, [0], [9]) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

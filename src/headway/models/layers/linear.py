@@ -94,8 +94,10 @@ class Siblings:
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
     def join(self) -> None:
-        """Move the weights together. Layers with a bias stay as they are."""
+        """Move the weights together, unless they are. Layers with a bias stay as they are."""
         if any(linear.bias is not None for linear in self._linears):
+            return
+        if self.joined is not None and self.joined.data_ptr() == self._linears[0].weight.data_ptr():
             return
         self.joined = torch.cat([linear.weight.data for linear in self._linears])
         for linear, part in zip(self._linears, torch.split(self.joined, self._sizes), strict=True):

@@ -65,9 +65,13 @@ class Forward:
         self._model = model
         self._keys, self._values = keys, values
         self._block_size = block_size
-        self._weights = [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
+        named = {name: weight for name, weight in model.named_parameters() if ".lora_" not in name}
+        self._weights = list(named.values())
         self._narrow = sum(weight.numel() for weight in self._weights) <= _NARROW
-        self._seen: tuple[int, int] | None = None
+        joined = [weight for name, weight in named.items() if name.endswith(".q_proj.weight")]
+        self._watched = [self._weights[0], *joined, self._weights[-1]]
+        """Weights are replaced, or laid out anew, all at once: some tell for all."""
+        self._seen: list[int] = []
         self._described: _Decoder | None = None
         self._kept: Any = None
         self._step = _Step(table_stride=table.strides[0] // table.itemsize, table=table.ctypes.data)
@@ -80,8 +84,7 @@ class Forward:
         best = self._narrow or (ON_ARM and tokens >= _FEW * torch.get_num_threads())
         if not best or not native(self._keys[0]):
             return False
-        # Weights are replaced all at once.
-        seen = (self._weights[0].data_ptr(), self._weights[-1].data_ptr())
+        seen = [weight.data_ptr() for weight in self._watched]
         if seen != self._seen:
             self._seen, self._described = seen, self._describe()
         return self._described is not None
