@@ -43,29 +43,23 @@ def _reduce_rows(logits, targets, temperatures, logprobs, entropies, normalizers
     row = tl.program_id(0).to(tl.int64)
     start_of_row = logits + row * stride
     temperature = tl.load(temperatures + row)
-    # Every column of a block has sums of its own until the end: threads that wait for each other would not keep up
-    # with memory. A number far below any logit stands for none, since infinities have no difference.
-    largest = tl.full((BLOCK,), -1e30, dtype=tl.float32)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    largest = -float("inf")
+    total = 0.0
+    weighted = 0.0
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocab
-        x = tl.load(start_of_row + columns, mask=inside, other=0.0).to(tl.float32) / temperature
-        new_largest = tl.where(inside, tl.maximum(largest, x), largest)
+        x = tl.load(start_of_row + columns, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+        new_largest = tl.maximum(largest, tl.max(x, 0))
         shrink = tl.exp(largest - new_largest)
-        e = tl.where(inside, tl.exp(x - new_largest), 0.0)
-        total = total * shrink + e
-        weighted = weighted * shrink + e * x
+        e = tl.exp(x - new_largest)
+        total = total * shrink + tl.sum(e, 0)
+        weighted = weighted * shrink + tl.sum(tl.where(inside, e * x, 0.0), 0)
         largest = new_largest
-    overall = tl.max(largest, 0)
-    share = tl.exp(largest - overall)
-    weighted_sum = tl.sum(weighted * share, 0)
-    total_sum = tl.sum(total * share, 0)
-    normalizer = overall + tl.log(total_sum)
+    normalizer = largest + tl.log(total)
     target = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32) / temperature
     tl.store(logprobs + row, target - normalizer)
-    tl.store(entropies + row, normalizer - weighted_sum / total_sum)
+    tl.store(entropies + row, normalizer - weighted / total)
     tl.store(normalizers + row, normalizer)
 
 
