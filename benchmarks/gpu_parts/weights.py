@@ -95,10 +95,7 @@ async def _measure(shape: str, publish: Any) -> dict[str, float]:
     for flight in flights:
         flight.cancel()
     await service.close()
-    middle = {
-        counted: {name: statistics.median(r[name] for r in some) for name in some[0]} for counted, some in rows.items()
-    }
-    plain, bare = middle[True], middle[False]
+    plain, bare = _middle(rows[True]), _middle(rows[False])
     return {
         "seconds": plain["seconds"],
         "update_seconds": plain["seconds"],
