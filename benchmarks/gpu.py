@@ -6,7 +6,7 @@
 
 First every CUDA path is compared with the CPU path, then speed is measured, then SmolLM2-135M-Instruct learns two tasks
 with `headway rl`, trainer and engine on the one GPU. Every part has a process and a time limit of its own; what fails
-is a line of the table and stops nothing else. `results/gpu_h200.json` is written anew after every part.
+is a line of the table and stops no other part. `results/gpu_h200.json` is written anew after every part.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from gpu_parts.rows import (
     ENGINE_ANCHORS,
     PACKED,
     TRAINER_ANCHORS,
+    Call,
     Part,
     Row,
     judge_check,
@@ -41,40 +42,43 @@ HERE = Path(__file__).parent
 GROUPS = ("check", "engine", "trainer", "weights", "learning")
 NEEDED = 20.0
 """A part is not begun with less than this many seconds left."""
+RESERVED = 120.0
+"""Seconds that the other parts leave to learning, the last one."""
 
 
 def parts_of(groups: list[str], results: dict[str, Any], smollm2: Path | None, folder: str) -> Iterator[Part]:
     """In order; `results` fills up while they are run."""
     if "learning" in groups:
         model = str(smollm2.resolve()) if smollm2 else None
-        yield Part("learning, prepared", "learning", "prepare", judge_preparation, 150, [model, folder], beside=True)
+        calls = {"learning, prepared": Call([model, folder], judge_preparation)}
+        yield Part("learning", "prepare", 180, calls, beside=True)
     if "check" in groups:
         for module in ("engine", "trainer", "weights"):
-            yield Part(f"check {module}", module, "check", judge_check(module), 75, untimed=True)
+            yield Part(module, "check", 75, {f"check {module}": Call([], judge_check(module))}, untimed=True)
     if "engine" in groups:
-        for shape, sequences in ENGINE_ANCHORS:
-            name, judge = f"engine {shape} {sequences}", judge_engine(shape, sequences)
-            yield Part(name, "engine", "measure", judge, 60, [shape, sequences])
+        calls = {f"engine {shape} {n}": Call([shape, n], judge_engine(shape, n)) for shape, n in ENGINE_ANCHORS}
+        yield Part("engine", "measure", 120, calls)
     if "trainer" in groups:
-        for row in [*TRAINER_ANCHORS, PACKED]:
-            yield Part(f"trainer {row}", "trainer", "measure", judge_trainer(row, results), 60, [row])
+        calls = {f"trainer {row}": Call([row], judge_trainer(row, results)) for row in [*TRAINER_ANCHORS, PACKED]}
+        yield Part("trainer", "measure", 150, calls)
     if "weights" in groups:
-        yield Part("weights qwen3-4b", "weights", "measure", judge_weights("qwen3-4b"), 60, ["qwen3-4b"])
+        yield Part("weights", "measure", 60, {"weights qwen3-4b": Call(["qwen3-4b"], judge_weights("qwen3-4b"))})
     if "learning" in groups:
-        yield Part("learning", "learning", "measure", judge_learning, 220, [folder], elastic=True)
+        yield Part("learning", "measure", 220, {"learning": Call([folder], judge_learning)}, elastic=True)
 
 
 class Running:
-    """A part's function in a process of its own, with a limit in seconds from now on."""
+    """A part in a process of its own, with a limit in seconds from now on."""
 
     def __init__(self, part: Part, seconds: float) -> None:
         self.part = part
         self._limit = seconds
         self._started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory()
-        self._result, self._log = (Path(self._folder.name) / name for name in ("result.json", "log"))
-        arguments = json.dumps([*part.arguments, seconds] if part.elastic else part.arguments)
-        command = [sys.executable, "-m", "gpu_parts.call", part.module, part.function, arguments, str(self._result)]
+        self._results, self._log = (Path(self._folder.name) / name for name in ("results.jsonl", "log"))
+        more = [seconds] if part.elastic else []
+        calls = json.dumps({name: call.arguments + more for name, call in part.calls.items()})
+        command = [sys.executable, "-m", "gpu_parts.call", part.module, part.function, calls, str(self._results)]
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, cwd=HERE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -84,18 +88,22 @@ class Running:
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
-    def result(self) -> Any:
-        """What the function returned. Raises RuntimeError with the end of its output where it failed."""
+    def outcomes(self) -> dict[str, dict[str, Any]]:
+        """By call, a `result` or an `error`. What failed is also printed, with the end of the output."""
         with self._folder:
             try:
-                code: int | str = self._process.wait(max(0.0, self._limit - self.seconds))
+                ended = f"ended with {self._process.wait(max(0.0, self._limit - self.seconds))}"
             except subprocess.TimeoutExpired:
-                code = f"nothing within {self._limit:.0f} s"
+                ended = f"nothing within {self._limit:.0f} s"
             finally:
                 self._end()
-            if code != 0 or not self._result.exists():
-                raise RuntimeError(f"{code}: {self._log.read_text(errors='replace')[-2000:]}")
-            return json.loads(self._result.read_text())
+            lines = self._results.read_text().splitlines() if self._results.exists() else []
+            found = {line.pop("call"): line for line in map(json.loads, lines)}
+            outcomes = {name: found.get(name, {"error": ended}) for name in self.part.calls}
+            if any("error" in outcome for outcome in outcomes.values()):
+                log = self._log.read_text(errors="replace")[-3000:]
+                print(f"--- {self.part.module}.{self.part.function}: {ended}\n{log}", file=sys.stderr)
+            return outcomes
 
     def _end(self) -> None:
         """The process, and what it started."""
@@ -116,26 +124,26 @@ class Record:
 
     def take(self, running: Running) -> None:
         """Wait for a part and add what came of it."""
-        part = running.part
-        try:
-            self.results[part.name] = running.result()
-            rows = list(part.judge(self.results[part.name]))
-        except Exception as error:
-            rows = [self._failed(part, error)]
-        self.add(part, rows, running.seconds)
+        rows = []
+        for name, outcome in running.outcomes().items():
+            if "error" in outcome:
+                rows.append(Row(name, outcome["error"][:60], False))
+                continue
+            self.results[name] = outcome["result"]
+            try:
+                rows += running.part.calls[name].judge(outcome["result"])
+            except (KeyError, TypeError, ValueError) as error:
+                rows.append(Row(name, f"an unexpected result: {error!r}"[:60], False))
+        self.add(running.part, rows, running.seconds)
 
     def add(self, part: Part, rows: list[Row], seconds: float) -> None:
-        self._seconds[part.name] = round(seconds, 1)
+        self._seconds[f"{part.module}.{part.function}"] = round(seconds, 1)
         self.rows += rows
         print(f"[{seconds:5.1f} s] " + "; ".join(f"{row.name} {row.ours}" for row in rows), flush=True)
         rows_now = [asdict(row) for row in self.rows]
         record = {"machine": self._machine, "rows": rows_now, "results": self.results, "seconds": self._seconds}
         self._file.parent.mkdir(exist_ok=True)
         self._file.write_text(json.dumps(record, indent=2) + "\n")
-
-    def _failed(self, part: Part, error: Exception) -> Row:
-        print(f"--- {part.name} failed: {error}", file=sys.stderr)
-        return Row(part.name, str(error).strip().splitlines()[-1][:60] or "failed", False)
 
 
 def table(rows: list[Row]) -> str:
@@ -184,9 +192,10 @@ def measure_all(groups: list[str], options: argparse.Namespace, deadline: float)
             if beside and not part.untimed:
                 record.take(beside)
                 beside = None
-            limit = min(part.seconds, deadline - time.monotonic())
+            reserved = RESERVED if "learning" in groups and not part.elastic else 0.0
+            limit = min(part.seconds, deadline - reserved - time.monotonic())
             if limit < NEEDED:
-                record.add(part, [Row(part.name, "no time was left", False)], 0.0)
+                record.add(part, [Row(name, "no time was left", False) for name in part.calls], 0.0)
             elif part.beside:
                 beside = Running(part, limit)
             else:

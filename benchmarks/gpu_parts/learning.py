@@ -145,6 +145,8 @@ def _summary(run: RunPaths) -> dict[str, float]:
         raise RuntimeError(f"{run.root.name}: no step was made in time")
     rollouts, training = (list(read_metrics(run.metrics / f"{who}.jsonl")) for who in ("orchestrator", "trainer"))
     scores, rewards = _column(rollouts, "eval/held-out/avg"), _column(rollouts, "reward/mean")
+    if not scores or not rewards:
+        raise RuntimeError(f"{run.root.name}: nothing was evaluated in time")
     ends = max(1, len(rewards) // 10)
     return {
         "steps": float(len(rewards)),

@@ -1,6 +1,6 @@
 """What `gpu.py` measures, what it is compared with, and when that is good enough.
 
-The parts are modules beside this one. Each function runs in a process of its own and returns something JSON can hold:
+The parts are modules beside this one. Functions run in processes of their own and return what JSON can hold:
 
 - `engine.measure(shape, sequences)`: `tokens_per_second`, `decode_step_ms`, `floor_ms` (its memory traffic)
 - `trainer.measure(row)` for each row of `trainer.ROWS`: `tokens_per_second`, `peak_gib`
@@ -13,7 +13,7 @@ The parts are modules beside this one. Each function runs in a process of its ow
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 CLEAR_RISE = 0.2
@@ -38,18 +38,24 @@ Judge = Callable[[Any], Iterator[Row]]
 
 
 @dataclass(frozen=True)
+class Call:
+    """Arguments of a part's function, and what to make of its result."""
+
+    arguments: list[Any]
+    judge: Judge
+
+
+@dataclass(frozen=True)
 class Part:
-    """One call of a part's function. `seconds` is its limit; where it is `elastic`, it is told what is left.
+    """Calls of a function in one process, by name, `seconds` for all of them; an `elastic` one is told what is left.
 
     A part that is `untimed` may have another one beside it, which is `beside`.
     """
 
-    name: str
     module: str
     function: str
-    judge: Judge
     seconds: float
-    arguments: list[Any] = field(default_factory=list)
+    calls: dict[str, Call]
     elastic: bool = False
     untimed: bool = False
     beside: bool = False
