@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from engine_common import publish
@@ -319,6 +320,27 @@ def test_a_worker_ends_when_its_server_was_killed() -> None:
     server.wait()
     assert worker.wait(60) == 1
     assert subprocess.run(command, env=environment, timeout=60).returncode == 1
+
+
+def test_what_a_killed_server_was_starting_ends_with_it() -> None:
+    """Processes that do not watch their server yet, as while they import vLLM."""
+    server = (
+        "import os, subprocess, sys, time\n"
+        "from headway.inference.vllm.guard import guarded\n"
+        f"mark = {{**os.environ, {SERVER!r}: str(os.getpid())}}\n"
+        "with guarded():\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], env=mark)\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 2 and child in family
+    process.kill()
+    process.wait(60)
+    assert psutil.wait_procs(family, 60)[1] == []
 
 
 def versions(**packages: str) -> Callable[[str], str | None]:

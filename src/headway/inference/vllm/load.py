@@ -19,6 +19,7 @@ from headway.inference.embedded.load import free_memory
 from headway.inference.vllm.adapters import Adapters
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.engine import VllmEngine
+from headway.inference.vllm.guard import guarded
 from headway.inference.vllm.limits import Limits
 from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats, logger_of
@@ -47,7 +48,8 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
         with _environment(settings, chosen, device), ThreadPoolExecutor(1) as helper:
             config = AsyncEngineArgs(**chosen).create_engine_config(UsageContext.OPENAI_API_SERVER)
             contents = helper.submit(_contents, folder, config.model_config)
-            llm = _start(config, stats)
+            with guarded():
+                llm = _start(config, stats)
     except HeadwayError:
         raise
     except Exception as error:
