@@ -57,7 +57,7 @@ def _recompute(head_chunk: int, **activations: Any) -> dict[str, Any]:
 ROWS = {
     "qwen3-0.6b rl full 16k": Row(SMALL, 16_384, _recompute(2048)),
     "qwen3-0.6b rl full 64k": Row(SMALL, 65_536, _recompute(1024, attention_layers=20), steps=2),
-    "qwen3-0.6b sft full 16k": Row(SMALL, 16_384, {"head_chunk": 16_384}, supervised=True, micro_batches=4, steps=3),
+    "qwen3-0.6b sft full 16k": Row(SMALL, 16_384, {"head_chunk": 16_384}, supervised=True, micro_batches=8, steps=2),
     "qwen3-0.6b rl lora 16k": Row(SMALL, 16_384, _recompute(1024), lora_rank=16),
     "qwen3-4b rl lora 16k": Row(LARGE, 16_384, _recompute(1024), lora_rank=16),
     "qwen3-4b rl lora 64k": Row(LARGE, 65_536, _recompute(4096), lora_rank=16, steps=1),
