@@ -22,7 +22,6 @@ from headway.monitor.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 KEPT = REPOSITORY / "benchmarks" / "results" / "gpu_runs"
-KEPT_PARTS = ("metrics", "config")
 STOP_SECONDS = 15.0
 """What a run that is asked to stop may take for its last checkpoint."""
 
@@ -130,14 +129,11 @@ def _headway(*arguments: str, until: float | None = None) -> None:
 
 
 def _keep(run: RunPaths) -> None:
-    """What a plot needs."""
-    kept = KEPT / run.root.name
-    shutil.rmtree(kept, ignore_errors=True)
-    for part in KEPT_PARTS:
-        if (run.root / part).is_dir():
-            shutil.copytree(run.root / part, kept / part)
-    if run.record.is_file():
-        shutil.copy(run.record, kept)
+    """What a plot needs; the settings are the examples'."""
+    kept = RunPaths(KEPT / run.root.name)
+    shutil.rmtree(kept.root, ignore_errors=True)
+    if run.metrics.is_dir():
+        shutil.copytree(run.metrics, kept.metrics)
 
 
 def _summary(run: RunPaths) -> dict[str, float]:
