@@ -46,10 +46,10 @@ RESERVED = 120.0
 """Seconds that the other parts leave to learning, the last one."""
 
 
-def parts_of(groups: list[str], results: dict[str, Any], smollm2: Path | None, folder: str) -> Iterator[Part]:
+def parts_of(groups: list[str], results: dict[str, Any], options: argparse.Namespace, folder: str) -> Iterator[Part]:
     """In order; `results` fills up while they are run."""
     if "learning" in groups:
-        model = str(smollm2.resolve()) if smollm2 else None
+        model = str(options.smollm2.resolve()) if options.smollm2 else None
         calls = {"learning, prepared": Call([model, folder], judge_preparation)}
         yield Part("learning", "prepare", 180, calls, beside=True)
     if "check" in groups:
@@ -64,7 +64,8 @@ def parts_of(groups: list[str], results: dict[str, Any], smollm2: Path | None, f
     if "weights" in groups:
         yield Part("weights", "measure", 60, {"weights qwen3-4b": Call(["qwen3-4b"], judge_weights("qwen3-4b"))})
     if "learning" in groups:
-        yield Part("learning", "measure", 220, {"learning": Call([folder], judge_learning)}, elastic=True)
+        kept = str(options.output.resolve().parent / "gpu_runs")
+        yield Part("learning", "measure", 220, {"learning": Call([folder, kept], judge_learning)}, elastic=True)
 
 
 class Running:
@@ -188,7 +189,7 @@ def measure_all(groups: list[str], options: argparse.Namespace, deadline: float)
     record = Record(options.output)
     beside: Running | None = None
     with tempfile.TemporaryDirectory() as folder:
-        for part in parts_of(groups, record.results, options.smollm2, folder):
+        for part in parts_of(groups, record.results, options, folder):
             if beside and not part.untimed:
                 record.take(beside)
                 beside = None

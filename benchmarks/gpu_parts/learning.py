@@ -21,7 +21,6 @@ from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
-KEPT = REPOSITORY / "benchmarks" / "results" / "gpu_runs"
 STOP_SECONDS = 15.0
 """What a run that is asked to stop may take for its last checkpoint."""
 
@@ -65,11 +64,14 @@ def prepare(model: str | None, folder: str) -> dict[str, float]:
         return {name: run.result() for name, run in warmed.items()}
 
 
-def measure(folder: str, seconds: float) -> dict[str, dict[str, float]]:
-    """What comes of each task within `seconds`, side by side, after `prepare` in the same folder."""
+def measure(folder: str, kept: str, seconds: float) -> dict[str, dict[str, float]]:
+    """What comes of each task within `seconds`, side by side, after `prepare` in the same folder.
+
+    Metrics of the runs are left in the folder `kept`.
+    """
     deadline = time.monotonic() + seconds - STOP_SECONDS
     with ThreadPoolExecutor(len(TASKS)) as pool:
-        runs = {task.name: pool.submit(_learn, task, Path(folder), deadline) for task in TASKS}
+        runs = {task.name: pool.submit(_learn, task, Path(folder), Path(kept), deadline) for task in TASKS}
         return {name: run.result() for name, run in runs.items()}
 
 
@@ -95,7 +97,7 @@ def _warm_up(task: Task, checkpoint: Future[Path], work: Path) -> float:
     return time.monotonic() - started
 
 
-def _learn(task: Task, work: Path, deadline: float) -> dict[str, float]:
+def _learn(task: Task, work: Path, kept: Path, deadline: float) -> dict[str, float]:
     run, started = RunPaths(work / task.name), time.monotonic()
     model = sorted(_warmed(task, work).exports.iterdir())[-1]
     place = ("--run.output_dir", str(work), "--run.name", task.name)
@@ -104,7 +106,7 @@ def _learn(task: Task, work: Path, deadline: float) -> dict[str, float]:
     try:
         _headway("rl", "@", task.config, *flags, *place, until=deadline)
     finally:
-        _keep(run)
+        _keep(run, RunPaths(kept / task.name))
     return _summary(run) | {"seconds": time.monotonic() - started}
 
 
@@ -128,9 +130,8 @@ def _headway(*arguments: str, until: float | None = None) -> None:
         raise RuntimeError(f"headway {arguments[0]} failed: {output[-1500:]}")
 
 
-def _keep(run: RunPaths) -> None:
+def _keep(run: RunPaths, kept: RunPaths) -> None:
     """What a plot needs; the settings are the examples'."""
-    kept = RunPaths(KEPT / run.root.name)
     shutil.rmtree(kept.root, ignore_errors=True)
     if run.metrics.is_dir():
         shutil.copytree(run.metrics, kept.metrics)

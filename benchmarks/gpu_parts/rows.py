@@ -6,8 +6,8 @@ The parts are modules beside this one. Functions run in processes of their own a
 - `trainer.measure(row)` for each row of `trainer.ROWS`: `tokens_per_second`, `peak_gib`
 - `weights.measure(shape)`: `seconds`, `paused_seconds`
 - `learning.prepare(model, folder)`: seconds of warm-up by task
-- `learning.measure(folder, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`, `mismatch_kl`, and
-  `seconds`
+- `learning.measure(folder, kept, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`,
+  `mismatch_kl`, `seconds`
 - `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`, or errors by a name
   that ends in a precision
 """
@@ -83,8 +83,8 @@ PACKED, WHOLE, PACKED_SHARE = "qwen3-0.6b rl packed 16k", "qwen3-0.6b rl full 16
 
 ENGINE_ANCHORS = {
     ("qwen3-0.6b", 256): (22_177, 1.5),
-    ("qwen3-0.6b", 1024): (18_090, None),
     ("qwen3-4b", 256): (20_365, 1.0),
+    ("qwen3-0.6b", 1024): (18_090, None),
 }
 """vLLM 0.26.0's tokens/s on one H200 (bf16, 128 in, 512 out, temperature 1, logprobs), and the multiple asked for."""
 STEP_FLOORS = 2.0
