@@ -15,7 +15,7 @@ from headway.inference.embedded.runner import Runner
 from headway.inference.embedded.scheduler import Step
 from headway.inference.embedded.staging import to_device
 from headway.inference.embedded.store import KvStore
-from headway.inference.embedded.tiles import make_tiles
+from headway.inference.embedded.tiles import make_tiles, prompt_queries
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import grouped_at_once
 
@@ -65,7 +65,8 @@ class DeviceRunner(Runner):
         rows_T = np.repeat(layout.rows, layout.counts)
         fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout)])
         tokens_T, rows_sent_T, positions_T, slots_T = self._to_device(fields)
-        tiles = make_tiles(layout, self._heads_per_kv, self.model.config.kv_heads, self.device)
+        queries = prompt_queries(self._heads_per_kv, self.store.keys[0].dtype)
+        tiles = make_tiles(layout, queries, self.model.config.kv_heads, self.device)
         adapters = self._adapters(rows_T)
         adapters_T = None if adapters is None else self._to_device(adapters)
         return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T)

@@ -46,13 +46,13 @@ class RecordedSteps:
         self._sizes = ladder(capacity)
         config = passes.model.config
         self._kv_heads = config.kv_heads
-        self._queries = prompt_queries(config.heads // config.kv_heads)
+        head = passes.model.head_weight()
+        self._queries = prompt_queries(config.heads // config.kv_heads, head.dtype)
         device = passes.table.device
         self._decoding = Staging(_TOKENS, capacity, device)
         self._mixed = Staging(_TOKENS + 9, max(_MIXED), device)
         self._places = torch.arange(capacity, device=device)
         self._ones = torch.ones(capacity, dtype=torch.int64, device=device)
-        head = passes.model.head_weight()
         self._logits = torch.empty((capacity, len(head)), dtype=head.dtype, device=device)
 
     def decode(self, tokens: Ints, rows: Ints, positions: Ints, slots: Ints, adapters: Ints | None = None) -> Tensor:
@@ -91,7 +91,7 @@ class RecordedSteps:
         return self._logits[: len(drawing)]
 
     def rehearse(self) -> Tensor:
-        """Record what most steps will be: decoding at the most sequences, all sizes with prompts. Logits of one row."""
+        """Record all sizes, a few hundredths of a second each, so that no request waits for it. Logits of one row."""
         fields = self._mixed.next()
         fields[:] = 0
         self._fill(fields[:_TOKENS], [np.array([], dtype=np.int64)] * _TOKENS, _MIXED[-1])
@@ -99,8 +99,9 @@ class RecordedSteps:
         for size in _MIXED:
             self._graphs.run(("mixed", size), partial(self._mix, size, False))
         nobody = np.array([[0], [self._pass.nobodys_row], [0], [self._pass.nobodys_slot]])
-        self.decode(*np.repeat(nobody, self._sizes[-1], axis=1))
-        return self.decode(*nobody)
+        for size in reversed(self._sizes):
+            logits = self.decode(*np.repeat(nobody, size, axis=1))
+        return logits
 
     def _graphs_of(self, adapted: bool) -> Graphs:
         """Graphs know adapters by their addresses, which are others in another bank."""

@@ -14,8 +14,8 @@ from headway.models.packed import CachePlan
 
 Ints = NDArray[np.int64]
 
-_ROWS = 64
-"""Queries times heads of a tile of a prompt."""
+_ROWS, _ROWS_FLOAT32 = 64, 16
+"""Queries times heads of a tile of a prompt. In float32 its products are single multiplications: fewer will do."""
 _BUSY = 1024
 """Programs that fill a device; fewer tiles than that are split along their keys."""
 _MOST_SPLITS = 16
@@ -60,13 +60,13 @@ def decode_splits(tiles: int, kv_heads: int) -> int:
     return splits
 
 
-def prompt_queries(heads_per_kv: int) -> int:
+def prompt_queries(heads_per_kv: int, dtype: torch.dtype) -> int:
     """Queries of a tile of a prompt."""
-    return max(1, _ROWS // heads_per_kv)
+    return max(1, (_ROWS_FLOAT32 if dtype is torch.float32 else _ROWS) // heads_per_kv)
 
 
-def make_tiles(layout: Layout, heads_per_kv: int, kv_heads: int, device: torch.device) -> list[Tiles]:
-    """Decoding sequences by themselves, then prompts in tiles of several queries."""
+def make_tiles(layout: Layout, queries: int, kv_heads: int, device: torch.device) -> list[Tiles]:
+    """Decoding sequences by themselves, then prompts in tiles of `queries`."""
     firsts = np.cumsum(layout.counts) - layout.counts
     single = layout.counts == 1
     made = []
@@ -74,7 +74,6 @@ def make_tiles(layout: Layout, heads_per_kv: int, kv_heads: int, device: torch.d
         fields = np.stack([layout.rows, firsts, layout.starts, layout.counts])[:, single]
         made.append(_tiles(fields, 1, decode_splits(fields.shape[1], kv_heads), device))
     if not single.all():
-        queries = prompt_queries(heads_per_kv)
         made.append(_tiles(cut(layout, firsts, np.flatnonzero(~single), queries), queries, 1, device))
     return made
 

@@ -161,8 +161,10 @@ def paged_attention(
     kv_heads = keys_SKD.shape[1]
     group = heads // kv_heads
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if out is None else out
-    decoding = tiles.queries == 1
+    # In float32 products are unrolled into single multiplications, so that large tiles would be very long programs.
+    decoding, half = tiles.queries == 1, q_THD.dtype is not torch.float32
     splits, width = tiles.splits, max(_LEAST, triton.next_power_of_2(dim))
+    keys = _LEAST if not half else 32 if decoding or width > 128 else 64
     parts = stats = out
     if splits > 1:
         parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
@@ -190,9 +192,9 @@ def paged_attention(
         SPLITS=splits,
         ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)),
         WIDTH=width,
-        KEYS=span or (32 if decoding or width > 128 else 64),
+        KEYS=span or keys,
         num_stages=stages,
-        num_warps=warps or (2 if decoding else 4),
+        num_warps=warps or (2 if decoding and half else 4),
     )
     if splits > 1:
         _combine_kernel[(len(tiles.rows), heads)](
