@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.config.shared import FilesystemWeights
@@ -22,6 +21,7 @@ from headway.transport.weights.layout import Arrival, Layout, Part, RankParts, g
 from headway.transport.weights.mappings import Mappings
 from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
 from headway.transport.weights.shards import Shard, shards
+from headway.transport.weights.tensor_file import Entry, tensor_file
 
 MANIFEST = "manifest.json"
 
@@ -80,21 +80,20 @@ def aside(folder: Path) -> Path:
 
 
 def write_shards(folder: Path, rank: int, mine: Iterable[Shard]) -> RankParts:
-    """Write one rank's file, under a whole tensor's own shape where a shard is one."""
-    fingerprint, parts, held = Fingerprint(), dict[str, Part](), dict[str, Tensor]()
-    seen: set[int] = set()
-    for shard in mine:
-        fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape)
-        tensor = shard.tensor.contiguous().cpu()
-        # safetensors refuses tensors that share memory, as tied weights do.
-        held[shard.name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        if shard.whole:
-            held[shard.name] = held[shard.name].view(shard.shape)
-        seen.add(tensor.data_ptr())
-        parts[shard.name] = Part(rank, 0, 0, shard.offset, shard.tensor.numel())
+    """Write one rank's file, counted on the way, under a whole tensor's own shape where a shard is one."""
+    fingerprint, held = Fingerprint(), list(mine)
+    parts = {shard.name: Part(rank, 0, 0, shard.offset, shard.tensor.numel()) for shard in held}
     if held:
-        save_file(held, folder / _file(rank))
-    return RankParts(fingerprint.parts(), parts, [sum(t.nbytes for t in held.values())] if held else [])
+        with tensor_file(folder / _file(rank), [_entry(shard) for shard in held]) as places:
+            for shard in held:
+                fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape, copy=places[shard.name])
+            fingerprint.settle()
+    return RankParts(fingerprint.parts(), parts, [sum(shard.tensor.nbytes for shard in held)] if held else [])
+
+
+def _entry(shard: Shard) -> Entry:
+    tensor = shard.tensor
+    return shard.name, tensor.dtype, shard.shape if shard.whole else tuple(tensor.shape), tensor.nbytes
 
 
 def release(paths: RunPaths, layout: Layout, update: WeightUpdate, keep_last: int) -> None:
