@@ -33,6 +33,14 @@ def test_the_coarser_precision_decides_what_is_rounding(dtypes: tuple[str, str],
         assert (found is not None) == (abs(off) > 1)
 
 
+@pytest.mark.parametrize(("spread", "right"), [(0.1, False), (1.0, False), (5.0, True)])
+def test_rounding_is_relative_to_how_far_logprobs_are_spread(spread: float, right: bool) -> None:
+    logprobs = [-10.0 + spread, -10.0 - spread] * 8
+    wide = WeightProbe([1] * 17, logprobs, "bfloat16", STREAM)
+    off = 3 * TOLERANCES["bfloat16"].logprobs
+    assert (mismatch(wide, Served([value + off for value in logprobs], "bfloat16")) is None) == right
+
+
 @pytest.mark.parametrize("place", range(len(STREAM)))
 @pytest.mark.parametrize("size", [1e-4, 1e-2])
 def test_the_first_place_that_leaves_the_trainers_path_is_named(place: int, size: float) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from headway.core.errors import UsageError
 from headway.core.cache import cache_folder
+from headway.core.errors import UsageError
 from headway.models.config import ModelConfig
 
 TINY = ModelConfig(
