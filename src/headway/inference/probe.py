@@ -21,8 +21,8 @@ TOLERANCES = {
     "bfloat16": Tolerance(0.1, 8e-3),
 }
 """By the coarser of the two precisions. Kernels differ in the order in which they add up, which bfloat16 shows: vLLM on
-an H200 was 0.01 away from the trainer's model there, with 220M random weights, and 5e-7 in float32. Rounding is relative
-to the numbers: a pretrained model of 135M, whose logprobs are spread far wider, was 0.1 away from its trainer's."""
+an H200 was 0.01 away from the trainer's model there, with 220M random weights, and 5e-7 in float32. Rounding is
+relative to the numbers: a pretrained model of 135M, whose logprobs are spread far wider, was 0.1 away."""
 
 _JUMP = 8.0
 """Rounding grows by small factors from layer to layer; wrong weights show as a jump."""
