@@ -64,10 +64,10 @@ def prepare(model: str | None, folder: str) -> dict[str, float]:
         return {name: run.result() for name, run in warmed.items()}
 
 
-def measure(folder: str, kept: str, seconds: float) -> dict[str, dict[str, float]]:
+def measure(folder: str, kept: str, seconds: float) -> dict[str, dict[str, Any]]:
     """What comes of each task within `seconds`, side by side, after `prepare` in the same folder.
 
-    Metrics of the runs are left in the folder `kept`.
+    Metrics of the runs are left in the folder `kept`. `failed` says why a run ended early, None where it did not.
     """
     deadline = time.monotonic() + seconds - STOP_SECONDS
     with ThreadPoolExecutor(len(TASKS)) as pool:
@@ -97,17 +97,19 @@ def _warm_up(task: Task, checkpoint: Future[Path], work: Path) -> float:
     return time.monotonic() - started
 
 
-def _learn(task: Task, work: Path, kept: Path, deadline: float) -> dict[str, float]:
+def _learn(task: Task, work: Path, kept: Path, deadline: float) -> dict[str, Any]:
     run, started = RunPaths(work / task.name), time.monotonic()
     model = sorted(_warmed(task, work).exports.iterdir())[-1]
     place = ("--run.output_dir", str(work), "--run.name", task.name)
     # A measurement needs no checkpoint to continue from.
     flags = ("--model.path", str(model), "--trainer.checkpoints.interval", "100000")
+    failed = None
     try:
         _headway("rl", "@", task.config, *flags, *place, until=deadline)
-    finally:
-        _keep(run, RunPaths(kept / task.name))
-    return _summary(run) | {"seconds": time.monotonic() - started}
+    except RuntimeError as error:
+        failed = str(error).strip().splitlines()[-1]
+    _keep(run, RunPaths(kept / task.name))
+    return _summary(run) | {"seconds": time.monotonic() - started, "failed": failed}
 
 
 def _warmed(task: Task, work: Path) -> RunPaths:
@@ -138,12 +140,13 @@ def _keep(run: RunPaths, kept: RunPaths) -> None:
 
 
 def _summary(run: RunPaths) -> dict[str, float]:
+    """Of as much as there is."""
     if not (run.metrics / "trainer.jsonl").exists():
-        raise RuntimeError(f"{run.root.name}: no step was made in time")
+        return {}
     rollouts, training = (list(read_metrics(run.metrics / f"{who}.jsonl")) for who in ("orchestrator", "trainer"))
     scores, rewards = _column(rollouts, "eval/held-out/avg"), _column(rollouts, "reward/mean")
     if not scores or not rewards:
-        raise RuntimeError(f"{run.root.name}: nothing was evaluated in time")
+        return {}
     ends = max(1, len(rewards) // 10)
     return {
         "steps": float(len(rewards)),

@@ -7,7 +7,7 @@ The parts are modules beside this one. Functions run in processes of their own a
 - `weights.measure(shape)`: `seconds`, `paused_seconds`
 - `learning.prepare(model, folder)`: seconds of warm-up by task
 - `learning.measure(folder, kept, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`,
-  `mismatch_kl`, `seconds`
+  `mismatch_kl`, `seconds`, and why it `failed`, if it did
 - `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`, or errors by a name
   that ends in a precision
 """
@@ -184,8 +184,12 @@ def judge_preparation(result: Mapping[str, float]) -> Iterator[Row]:
     yield Row("rl: conversion and warm-ups, beside the checks", f"{max(result.values()):.0f} s")
 
 
-def judge_learning(result: Mapping[str, Mapping[str, float]]) -> Iterator[Row]:
+def judge_learning(result: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
     for task, run in result.items():
+        if run["failed"] or "after" not in run:
+            yield Row(f"rl {task}: the run", (run["failed"] or "nothing was evaluated in time")[:60], False)
+        if "after" not in run:
+            continue
         rise = run["after"] - run["before"]
         yield Row(
             f"rl {task}: held-out reward",
