@@ -193,12 +193,13 @@ async def serves_as_before(service: EmbeddedService, model: torch.nn.Module) -> 
 
 def test_wait_lets_requests_end_on_the_old_weights_first(tmp_path: Path) -> None:
     new = make_model(seed=2)
+    published = publish(tmp_path, 1, new, "wait")
 
     async def body(service: EmbeddedService) -> None:
         flights = [asyncio.create_task(service.generate(request(prompt(9, seed=n), 100))) for n in range(8)]
         await until_running(service, 8)
-        update = asyncio.create_task(service.update(publish(tmp_path, 1, new, "wait")))
-        await until(lambda: service.problem is not None)
+        update = asyncio.create_task(service.update(published))
+        await until(lambda: service.problem is not None or update.done())
         late = asyncio.create_task(service.generate(request(prompt(9), 10)))
         for result in await asyncio.gather(*flights):
             assert result.choices[0].versions == [(0, 100)]
@@ -212,10 +213,12 @@ def test_wait_lets_requests_end_on_the_old_weights_first(tmp_path: Path) -> None
 
 
 def test_abort_ends_requests_before_the_update(tmp_path: Path) -> None:
+    published = publish(tmp_path, 1, make_model(seed=2), "abort")
+
     async def body(service: EmbeddedService) -> None:
         flights = [asyncio.create_task(service.generate(request(prompt(9, seed=n), 110))) for n in range(8)]
         await until_running(service, 8)
-        await service.update(publish(tmp_path, 1, make_model(seed=2), "abort"))
+        await service.update(published)
         for result in await asyncio.gather(*flights):
             assert result.choices[0].finish_reason == "abort"
             assert all(version == 0 for version, _ in result.choices[0].versions)
