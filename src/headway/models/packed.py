@@ -19,7 +19,10 @@ class AttentionPlan(Protocol):
 
 
 class CachePlan:
-    """A plan that itself turns queries and keys by their positions, since it writes keys to a cache at once."""
+    """A plan that itself turns queries and keys by their positions, since it writes keys to a cache at once.
+
+    A plain class and no protocol: attention asks every plan whether it is one, in compiled blocks as well.
+    """
 
     def attend_unturned(
         self,
@@ -33,7 +36,7 @@ class CachePlan:
         layer: int,
     ) -> Tensor:
         """`norms` are the weights of the queries' and the keys' norm. Otherwise as `AttentionPlan.attend`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override attend_unturned")
 
 
 @dataclass(slots=True)
