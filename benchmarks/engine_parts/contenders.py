@@ -5,10 +5,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import psutil
 
 from engine_parts.work import Work
 
@@ -22,7 +25,6 @@ class Contender:
     name: str
     serve: Callable[[Work, "Talk"], None]
     needs: str
-    environment: dict[str, str]
 
 
 class Talk:
@@ -38,29 +40,56 @@ class Talk:
 
 
 def timed(run: Callable[[], None]) -> Measured:
-    """Seconds of one round by the clock, and of all threads of this process."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    """Seconds of one round by the clock, and of all threads of this process and of those that it has started."""
+    wall, cpu = time.perf_counter(), cpu_seconds()
     run()
-    return {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+    return {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu}
 
 
-def headway(work: Work, talk: Talk, compiled: bool = True) -> None:
-    """The engine as the server uses it."""
-    from headway.config.inference import InferenceSettings, ServeSettings
-    from headway.config.shared import ModelSettings, PlacementSettings
-    from headway.core.protocol import GenerateRequest, SamplingParams
+def cpu_seconds() -> float:
+    children = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + sum(times.user + times.system for times in children)
+
+
+def headway(work: Work, talk: Talk) -> None:
+    """The embedded engine as the server uses it."""
+    from headway.inference.embedded.load import load_service
+
+    serve(load_service(settings_of(work), Path(work.folder)), work, talk)
+
+
+def headway_plain(work: Work, talk: Talk) -> None:
     from headway.inference.embedded.load import load_service
     from headway.models.native import library
 
-    settings = ServeSettings(
+    service = load_service(settings_of(work), Path(work.folder))
+    library.disable()
+    serve(service, work, talk)
+
+
+def headway_vllm(work: Work, talk: Talk) -> None:
+    """vLLM as the server uses it: with versions, logprobs after all filters, and updates."""
+    from headway.inference.vllm.load import load_vllm
+
+    serve(load_vllm(settings_of(work, **shared(work)), Path(work.folder)), work, talk)
+
+
+def settings_of(work: Work, **vllm: Any) -> Any:
+    from headway.config.inference import InferenceSettings, ServeSettings
+    from headway.config.shared import ModelSettings, PlacementSettings
+
+    return ServeSettings(
         model=ModelSettings(path=work.folder, dtype=work.dtype),
         placement=PlacementSettings(device=work.device),
-        inference=InferenceSettings(max_running=work.sequences, prefix_cache=False, threads=work.threads),
+        inference=InferenceSettings(max_running=work.sequences, prefix_cache=False, threads=work.threads, vllm=vllm),
         seq_len=work.prompt + work.output,
     )
-    service = load_service(settings, Path(work.folder))
-    if not compiled:
-        library.disable()
+
+
+def serve(service: Any, work: Work, talk: Talk) -> None:
+    """Answer with an engine of ours, by its own interface."""
+    from headway.core.protocol import GenerateRequest, SamplingParams
+
     params = SamplingParams(max_tokens=work.output, ignore_eos=True)
     requests = [GenerateRequest(prompt, sampling_params=params) for prompt in work.prompts()]
 
@@ -72,26 +101,22 @@ def headway(work: Work, talk: Talk, compiled: bool = True) -> None:
         talk.answer(
             {
                 "round": lambda: timed(lambda: runner.run(everything())),
-                "update": lambda: runner.run(update_under_load(service, everything)),
+                "update": lambda: runner.run(update_under_load(service, Path(work.folder), everything)),
             }
         )
         runner.run(service.close())
 
 
-def headway_plain(work: Work, talk: Talk) -> None:
-    headway(work, talk, compiled=False)
-
-
-async def update_under_load(service: Any, everything: Callable[[], Any]) -> Measured:
+async def update_under_load(service: Any, checkpoint: Path, everything: Callable[[], Any]) -> Measured:
     """What taking over all weights from disk costs while requests are in flight: seconds of the best, and bytes."""
     from headway.config.shared import FilesystemWeights
     from headway.core.runs import RunPaths
-    from headway.models.weights import hf_tensors
+    from headway.models.checkpoint import read_tensors
     from headway.transport.weights import make_sender
 
     with TemporaryDirectory() as folder:
         sender = make_sender(FilesystemWeights(keep_last=10), RunPaths(Path(folder)))
-        tensors = list(hf_tensors(service._engine.model))
+        tensors = list(read_tensors(checkpoint))
         large = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors) > 1e9
         updates = [sender.publish(version, iter(tensors)) for version in range(1, 3 if large else 6)]
         busy = asyncio.ensure_future(everything())
@@ -138,6 +163,7 @@ def hugging_face_tuned(work: Work, talk: Talk) -> None:
 
 
 def vllm(work: Work, talk: Talk, eager: bool = False) -> None:
+    os.environ.update(vllm_environment(work))
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -147,38 +173,51 @@ def vllm(work: Work, talk: Talk, eager: bool = False) -> None:
         max_model_len=work.prompt + work.output,
         enable_prefix_caching=False,
         enforce_eager=eager,
-        # A GPU is shared by all contenders.
-        **({"gpu_memory_utilization": 0.4} if work.device == "cuda" else {}),
+        **shared(work),
     )
     params = SamplingParams(max_tokens=work.output, ignore_eos=True, logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts()]
     talk.answer({"round": lambda: timed(lambda: engine.generate(prompts, params, use_tqdm=False))})
 
 
+def shared(work: Work) -> dict[str, Any]:
+    """vLLM's share of a GPU that all contenders are on at once."""
+    return {"gpu_memory_utilization": 0.3} if work.device == "cuda" else {}
+
+
 def vllm_eager(work: Work, talk: Talk) -> None:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
     vllm(work, talk, eager=True)
 
 
-_VLLM = {
-    # In one process, so that its CPU time can be read; a gigabyte holds the KV cache of this work many times.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+def vllm_environment(work: Work) -> dict[str, str]:
+    if work.device == "cuda":
+        # vLLM takes it for granted where it is not told.
+        return {} if find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    # In one process: a hop less for every step. A gigabyte holds the KV cache of this work many times.
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
 
 CONTENDERS = {
-    "headway": Contender("headway", headway, "headway", {}),
-    "headway-plain": Contender("headway, kernels not compiled", headway_plain, "headway", {}),
-    "vllm": Contender("vLLM, compiled", vllm, "vllm", _VLLM),
-    "vllm-eager": Contender("vLLM, eager", vllm_eager, "vllm", _VLLM | {"TORCHDYNAMO_DISABLE": "1"}),
-    "hf": Contender("Hugging Face generate", hugging_face, "transformers", {}),
-    "hf-tuned": Contender("Hugging Face generate, oneDNN off", hugging_face_tuned, "transformers", {}),
+    "headway": Contender("headway", headway, "headway"),
+    "headway-plain": Contender("headway, kernels not compiled", headway_plain, "headway"),
+    "headway-vllm": Contender("headway, vLLM as its engine", headway_vllm, "vllm"),
+    "vllm": Contender("vLLM, compiled", vllm, "vllm"),
+    "vllm-eager": Contender("vLLM, eager", vllm_eager, "vllm"),
+    "hf": Contender("Hugging Face generate", hugging_face, "transformers"),
+    "hf-tuned": Contender("Hugging Face generate, oneDNN off", hugging_face_tuned, "transformers"),
 }
+ON_CPU = list(CONTENDERS)
+ON_CUDA = ["headway", "headway-vllm", "vllm"]
+"""Without variants that differ on CPU alone, and without generate, which keeps the scores of all tokens: 80 GB of them
+for 256 replies of 512 tokens."""
 
 
 def contend(key: str, work: Work, pipe: Connection) -> None:
     """The main function of a contender's process."""
-    contender = CONTENDERS[key]
-    os.environ.update(contender.environment)
-    contender.serve(work, Talk(pipe))
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    CONTENDERS[key].serve(work, Talk(pipe))

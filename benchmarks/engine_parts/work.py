@@ -41,7 +41,7 @@ class Work:
         return [[numbers.randrange(self.vocab) for _ in range(self.prompt)] for _ in range(self.sequences)]
 
 
-def model_folder(name: str, temporary: Path) -> Path:
+def model_folder(name: str, temporary: Path, device: str) -> Path:
     """A checkpoint folder: `name` itself, a built-in's, or random weights of a shape, made in `temporary`."""
     import torch
 
@@ -55,6 +55,6 @@ def model_folder(name: str, temporary: Path) -> Path:
     if name == "small":
         model = build_model(replace(load_config(tiny), **SMALL))
     else:
-        model = build_model(SHAPES[name], device="cuda", dtype=torch.bfloat16)
+        model = build_model(SHAPES[name], device=device, dtype=torch.bfloat16)
     save_checkpoint(model, temporary / name, files_from=tiny)
     return temporary / name
