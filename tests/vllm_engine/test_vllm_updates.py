@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from engine_common import prompt, publish
-from vllm_harness import MOE, TIED, Harness, hugging_face, make
-from vllm_here import TOLERANCE
+from vllm_harness import MOE, TIED, UNTIED, Harness, hugging_face, make
+from vllm_here import ON_GPU, TOLERANCE
 
 from headway.config.shared import SharedMemoryWeights
 from headway.core.protocol import GenerateRequest, SamplingParams
@@ -20,15 +20,20 @@ from headway.transport.weights import make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = prompt(60)
+SHAPES = {"moe": MOE, "tied": TIED, "untied": UNTIED}
+OTHERS = [
+    pytest.param("tied", marks=pytest.mark.slow),
+    # On CPU the tests of adapters have one in float32.
+    pytest.param("untied", marks=pytest.mark.skipif(not ON_GPU, reason="for GPUs")),
+]
 
 
-@pytest.fixture(scope="module", params=["moe", pytest.param("tied", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["moe", *OTHERS])
 def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     """Its front passes one output on at a time, so that it falls far behind its engine."""
-    config = {"tied": TIED, "moe": MOE}[request.param]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1")
-        harness = Harness(config, tmp_path_factory.mktemp("vllm") / request.param)
+        harness = Harness(SHAPES[request.param], tmp_path_factory.mktemp("vllm") / request.param)
         yield harness
         harness.close()
 
