@@ -16,12 +16,20 @@ from headway.models.layers.rope import RotaryTable
 from headway.models.packed import ModelOutput, PackedTokens
 
 
+class Embedding(nn.Embedding):
+    """Leaves its weight unset, as all layers here do. Drawing it on the meta device would import torch's compiler, which
+    takes a process more than a second."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Decoder(nn.Module):
     """Embedding, blocks and final norm. Blocks get the stream and one shared context."""
 
     def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], Block]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        self.embed_tokens = Embedding(config.vocab_size, config.width)
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, config.norm_eps)
 
