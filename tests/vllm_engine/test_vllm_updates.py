@@ -23,8 +23,7 @@ TOKENS = prompt(60)
 SHAPES = {"moe": MOE, "tied": TIED, "untied": UNTIED}
 OTHERS = [
     pytest.param("tied", marks=pytest.mark.slow),
-    # On CPU the tests of adapters have one in float32.
-    pytest.param("untied", marks=pytest.mark.skipif(not ON_GPU, reason="for GPUs")),
+    pytest.param("untied", marks=pytest.mark.skipif(not ON_GPU, reason="on CPU the tests of adapters have one")),
 ]
 
 
