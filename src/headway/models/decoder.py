@@ -17,8 +17,8 @@ from headway.models.packed import ModelOutput, PackedTokens
 
 
 class Embedding(nn.Embedding):
-    """Leaves its weight unset, as all layers here do. Drawing it on the meta device would import torch's compiler, which
-    takes a process more than a second."""
+    """Leaves its weight unset, as all layers here do. To draw it on the meta device, torch would import its compiler,
+    which takes a second."""
 
     def reset_parameters(self) -> None:
         pass
