@@ -25,11 +25,10 @@ from headway.config.shared import (
     FilesystemWeights,
     LoraSettings,
     ModelSettings,
-    PlacementSettings,
     SharedMemoryWeights,
     WeightTransport,
 )
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import UsageError
 from headway.core.protocol import GenerateRequest
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
@@ -281,30 +280,6 @@ def test_stats_are_sums_over_steps_and_engines() -> None:
     stats.record(Step(2, 0.3), None, 0)
     assert (stats.running, stats.preemptions, stats.generated_tokens) == (3, 1, 9)
     assert stats.kv_usage == pytest.approx(0.2)
-
-
-def test_a_missing_vllm_is_said_with_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"not installed; pip install 'headway\[vllm\]'.*--engine embedded"):
-        load.load_vllm(serve_settings(engine="vllm"), folder)
-    assert not load.is_default()
-
-
-@pytest.mark.vllm
-def test_a_vllm_that_cannot_be_imported_is_said_with_torchs_version(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
-    with pytest.raises(HeadwayError, match=r"cannot be imported beside torch 2\.\d+.*headway doctor"):
-        load.load_vllm(serve_settings(engine="vllm"), folder)
-
-
-@pytest.mark.vllm
-def test_a_device_that_vllm_was_not_built_for_is_refused(folder: Path) -> None:
-    other = "cpu" if torch.cuda.is_available() else "cuda"
-    settings = ServeSettings(placement=PlacementSettings(device=other))
-    with pytest.raises(UsageError, match=f"not on {other}"):
-        load.load_vllm(settings, folder)
 
 
 def test_a_worker_ends_when_its_server_was_killed() -> None:
