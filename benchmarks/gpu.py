@@ -122,6 +122,7 @@ class Record:
         self._seconds: dict[str, float] = {}
         self._machine = machine()
         self._file = file
+        self._started = time.monotonic()
 
     def take(self, running: Running) -> None:
         """Wait for a part and add what came of it."""
@@ -142,7 +143,8 @@ class Record:
         self.rows += rows
         print(f"[{seconds:5.1f} s] " + "; ".join(f"{row.name} {row.ours}" for row in rows), flush=True)
         rows_now = [asdict(row) for row in self.rows]
-        record = {"machine": self._machine, "rows": rows_now, "results": self.results, "seconds": self._seconds}
+        seconds_now = self._seconds | {"total": round(time.monotonic() - self._started, 1)}
+        record = {"machine": self._machine, "rows": rows_now, "results": self.results, "seconds": seconds_now}
         self._file.parent.mkdir(exist_ok=True)
         self._file.write_text(json.dumps(record, indent=2) + "\n")
 
