@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import HeadwayError
 from headway.core.files import atomic_directory
-from headway.models.config import ModelConfig
+from headway.models.config import load_config as load_config
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
 from headway.models.weights import hf_layout, hf_tensors, load_hf_tensors
@@ -32,16 +32,6 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-
-
-def load_config(folder: Path | str) -> ModelConfig:
-    path = Path(folder) / "config.json"
-    try:
-        return ModelConfig.from_hf(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except FileNotFoundError:
-        raise UsageError(f"{folder} is no checkpoint folder: it has no config.json") from None
-    except (msgspec.DecodeError, UsageError) as error:
-        raise UsageError(f"{path}: {error}") from None
 
 
 def load_model(

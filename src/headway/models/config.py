@@ -1,7 +1,10 @@
 """The shape of a model: one dataclass over all families, to and from Hugging Face's config.json."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headway.core.errors import UsageError
 
@@ -133,6 +136,17 @@ def known_family(name: str) -> str:
     if name not in ARCHITECTURES:
         raise UsageError(f"unknown model family {name!r}; known: {', '.join(sorted(ARCHITECTURES))}")
     return name
+
+
+def load_config(folder: Path | str) -> ModelConfig:
+    """Of a checkpoint folder. Does without torch, for processes that only want to know a model's shape."""
+    path = Path(folder) / "config.json"
+    try:
+        return ModelConfig.from_hf(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except FileNotFoundError:
+        raise UsageError(f"{folder} is no checkpoint folder: it has no config.json") from None
+    except (msgspec.DecodeError, UsageError) as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def _shape(hf: dict[str, Any]) -> dict[str, Any]:
