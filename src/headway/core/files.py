@@ -8,20 +8,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replace `path` by `data`. A reader sees the old content or the new, never a part."""
+def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
+    """Replace `path` by `data`. A reader sees the old content or the new, never a part.
+
+    What is not `durable` is not flushed to disk: it may be lost, or empty, after the host crashed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with aside.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    if durable:
+        sync_directory(path.parent)
 
 
 @contextmanager
