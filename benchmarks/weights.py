@@ -14,18 +14,20 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights, WeightTransport
 from headway.core.runs import RunPaths
-from headway.transport.weights import make_receiver, make_sender
-from headway.transport.weights.fingerprint import Fingerprint, dtype_name
+from headway.transport.weights import checksum_device, make_receiver, make_sender
+from headway.transport.weights.checksum_device import DeviceCount, Parts
+from headway.transport.weights.fingerprint import Fingerprint
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 2
@@ -66,29 +68,43 @@ def tensors_of(megabytes: int, device: str) -> dict[str, Tensor]:
 
 @contextmanager
 def no_fingerprints(wanted: bool = True) -> Iterator[None]:
-    """If `wanted`, bytes are copied and not counted: both sides then agree that all sums are zero."""
-    add = Fingerprint.add
-    if wanted:
-        Fingerprint.add = _copy_only  # type: ignore[method-assign]
-    try:
+    """If `wanted`, bytes are copied in the same way and not counted: both sides then agree that all sums are zero."""
+    with ExitStack() as patches:
+        if wanted:
+            patches.enter_context(patch.object(Fingerprint, "add", _add))
+            patches.enter_context(patch.object(DeviceCount, "fetch", _wait))
+            patches.enter_context(patch.object(checksum_device, "count_many", _copy_many))
         yield
-    finally:
-        Fingerprint.add = add  # type: ignore[method-assign]
 
 
-def _copy_only(
-    self: Fingerprint,
-    name: str,
-    tensor: Tensor,
-    offset: int = 0,
-    shape: Iterable[int] | None = None,
-    dtype: torch.dtype | None = None,
-    copy: Tensor | None = None,
-) -> None:
-    self._entry(name, dtype_name(dtype or tensor.dtype), tuple(tensor.shape if shape is None else shape))
-    if copy is not None:
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        copy.view(-1).view(torch.uint8).copy_(data, non_blocking=True)
+_counted_add = Fingerprint.add
+
+
+def _add(self: Fingerprint, name: str, tensor: Tensor, *args: Any, copy: Tensor | None = None) -> None:
+    """As `Fingerprint.add`; what stays on the CPU is copied by torch."""
+    if tensor.is_cpu and (copy is None or copy.is_cpu):
+        _counted_add(self, name, tensor[:0], *args) if args else _counted_add(self, name, tensor[:0], 0, tensor.shape)
+        if copy is not None:
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            copy.view(-1).view(torch.uint8).copy_(data)
+    else:
+        _counted_add(self, name, tensor, *args, copy=copy)
+
+
+def _copy_many(parts: Parts) -> Tensor:
+    if not parts.copies:
+        return torch.empty(0)
+    from headway.transport.weights.checksum_triton import pass_by_triton
+
+    return pass_by_triton(parts, count=False)
+
+
+def _wait(self: DeviceCount[Any]) -> list[Any]:
+    for way in list(self._waiting):
+        self._launch(way)
+    self._launched.clear()
+    torch.cuda.current_stream().synchronize()
+    return []
 
 
 def measure(

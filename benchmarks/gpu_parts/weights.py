@@ -38,7 +38,7 @@ SHAPES = {
     "qwen3-4b": ModelConfig("qwen3", 151_936, 2560, 36, 32, 8, 128, 9728, tied=True, max_len=40_960),
 }
 SEQUENCES, PROMPT, OUTPUT = 64, 64, 900
-ROUNDS = 4
+ROUNDS = 10
 QUIET_STEPS = 30
 
 
@@ -147,7 +147,7 @@ def _train(pipe: Connection, shape: str, root: str) -> None:
             torch.cuda.synchronize()
             started = time.perf_counter()
             with no_fingerprints(not counted):
-                update = sender.publish(version, ((n, t.detach().to(torch.bfloat16)) for n, t in hf_tensors(model)))
+                update = sender.publish(version, hf_tensors(model), dtype=torch.bfloat16)
             torch.cuda.synchronize()
             pipe.send((msgspec.json.encode(update), {"publish": time.perf_counter() - started}))
 

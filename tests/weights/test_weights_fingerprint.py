@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.transport.weights import checksum_host
 from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Tally
-from headway.transport.weights.checksum_device import DeviceCount, Parts, count_by_torch, count_many
+from headway.transport.weights.checksum_device import DeviceCount, Parts, count_by_torch, count_many, in_one_pass
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
@@ -153,8 +153,8 @@ def test_shards_that_disagree_are_refused() -> None:
     fingerprint.add("w", torch.zeros(2), 0, (4,))
     with pytest.raises(ValueError, match="disagrees"):
         fingerprint.add("w", torch.zeros(2), 2, (2, 2))
-    with pytest.raises(ValueError, match="cannot stand for"):
-        fingerprint.add("x", torch.zeros(2), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="disagrees"):
+        fingerprint.add("w", torch.zeros(2), 2, (4,), torch.bfloat16)
 
 
 def _formula(data: bytes, offset: int) -> Tally:
@@ -278,14 +278,50 @@ def test_a_cut_within_the_first_word_of_a_row_adds_up(before: int, after: int, d
     assert total.hexdigest() == _digest(whole)
 
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PLACES = [(8, 0), (80, 16), (77, 3), (50 * ROW_BYTES + 3, ROW_BYTES * 4 + 12), (4_000 * ROW_BYTES, 0), (9, 4099)]
+PLACES += [(200 * ROW_BYTES + 48, ROW_BYTES - 16), (130 * ROW_BYTES - 8, 8), (64 * ROW_BYTES, 3 * ROW_BYTES)]
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@GPU
 def test_the_gpu_agrees_with_the_cpu() -> None:
-    sizes = [(1, 0), (77, 3), (50 * ROW_BYTES + 3, ROW_BYTES * 4 + 12), (4_000 * ROW_BYTES, 0), (9, 4099)] * 20
-    parts = [(_bits(number, size, torch.uint8), offset) for number, (size, offset) in enumerate(sizes)]
+    parts = [(_bits(number, size, torch.uint8), offset) for number, (size, offset) in enumerate(PLACES * 12)]
     assert _on_device(*((data.cuda(), offset) for data, offset in parts)) == [
         COUNTERS["compiled"](data, offset) for data, offset in parts
     ]
-    held = Parts([data.cuda() for data, _ in parts], [offset for _, offset in parts], [len(data) for data, _ in parts])
-    by_torch = [count_by_torch(data.cuda(), offset) for data, offset in parts]
-    assert torch.equal(count_many(held), torch.stack(by_torch))
+    for last in (False, True):
+        held = Parts(data=[data.cuda() for data, _ in parts], offsets=[offset for _, offset in parts])
+        held.sizes, held.last = [len(data) for data, _ in parts], [last] * len(parts)
+        by_torch = [count_by_torch(data.cuda(), offset, last) for data, offset in parts]
+        assert torch.equal(count_many(held), torch.stack(by_torch))
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("skew", [0, 1])
+def test_the_gpu_counts_what_it_copies(dtype: torch.dtype, skew: int) -> None:
+    """As bfloat16: in one pass or, where memory lies badly, in several; shards have their own place in the whole."""
+    fused = copied = 0
+    for number, (size, offset) in enumerate(PLACES):
+        count, begin = (size + 1) // 2, offset // 2
+        source = torch.randn(count + 16 + begin % 8, device="cuda", generator=_cuda_draw(number)).to(dtype)
+        source = source[begin % 8 + skew :][:count]
+        around = torch.full((2 * count + 4096,), 7, dtype=torch.uint8, device="cuda")
+        place = around[2 * (begin % 8) + 512 :][: 2 * count]
+        fingerprint = Fingerprint()
+        fingerprint.add("w", source, begin, (begin + count + number % 2,), torch.bfloat16, copy=place)
+        wanted, want = source.to(torch.bfloat16).cpu(), Fingerprint()
+        want.add("w", wanted, begin, (begin + count + number % 2,))
+        assert fingerprint.hexdigest() == want.hexdigest()
+        assert torch.equal(place.view(torch.bfloat16).cpu().view(torch.int16), wanted.view(torch.int16))
+        start = 2 * (begin % 8) + 512
+        assert (around[:start] == 7).all() and (around[start + 2 * count :] == 7).all()
+        copied += 1
+        fused += in_one_pass(source, place.view(torch.bfloat16), 2 * begin)
+    assert 0 < fused < copied if skew == 0 else fused == 0
+
+
+def _cuda_draw(seed: int) -> torch.Generator:
+    return torch.Generator("cuda").manual_seed(seed)

@@ -1,6 +1,6 @@
 """Weights as a stream of tensors under Hugging Face's names, out of a model and into one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,52 +42,53 @@ def hf_tensors(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
             yield part.name, whole[part.at] if part.at else whole
 
 
-def hf_places(model: DecoderLM) -> dict[str, Tensor]:
-    """The memory of every tensor of the checkpoint within the model's own parameters, which are not sharded."""
-    return {
-        part.name: parameter.data[part.at] for name, parameter in base_parameters(model) for part in _parts(model, name)
-    }
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a tensor of the checkpoint belongs: `place` is its own memory in `parameter`, as long as this isn't moved.
+    Of a `sharded` parameter it only stands for it."""
+
+    parameter: nn.Parameter
+    part: Part
+    place: Tensor
+    sharded: bool
 
 
-def load_hf_tensors(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def hf_targets(model: DecoderLM) -> dict[str, Target]:
+    """Of every tensor of the checkpoint."""
+    targets = {}
+    for name, parameter in base_parameters(model):
+        sharded = is_sharded(parameter)
+        whole = torch.empty(parameter.shape, device="meta") if sharded else parameter.data
+        for part in _parts(model, name):
+            targets[part.name] = Target(parameter, part, whole[part.at] if part.at else whole, sharded)
+    return targets
+
+
+def load_hf_tensors(
+    model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], targets: Mapping[str, Target] | None = None
+) -> None:
     """Copy a checkpoint's tensors, in any order, into the model's parameters. One that is there already stays.
 
-    Raises HeadwayError that names missing, extra and misshapen tensors; the model then holds a mix of old and new.
+    `targets` are the model's own, where the caller has them. Raises HeadwayError that names missing, extra and
+    misshapen tensors; the model then holds a mix of old and new.
     """
-    targets = {
-        part.name: _Target(parameter, part)
-        for name, parameter in base_parameters(model)
-        for part in _parts(model, name)
-    }
+    missing = dict(hf_targets(model) if targets is None else targets)
     problems = _Problems()
     staged = _ShardedParts()
     with torch.no_grad():
         for name, tensor in tensors:
-            target = targets.pop(name, None)
+            target = missing.pop(name, None)
             if target is None:
                 if not _ignorable(name, model):
                     problems.extra.append(name)
             elif tensor.shape != (place := target.place).shape:
                 problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(place.shape)}")
-            elif is_sharded(target.parameter):
+            elif target.sharded:
                 staged.add(target, tensor)
             elif place.data_ptr() != tensor.data_ptr():
                 place.copy_(tensor)
-    problems.missing += targets
+    problems.missing += missing
     problems.raise_any()
-
-
-@dataclass(slots=True)
-class _Target:
-    parameter: nn.Parameter
-    part: Part
-
-    @property
-    def place(self) -> Tensor:
-        """The tensor's own memory; of a sharded parameter, what stands for it."""
-        sharded = is_sharded(self.parameter)
-        whole = torch.empty(self.parameter.shape, device="meta") if sharded else self.parameter.data
-        return whole[self.part.at] if self.part.at else whole
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class _ShardedParts:
     wholes: dict[int, Tensor] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
 
-    def add(self, target: _Target, tensor: Tensor) -> None:
+    def add(self, target: Target, tensor: Tensor) -> None:
         parameter = target.parameter
         key = id(parameter)
         if key not in self.wholes:

@@ -32,25 +32,29 @@ class Publisher:
         """Every rank calls it. Returns metrics."""
         started = time.perf_counter()
         probe = make_probe(state, self._seq_len) if self._probes else None
-        sent = _Counted(outgoing(state))
-        self._sender.publish(state.step, sent, adapter=self._adapter, probe=probe)
-        return {"publish_seconds": time.perf_counter() - started, "publish_bytes": float(sent.bytes)}
+        sent, dtype = _Counted(outgoing(state)), state.compute_dtype
+        self._sender.publish(state.step, sent, adapter=self._adapter, probe=probe, dtype=dtype)
+        return {
+            "publish_seconds": time.perf_counter() - started,
+            "publish_bytes": float(sent.elements * dtype.itemsize),
+        }
 
     def close(self) -> None:
         self._sender.close()
 
 
 def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
-    """The tensors of a version, one parameter at a time; ranks that share the weights must iterate alike.
+    """The tensors of a version as they are trained, one parameter at a time; ranks that share the weights must iterate
+    alike.
 
     A sharded parameter goes out as it lies, each rank its rows, also where it is spread over several tensors. An
     adapter is small: it is gathered, since half of its tensors go out transposed.
     """
     if state.model.adapters is not None:
-        yield from ((name, tensor.detach().to(state.compute_dtype)) for name, tensor in adapter_tensors(state.model))
+        yield from ((name, tensor.detach()) for name, tensor in adapter_tensors(state.model))
         return
     for name, parameter in base_parameters(state.model):
-        tensor = parameter.detach().to(state.compute_dtype)
+        tensor = parameter.detach()
         parts = FAMILIES[state.config.family].parts(name, state.config)
         if any(part.at for part in parts):
             yield from parts_of(tensor, ((part.name, part.at) for part in parts))
@@ -59,13 +63,13 @@ def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
 
 
 class _Counted:
-    """Passes tensors on and counts their bytes."""
+    """Passes tensors on and counts their elements."""
 
     def __init__(self, tensors: Iterator[tuple[str, Tensor | Shard]]) -> None:
         self._tensors = tensors
-        self.bytes = 0
+        self.elements = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor | Shard]]:
         for name, tensor in self._tensors:
-            self.bytes += tensor.numel() * tensor.itemsize
+            self.elements += tensor.numel()
             yield name, tensor

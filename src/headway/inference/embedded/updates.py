@@ -15,7 +15,7 @@ from headway.inference.engine import UpdateError
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model
 from headway.models.serving import join_siblings, take_weights
-from headway.models.weights import hf_places, load_hf_tensors
+from headway.models.weights import Target, hf_targets, load_hf_tensors
 from headway.transport.weights import make_receiver
 
 
@@ -39,6 +39,7 @@ class Updater:
         self._engine = engine
         self._lora = lora
         self._spare: DecoderLM | None = None
+        self._kept: dict[str, Target] = {}
         self._receiver = make_receiver(str(engine.runner.device))
         self._side = SideStream(engine.runner.device)
 
@@ -70,7 +71,9 @@ class Updater:
         staged = Staged(update, 0)
         try:
             if update.adapter is None:
-                load_hf_tensors(self._buffers(), self._receive(staged, hf_places(self._buffers())))
+                targets = self._targets()
+                places = {name: target.place for name, target in targets.items()}
+                load_hf_tensors(self._buffers(), self._receive(staged, places), targets)
                 if update.probe is not None:
                     check_probe(self._buffers(), update.probe)
             else:
@@ -91,6 +94,12 @@ class Updater:
             self._spare = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
             join_siblings(self._spare)
         return self._spare
+
+    def _targets(self) -> dict[str, Target]:
+        """Where tensors go in the buffers, which stay where they are on an accelerator, and trade places on a CPU."""
+        if not self._kept or self._engine.model.head_weight().is_cpu:
+            self._kept = hf_targets(self._buffers())
+        return self._kept
 
     def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
         ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}

@@ -13,12 +13,15 @@ from headway.core.runs import RunPaths
 _NAME = re.compile(r"v(\d{6,})\.json")
 
 
-def announce(paths: RunPaths, update: WeightUpdate) -> None:
-    """Make `update` the latest. Announcements of later versions (of a run that went back to a checkpoint) go."""
+def announce(paths: RunPaths, update: WeightUpdate, *, durable: bool = True) -> None:
+    """Make `update` the latest. Announcements of later versions (of a run that went back to a checkpoint) go.
+
+    Of a version in memory an announcement need not be `durable`: it outlives no crash of the host either.
+    """
     for version in announced(paths):
         if version > update.version:
             withdraw(paths, version)
-    write_atomic(paths.announcement(update.version), msgspec.json.encode(update))
+    write_atomic(paths.announcement(update.version), msgspec.json.encode(update), durable=durable)
 
 
 def latest(paths: RunPaths) -> WeightUpdate | None:

@@ -7,6 +7,7 @@ from headway.core.protocol import WeightProbe, WeightUpdate
 
 if TYPE_CHECKING:
     # The orchestrator reads announcements from this package, and has no use for torch.
+    import torch
     from torch import Tensor
 
     from headway.transport.weights.shards import Shard
@@ -22,9 +23,17 @@ class WeightSender(Protocol):
     """Lives in the trainer; every rank calls it with its part. Names are Hugging Face's."""
 
     def publish(
-        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+        self,
+        version: int,
+        tensors: NamedTensors,
+        adapter: str | None = None,
+        probe: WeightProbe | None = None,
+        dtype: "torch.dtype | None" = None,
     ) -> WeightUpdate:
-        """Make `version` available and announce it. Returns what engines are to be told. Rank 0's `probe` counts."""
+        """Make `version` available and announce it. Returns what engines are to be told. Rank 0's `probe` counts.
+
+        Where `dtype` is given all tensors are cast to it on their way.
+        """
         ...
 
     def close(self) -> None: ...

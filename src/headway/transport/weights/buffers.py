@@ -44,8 +44,8 @@ class Buffer:
             if self._pinned:
                 device_memory.unpin(memory)
             segments.segment(self._prefix, self._number, self._rank, slab).unlink(missing_ok=True)
-        self._host.slabs.clear()
-        self._on_device.slabs.clear()
+        self._host.clear()
+        self._on_device.clear()
         for handle in self.handles:
             device_memory.release(handle)
         self.handles.clear()

@@ -1,5 +1,6 @@
 """Bytes from a trainer's rank to an engine, chunk by chunk: NCCL between two GPUs, gloo otherwise."""
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,13 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.transport.weights.device_memory import gpu_uuid
+
 AHEAD = 2
 """Chunks that are on their way while one is worked on."""
 _SENDER, _RECEIVER = 0, 1
 
 
+def gpu_name(device: torch.device) -> str:
+    """Which GPU of which host NCCL takes it for, which doesn't look beyond the host's name in NCCL_HOSTID."""
+    return f"{os.environ.get('NCCL_HOSTID', '')}/{gpu_uuid(device)}"
+
+
 def backend_between(some: str, other: str) -> str:
-    """For processes on these GPUs (their UUIDs; "" for none). NCCL connects two different ones, and never one with
+    """For processes on these GPUs (their names; "" for none). NCCL connects two different ones, and never one with
     itself."""
     return "nccl" if some and other and some != other else "gloo"
 

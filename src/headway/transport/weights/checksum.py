@@ -53,14 +53,15 @@ class Tally:
         return total
 
 
-def tally(offset: int, size: int, rows: Sums, head: Sums, tail: Sums) -> Tally:
+def tally(offset: int, size: int, rows: Sums, head: Sums, tail: Sums, *, last: bool = False) -> Tally:
     """Of `size` bytes that begin `offset` bytes into the tensor: the complete rows' scrambled sums, the first row's
-    where that isn't complete, and the last row's where that is another one and isn't complete."""
+    where that isn't complete, and the last row's where that is another one and isn't complete. Where the tensor ends
+    with these bytes, their `last` row is."""
     out = Tally(rows)
     end = offset + size
     if offset % ROW_BYTES:
         out.loose[offset // ROW_BYTES] = head
-    if end % ROW_BYTES and (not offset % ROW_BYTES or end // ROW_BYTES > offset // ROW_BYTES):
+    if end % ROW_BYTES and not last and (not offset % ROW_BYTES or end // ROW_BYTES > offset // ROW_BYTES):
         out.loose[end // ROW_BYTES] = tail
     return out
 

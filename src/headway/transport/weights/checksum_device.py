@@ -1,8 +1,12 @@
-"""The checksum on an accelerator: a kernel where there is Triton, torch's own operations elsewhere."""
+"""The checksum on an accelerator, on the way of a copy where one is made.
 
+A kernel counts where there is Triton, torch's own operations elsewhere.
+"""
+
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,64 +18,100 @@ _CHUNK = 1 << 13
 """Rows per round (32 MiB), which bounds what torch's operations write on their way."""
 _TOGETHER = 64
 """Tensors that are counted in one launch: the accelerator works while the host goes on to the next ones."""
+UNIT = 16
+"""Bytes that a kernel reads at a time."""
 
 Key = TypeVar("Key")
 
 
-class Parts(NamedTuple):
-    """Contiguous memory of an accelerator: `sizes` bytes each, which begin `offsets` bytes into the whole tensors."""
+@dataclass(slots=True)
+class Parts:
+    """Contiguous memory of an accelerator: `sizes` bytes each, which begin `offsets` bytes into the whole tensors and,
+    where `last`, are the end of them. With `copies` it is copied there, from float32 to bfloat16 if it is to be `cast`;
+    then sizes and offsets are those of the copies."""
 
-    data: list[Tensor]
-    offsets: list[int]
-    sizes: list[int]
+    cast: bool = False
+    data: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    last: list[bool] = field(default_factory=list)
 
 
 class DeviceCount(Generic[Key]):
     """Counts memory of one accelerator, in the current stream. What is given must stay unchanged until `fetch`."""
 
     def __init__(self) -> None:
-        self._waiting = Parts([], [], [])
-        self._given: list[tuple[Key, int, int]] = []
-        self._sums: list[Tensor] = []
+        self._waiting: dict[tuple[bool, bool], tuple[list[Key], Parts]] = {}
+        self._launched: list[tuple[list[Key], Parts, Tensor]] = []
 
-    def add(self, key: Key, data: Tensor, offset: int) -> None:
-        """Contiguous memory that begins `offset` bytes into the whole tensor of `key`. Nothing is synchronized."""
-        waiting, size = self._waiting, data.nbytes
-        waiting.data.append(data)
-        waiting.offsets.append(offset)
-        waiting.sizes.append(size)
-        self._given.append((key, offset, size))
-        if len(waiting.data) == _TOGETHER:
-            self._launch()
+    def add(self, key: Key, data: Tensor, offset: int, copy: Tensor | None = None, *, last: bool = False) -> None:
+        """Contiguous memory that begins `offset` bytes into the whole tensor of `key`, and is its `last` part or not.
+
+        `copy` gets it on the way, if `in_one_pass` says so. Nothing is synchronized."""
+        target = data if copy is None else copy
+        way = (copy is not None, target.dtype is not data.dtype)
+        if way not in self._waiting:
+            self._waiting[way] = ([], Parts(cast=way[1]))
+        keys, parts = self._waiting[way]
+        keys.append(key)
+        parts.data.append(data)
+        if copy is not None:
+            parts.copies.append(copy)
+        parts.offsets.append(offset)
+        parts.sizes.append(target.nbytes)
+        parts.last.append(last)
+        if len(keys) == _TOGETHER:
+            self._launch(way)
 
     def fetch(self) -> list[tuple[Key, Tally]]:
         """Wait for all that was added, with one copy to the host."""
-        self._launch()
-        if not self._given:
+        for way in list(self._waiting):
+            self._launch(way)
+        if not self._launched:
             return []
-        sums = torch.cat(self._sums).cpu().numpy().view(np.uint64).tolist()
-        given, self._given, self._sums = self._given, [], []
-        return [(key, _tally(offset, size, *some)) for (key, offset, size), some in zip(given, sums, strict=True)]
+        sums = iter(torch.cat([out for _, _, out in self._launched]).cpu().numpy().view(np.uint64).tolist())
+        launched, self._launched = self._launched, []
+        return [
+            (key, tally(offset, size, (some[0], some[1]), (some[2], some[3]), (some[4], some[5]), last=last))
+            for keys, parts, _ in launched
+            for key, offset, size, last, some in zip(keys, parts.offsets, parts.sizes, parts.last, sums, strict=False)
+        ]
 
-    def _launch(self) -> None:
-        if self._waiting.data:
-            self._sums.append(count_many(self._waiting))
-            self._waiting = Parts([], [], [])
+    def _launch(self, way: tuple[bool, bool]) -> None:
+        keys, parts = self._waiting.pop(way)
+        self._launched.append((keys, parts, count_many(parts)))
+
+
+def in_one_pass(data: Tensor, copy: Tensor, offset: int) -> bool:
+    """Whether `data`, `offset` bytes into the whole tensor, can be counted while it is copied to `copy`, contiguous
+    memory of the elements' own dtype or of the one that they are cast to."""
+    if not (data.is_cuda and copy.is_cuda and copy.device == data.device and data.is_contiguous()):
+        return False
+    cast = data.dtype is torch.float32 and copy.dtype is torch.bfloat16
+    source = data.data_ptr() - offset * (2 if cast else 1)
+    return (
+        (cast or data.dtype is copy.dtype)
+        and _triton_installed()
+        and not (offset % 8 or copy.nbytes % 8)
+        and not (source % UNIT or (copy.data_ptr() - offset) % UNIT)
+    )
 
 
 def count_many(parts: Parts) -> Tensor:
     """For each part a line of sums, plain and keyed: of its complete rows, scrambled; of its first row; of its last."""
     if parts.data[0].is_cuda and _triton_installed():
-        from headway.transport.weights.checksum_triton import count_by_triton
+        from headway.transport.weights.checksum_triton import pass_by_triton
 
-        return count_by_triton(parts)
-    return torch.stack([count_by_torch(data, offset) for data, offset in zip(parts.data, parts.offsets, strict=True)])
+        with torch.cuda.device(parts.data[0].device):
+            return pass_by_triton(parts)
+    return torch.stack([count_by_torch(*part) for part in zip(parts.data, parts.offsets, parts.last, strict=True)])
 
 
-def count_by_torch(data: Tensor, offset: int) -> Tensor:
+def count_by_torch(data: Tensor, offset: int, last: bool = False) -> Tensor:
     end = offset + data.nbytes
     words, number = words_of(data, offset), offset // ROW_BYTES
-    rows, before = -(-end // ROW_BYTES) - number, offset % ROW_BYTES // 8
+    rows, before = -(-end // ROW_BYTES) - number, offset // UNIT * UNIT % ROW_BYTES // 8
     words = torch.nn.functional.pad(words, (before, rows * ROW - before - len(words)))
     keys = keys_on(words.device).long() & 0xFFFFFFFF
     chunks = torch.split(words.view(-1, ROW), _CHUNK)
@@ -79,7 +119,7 @@ def count_by_torch(data: Tensor, offset: int) -> Tensor:
     keyed = torch.cat([((chunk & 0xFFFFFFFF) * keys[0] + _shifted(chunk, 32) * keys[1]).sum(1) for chunk in chunks])
     sums = torch.stack([plain, keyed])
     first = int(offset % ROW_BYTES > 0)
-    complete = sums[:, first : max(first, rows - int(end % ROW_BYTES > 0))]
+    complete = sums[:, first : max(first, rows - int(end % ROW_BYTES > 0 and not last))]
     x = torch.arange(1, complete.shape[1] + 1, device=words.device) + (number + first)
     x = complete + x * signed(STEP)
     x = (x ^ _shifted(x, 30)) * signed(MIX[0])
@@ -88,18 +128,13 @@ def count_by_torch(data: Tensor, offset: int) -> Tensor:
 
 
 def words_of(data: Tensor, offset: int) -> Tensor:
-    """Contiguous memory as int64 words, zero-padded to word boundaries of the whole."""
-    flat, lead = data.detach().view(-1).view(torch.uint8), offset % 8
-    if not aligned(data, offset):
-        padded = flat.new_zeros((lead + len(flat) + 7) // 8 * 8)
+    """Contiguous memory as int64 words, zero-padded to units of the whole where its own are others."""
+    flat, lead = data.detach().view(-1).view(torch.uint8), offset % UNIT
+    if lead or len(flat) % 8 or data.data_ptr() % UNIT:
+        padded = flat.new_zeros((lead + len(flat) + UNIT - 1) // UNIT * UNIT)
         padded[lead : lead + len(flat)] = flat
         flat = padded
     return flat.view(torch.int64)
-
-
-def aligned(data: Tensor, offset: int) -> bool:
-    """Whether words of the whole are words of the memory."""
-    return not (offset % 8 or data.nbytes % 8 or data.data_ptr() % 8)
 
 
 @cache
@@ -111,10 +146,6 @@ def keys_on(device: torch.device) -> Tensor:
 def signed(word: int) -> int:
     """The integer of 64 bits with a sign that has the same bits."""
     return word - (1 << 64) if word >> 63 else word
-
-
-def _tally(offset: int, size: int, *sums: int) -> Tally:
-    return tally(offset, size, (sums[0], sums[1]), (sums[2], sums[3]), (sums[4], sums[5]))
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:

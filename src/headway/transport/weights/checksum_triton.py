@@ -1,4 +1,4 @@
-"""The checksum in one pass over an accelerator's memory, for many tensors in one launch."""
+"""The checksum in one pass over an accelerator's memory, which copies on the way, for many tensors in one launch."""
 
 import numpy as np
 import torch
@@ -8,16 +8,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.transport.weights.checksum import MIX, ROW, ROW_BYTES, STEP
-from headway.transport.weights.checksum_device import Parts, aligned, keys_on, signed, words_of
+from headway.transport.weights.checksum_device import UNIT, Parts, keys_on, signed, words_of
 
 Ints = NDArray[np.int64]
 
-_TILE = 4
-"""Rows that a program reads at a time."""
-_ROUNDS = 32
+_TILE = 1
+"""Rows that a program reads at a time. One warp has one row: then its sums need no shared memory."""
+_ROUNDS = 64
 """Tiles that a program reads one after the other."""
-_WARPS = 4
-_FIELDS = 8
+_WARPS = 1
+_FIELDS = 9
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -28,81 +28,143 @@ def _scrambled(x, row, STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.conste
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _as_bfloat16(x, TILE: tl.constexpr, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of four elements each."""
+    bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    even, odd = tl.split(tl.reshape(bits, (TILE, 2 * ROW, 2)))
+    low, high = tl.split(tl.reshape(even | (odd << 16), (TILE, ROW, 2)))
+    return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _words(  # type: ignore[no-untyped-def]
+    source, row, left, right,
+    INSIDE: tl.constexpr, CAST: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Rows of words. Those before `left` and from `right` on are zero; where all are INSIDE, loads are wider."""
+    if CAST:
+        at = row[:, None] * (4 * ROW) + tl.arange(0, 4 * ROW)[None, :]
+        within = (at >= 4 * left) & (at < 4 * right)
+        word = _as_bfloat16(tl.load(source + at) if INSIDE else tl.load(source + at, mask=within, other=0.0), TILE, ROW)
+    else:
+        at = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
+        word = tl.load(source + at) if INSIDE else tl.load(source + at, mask=(at >= left) & (at < right), other=0)
+    return word
+
+
 @triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]  # triton has no types
-def _count(  # type: ignore[no-untyped-def]
+def _pass(  # type: ignore[no-untyped-def]
     table, keys, out, parts,
     FIELDS: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, ROUNDS: tl.constexpr,
+    CAST: tl.constexpr, COPY: tl.constexpr, COUNT: tl.constexpr,
     STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.constexpr,
 ):  # fmt: skip
     """`table` has `FIELDS` numbers for each part (see `_table`), then every program's part. `out` is zero before."""
     program = tl.program_id(0).to(tl.int64)
     part = tl.load(table + parts * FIELDS + program)
     entry = table + part * FIELDS
-    words = tl.load(entry).to(tl.pointer_type(tl.int64))
-    count, before, number = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    first, last, rows = tl.load(entry + 4), tl.load(entry + 5), tl.load(entry + 6)
-    start = (program - tl.load(entry + 7)) * ROUNDS * TILE
+    if CAST:
+        source = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.float32)), 16)
+    else:
+        source = tl.multiple_of(tl.load(entry).to(tl.pointer_type(tl.int64)), 16)
+    target = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(tl.int64)), 16)
+    left, right, number = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    first, last, rows = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
+    start = (program - tl.load(entry + 8)) * (ROUNDS * TILE)
+    end = start + ROUNDS * TILE
     place = tl.arange(0, ROW)[None, :]
+    tile = tl.arange(0, TILE).to(tl.int64)
     # Numbers that are seen to have 32 bits are multiplied in one instruction.
     low_key = tl.load(keys + place).to(tl.int64) & 0xFFFFFFFF
     high_key = tl.load(keys + ROW + place).to(tl.int64) & 0xFFFFFFFF
     plain_total = tl.zeros((TILE,), dtype=tl.int64)
     keyed_total = tl.zeros((TILE,), dtype=tl.int64)
-    here = tl.zeros((TILE,), dtype=tl.int32)
     sums = out + part * 6
-    for turn in range(ROUNDS):
-        row = start + turn * TILE + tl.arange(0, TILE).to(tl.int64)
-        at = row[:, None] * ROW - before + place
-        word = tl.load(words + at, mask=(at >= 0) & (at < count), other=0)
-        plain = tl.sum(word, axis=1)
-        keyed = tl.sum((word & 0xFFFFFFFF) * low_key + ((word >> 32) & 0xFFFFFFFF) * high_key, axis=1)
-        complete = (row >= first) & (row < last)
-        plain_total += tl.where(complete, _scrambled(plain, number + row, STEP, MIX_0, MIX_1), 0)
-        keyed_total += tl.where(complete, _scrambled(keyed, number + row, STEP, MIX_0, MIX_1), 0)
-        tl.store(sums + 2 + here, plain, mask=row == 0)
-        tl.store(sums + 3 + here, keyed, mask=row == 0)
-        tl.store(sums + 4 + here, plain, mask=row == rows - 1)
-        tl.store(sums + 5 + here, keyed, mask=row == rows - 1)
-    tl.atomic_add(sums, tl.sum(plain_total, axis=0))
-    tl.atomic_add(sums + 1, tl.sum(keyed_total, axis=0))
+    if (start >= first) & (end <= last) & (end * ROW <= right):
+        for turn in range(ROUNDS):
+            row = start + turn * TILE + tile
+            word = _words(source, row, left, right, True, CAST, ROW, TILE)
+            if COPY:
+                tl.store(target + (row[:, None] * ROW + place), word)
+            if COUNT:
+                plain = tl.sum(word, axis=1)
+                keyed = tl.sum((word & 0xFFFFFFFF) * low_key + ((word >> 32) & 0xFFFFFFFF) * high_key, axis=1)
+                plain_total += _scrambled(plain, number + row, STEP, MIX_0, MIX_1)
+                keyed_total += _scrambled(keyed, number + row, STEP, MIX_0, MIX_1)
+    else:
+        here = tl.zeros((TILE,), dtype=tl.int32)
+        for turn in range(tl.minimum(ROUNDS, (rows - start + TILE - 1) // TILE).to(tl.int32)):
+            row = start + turn * TILE + tile
+            word = _words(source, row, left, right, False, CAST, ROW, TILE)
+            if COPY:
+                at = row[:, None] * ROW + place
+                tl.store(target + at, word, mask=(at >= left) & (at < right))
+            if COUNT:
+                plain = tl.sum(word, axis=1)
+                keyed = tl.sum((word & 0xFFFFFFFF) * low_key + ((word >> 32) & 0xFFFFFFFF) * high_key, axis=1)
+                complete = (row >= first) & (row < last)
+                plain_total += tl.where(complete, _scrambled(plain, number + row, STEP, MIX_0, MIX_1), 0)
+                keyed_total += tl.where(complete, _scrambled(keyed, number + row, STEP, MIX_0, MIX_1), 0)
+                tl.store(sums + 2 + here, plain, mask=row == 0)
+                tl.store(sums + 3 + here, keyed, mask=row == 0)
+                tl.store(sums + 4 + here, plain, mask=row == rows - 1)
+                tl.store(sums + 5 + here, keyed, mask=row == rows - 1)
+    if COUNT:
+        tl.atomic_add(sums, tl.sum(plain_total, axis=0))
+        tl.atomic_add(sums + 1, tl.sum(keyed_total, axis=0))
 
 
-def count_by_triton(parts: Parts) -> Tensor:
-    """As `checksum_device.count_by_torch` for each of `parts`, all on one device."""
+def pass_by_triton(parts: Parts, *, count: bool = True) -> Tensor:
+    """Copy `parts`, all on one device, where they have copies, and count them: as `checksum_device.count_by_torch` for
+    each. What is not counted is zero."""
     device = parts.data[0].device
-    pairs = zip(parts.data, parts.offsets, strict=True)
-    memory = [data if aligned(data, offset) else words_of(data, offset) for data, offset in pairs]
-    table, programs = _table([data.data_ptr() for data in memory], np.array(parts.offsets), np.array(parts.sizes))
-    out = torch.zeros((len(memory), 6), dtype=torch.int64, device=device)
-    with torch.cuda.device(device):
-        _count[(programs,)](
-            torch.from_numpy(table).to(device, non_blocking=True),
-            keys_on(device),
-            out,
-            len(memory),
-            FIELDS=_FIELDS,
-            ROW=ROW,
-            TILE=_TILE,
-            ROUNDS=_ROUNDS,
-            STEP=signed(STEP),
-            MIX_0=signed(MIX[0]),
-            MIX_1=signed(MIX[1]),
-            num_warps=_WARPS,
-        )
+    table, programs = _table(parts)
+    out = torch.zeros((len(parts.data), 6), dtype=torch.int64, device=device)
+    _pass[(programs,)](
+        torch.from_numpy(table).to(device, non_blocking=True),
+        keys_on(device),
+        out,
+        len(parts.data),
+        FIELDS=_FIELDS,
+        ROW=ROW,
+        TILE=_TILE,
+        ROUNDS=_ROUNDS,
+        CAST=parts.cast,
+        COPY=bool(parts.copies),
+        COUNT=count,
+        STEP=signed(STEP),
+        MIX_0=signed(MIX[0]),
+        MIX_1=signed(MIX[1]),
+        num_warps=_WARPS,
+    )
     return out
 
 
-def _table(addresses: list[int], offsets: Ints, sizes: Ints) -> tuple[Ints, int]:
-    """For each part: address, words, words that are missing of its first row, that row's number, the complete rows, all
-    rows, its first program. Then each program's part. And how many programs there are."""
+def _table(parts: Parts) -> tuple[Ints, int]:
+    """For each part: where its first row would begin in memory and in the copy's, from where to where in it there are
+    words, that row's number, the complete rows, all rows, its first program. Then each program's part. And how many
+    programs there are."""
+    offsets, sizes = np.array(parts.offsets), np.array(parts.sizes)
     ends = offsets + sizes
     number = offsets // ROW_BYTES
     rows = -(-ends // ROW_BYTES) - number
     first = (offsets % ROW_BYTES > 0).astype(np.int64)
-    last = np.maximum(first, rows - (ends % ROW_BYTES > 0))
-    words = (offsets % 8 + sizes + 7) // 8
+    last = np.maximum(first, rows - ((ends % ROW_BYTES > 0) & ~np.array(parts.last)))
+    begins = offsets if parts.copies else offsets // UNIT * UNIT
+    left = begins % ROW_BYTES // 8
+    right = (ends + 7) // 8 - number * ROW
+    sources = np.array(_addresses(parts)) - left * (16 if parts.cast else 8)
+    targets = np.array([copy.data_ptr() for copy in parts.copies]) - left * 8 if parts.copies else sources
     programs = -(-rows // (_TILE * _ROUNDS))
     starts = np.cumsum(programs) - programs
-    fields = [np.array(addresses), words, offsets % ROW_BYTES // 8, number, first, last, rows, starts]
     owners = np.repeat(np.arange(len(programs)), programs)
+    fields = [sources, targets, left, right, number, first, last, rows, starts]
     return np.concatenate([np.stack(fields, axis=1).ravel(), owners]), len(owners)
+
+
+def _addresses(parts: Parts) -> list[int]:
+    """Where a part's words begin. One that is only counted and lies badly is copied first, to where it lies well."""
+    if not parts.copies:
+        parts.data[:] = [words_of(data, offset) for data, offset in zip(parts.data, parts.offsets, strict=True)]
+    return [data.data_ptr() for data in parts.data]

@@ -22,11 +22,10 @@ from headway.core.runs import RunPaths
 from headway.transport.weights.announce import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES
 from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.channels import AHEAD, backend_between, receive, send
-from headway.transport.weights.device_memory import gpu_uuid
-from headway.transport.weights.layout import Arrival, Contents, Layout, gather_layout
+from headway.transport.weights.channels import AHEAD, backend_between, gpu_name, receive, send
+from headway.transport.weights.layout import Arrival, Layout, gather_layout
 from headway.transport.weights.mappings import Mappings
-from headway.transport.weights.pairing import connect_store, open_store, pair
+from headway.transport.weights.pairing import connect_store, open_store, paired
 from headway.transport.weights.parking import park
 from headway.transport.weights.ranks import barrier, on_rank_zero, rank_and_ranks
 from headway.transport.weights.shards import Shard, shards
@@ -40,7 +39,7 @@ CHUNK_BYTES = 1 << 24
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """What an engine asks all ranks for. `gpu` is the UUID of its own, "" where it has none."""
+    """What an engine asks all ranks for. `gpu` is the name of its own, "" where it has none."""
 
     version: int
     gpu: str = ""
@@ -66,12 +65,17 @@ class CollectiveSender:
         self._watcher.start()
 
     def publish(
-        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+        self,
+        version: int,
+        tensors: NamedTensors,
+        adapter: str | None = None,
+        probe: WeightProbe | None = None,
+        dtype: torch.dtype | None = None,
     ) -> WeightUpdate:
         arena = self._shelf.spare()
         if self._last is not None:
             self._retire()
-        mine = arena.fill(self._noted(shards(tensors, self._rank, self._ranks)), self._rank)
+        mine = arena.fill(self._noted(shards(tensors, self._rank, self._ranks, dtype)), self._rank)
         layout = gather_layout(mine, self._ranks)
         self._shelf.put(version, layout, arena)
         barrier()  # an engine that reads the announcement finds every rank ready
@@ -95,7 +99,7 @@ class CollectiveSender:
     def _post(self, update: WeightUpdate, layout: Layout) -> None:
         assert self._master is not None
         self._master.set(_layout_key(update.version), msgspec.json.encode(layout).decode())
-        announce(self._paths, update)
+        announce(self._paths, update, durable=False)
         self._retire()
 
     def _retire(self) -> None:
@@ -110,7 +114,7 @@ class CollectiveSender:
         for shard in mine:
             if self._gpu is None and shard.tensor.is_cuda:
                 self._gpu = shard.tensor.device
-                connect_store(self._host, self._port).set(_gpu_key(self._rank), gpu_uuid(self._gpu))
+                connect_store(self._host, self._port).set(_gpu_key(self._rank), gpu_name(self._gpu))
             yield shard
 
     def _slab(self, number: int, size: int) -> Tensor:
@@ -140,11 +144,11 @@ class CollectiveSender:
                 pieces = held.layout.pieces[self._rank] if held else []
                 if held is None or not any(pieces):
                     return
-                backend = backend_between(gpu_uuid(self._gpu) if self._gpu else "", asked.gpu)
-                group = pair(store, _group_name(request, self._rank), 0, self._host, backend)
+                backend = backend_between(gpu_name(self._gpu) if self._gpu else "", asked.gpu)
                 slabs = held.arena.slabs
                 chunks = (slabs[piece][start:end] for piece, start, end in _chunks(pieces))
-                send(group, chunks, self._gpu if backend == "nccl" else None)
+                with paired(store, _group_name(request, self._rank), 0, self._host, backend) as group:
+                    send(group, chunks, self._gpu if backend == "nccl" else None)
         except RuntimeError as error:
             _log.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
 
@@ -162,22 +166,22 @@ def fetch(update: WeightUpdate, mappings: Mappings) -> tuple[Layout, Iterator[Ar
 
 def _receive(store: Any, layout: Layout, update: WeightUpdate, mappings: Mappings) -> Iterator[Arrival]:
     host, port = update.transport["host"], update.transport["port"]
-    gpu = gpu_uuid(mappings.device) if mappings.device.type == "cuda" else ""
+    gpu = gpu_name(mappings.device) if mappings.device.type == "cuda" else ""
     with _explained(update.version, host, port):
         request = store.add(_REQUESTS, 1) - 1
         store.set(_request_key(request), msgspec.json.encode(_Request(update.version, gpu)).decode())
-        contents = Contents(layout)
+        contents = mappings.contents(layout)
         for rank, pieces in enumerate(layout.pieces):
             if not any(pieces):
                 continue
             theirs = store.get(_gpu_key(rank)).decode() if store.check([_gpu_key(rank)]) else ""
             backend = backend_between(theirs, gpu)
-            group = pair(store, _group_name(request, rank), 1, host, backend)
             chunks = list(_chunks(pieces))
             scratch = mappings.scratch(AHEAD + 1, CHUNK_BYTES, on_device=backend == "nccl")
-            arrived = receive(group, (end - start for _, start, end in chunks), scratch)
-            for (piece, start, _), data in zip(chunks, arrived, strict=True):
-                yield from contents.arrivals(rank, piece, data, start, lasts=False)
+            with paired(store, _group_name(request, rank), 1, host, backend) as group:
+                arrived = receive(group, (end - start for _, start, end in chunks), scratch)
+                for (piece, start, _), data in zip(chunks, arrived, strict=True):
+                    yield from contents.arrivals(rank, piece, data, start, lasts=False)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -46,12 +47,17 @@ class FilesystemSender:
         self._keep = settings.keep_last
 
     def publish(
-        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+        self,
+        version: int,
+        tensors: NamedTensors,
+        adapter: str | None = None,
+        probe: WeightProbe | None = None,
+        dtype: torch.dtype | None = None,
     ) -> WeightUpdate:
         rank, ranks = rank_and_ranks()
         folder = self._paths.version(version)
         on_rank_zero(lambda: _clear(aside(folder)))
-        mine = write_shards(aside(folder), rank, shards(tensors, rank, ranks))
+        mine = write_shards(aside(folder), rank, shards(tensors, rank, ranks, dtype))
         layout = gather_layout(mine, ranks)
         update = WeightUpdate(
             version, layout.fingerprint, transport_of(folder), policy=self._policy, adapter=adapter, probe=probe
@@ -86,14 +92,15 @@ def write_shards(folder: Path, rank: int, mine: Iterable[Shard]) -> RankParts:
     if held:
         with tensor_file(folder / _file(rank), [_entry(shard) for shard in held]) as places:
             for shard in held:
-                fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape, copy=places[shard.name])
+                place = places[shard.name]
+                fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape, shard.dtype, copy=place)
             fingerprint.settle()
-    return RankParts(fingerprint.parts(), parts, [sum(shard.tensor.nbytes for shard in held)] if held else [])
+    return RankParts(fingerprint.parts(), parts, [sum(shard.nbytes for shard in held)] if held else [])
 
 
 def _entry(shard: Shard) -> Entry:
     tensor = shard.tensor
-    return shard.name, tensor.dtype, shard.shape if shard.whole else tuple(tensor.shape), tensor.nbytes
+    return shard.name, shard.dtype, shard.shape if shard.whole else tuple(tensor.shape), shard.nbytes
 
 
 def release(paths: RunPaths, layout: Layout, update: WeightUpdate, keep_last: int) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 
 import msgspec
 import torch
 from torch import Tensor
 
 from headway.transport.weights.checksum import Tally
-from headway.transport.weights.checksum_device import DeviceCount
+from headway.transport.weights.checksum_device import DeviceCount, in_one_pass
 from headway.transport.weights.checksum_host import begin
 
 _AT_ONCE = 1024
@@ -70,26 +71,27 @@ class Fingerprint:
     ) -> None:
         """Count `tensor`: all of `name`, or its elements from flat index `offset` on where `shape` is the whole's.
 
-        `dtype`, where given, is what the whole is said to be; it must be as wide as the tensor's own. `copy`,
-        contiguous memory of as many bytes anywhere, gets the tensor's on the way. Raises ValueError where dtype or
-        shape disagree with an earlier shard's. Neither may `tensor` change nor is `copy` complete before `settle`,
-        which also happens when sums are asked for.
+        `dtype`, where given, is what elements are cast to first. `copy`, contiguous memory of as many bytes anywhere,
+        gets what is counted on the way. Raises ValueError where dtype or shape disagree with an earlier shard's.
+        Neither may `tensor` change nor is `copy` complete before `settle`, which also happens when sums are asked for.
         """
         whole = tuple(tensor.shape if shape is None else shape)
         kind = tensor.dtype if dtype is None else dtype
-        if kind.itemsize != tensor.dtype.itemsize:
-            raise ValueError(f"{name}: {tensor.dtype} elements cannot stand for {kind}")
         entry = self._entry(name, dtype_name(kind), whole)
-        if not tensor.nbytes:
+        count, at = tensor.numel(), offset * kind.itemsize
+        if not count:
             return
         if copy is not None and not (tensor.is_cpu and copy.is_cpu):
-            copy.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-            tensor, copy = (tensor if copy.is_cpu else copy), None
-        data = tensor if tensor.is_contiguous() else tensor.contiguous()
-        if not data.is_cpu:
-            self._on_device.setdefault(data.device, DeviceCount()).add(entry, data, offset * kind.itemsize)
+            copy = copy if copy.dtype is kind else copy.view(kind)
+            if not in_one_pass(tensor, copy, at):
+                tensor = tensor.detach().to(kind)
+                copy.view(tensor.shape).copy_(tensor, non_blocking=True)
+                tensor, copy = (tensor if copy.is_cpu else copy), None
+        if not tensor.is_cpu:
+            data = tensor if copy is not None else tensor.to(kind).contiguous()
+            self._counts(tensor.device).add(entry, data, at, copy, last=offset + count == prod(whole))
             return
-        for part in begin(data, offset * kind.itemsize, copy):
+        for part in begin(tensor.to(kind).contiguous(), at, copy):
             if isinstance(part, Tally):
                 entry.tally.merge(part)
             else:
@@ -133,6 +135,12 @@ class Fingerprint:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def _counts(self, device: torch.device) -> DeviceCount[_Entry]:
+        counts = self._on_device.get(device)
+        if counts is None:
+            counts = self._on_device[device] = DeviceCount()
+        return counts
 
     def _entry(self, name: str, dtype: str, shape: tuple[int, ...]) -> _Entry:
         entry = self._entries.get(name)

@@ -80,10 +80,15 @@ class Arrival(NamedTuple):
 
 
 class Contents:
-    """What lies in each piece of a layout. Raises HeadwayError where parts don't make whole tensors."""
+    """What lies in each piece of a layout. Raises HeadwayError where parts don't make whole tensors.
+
+    Versions of the same tensors lie alike, so what was cut once is kept: it takes longer than to copy it.
+    """
 
     def __init__(self, layout: Layout) -> None:
+        self._parts, self._kinds = layout.parts, _kinds(layout)
         self._pieces: dict[tuple[int, int], list[tuple[str, torch.dtype, Part]]] = {}
+        self._cut: dict[tuple[int, ...], list[Arrival]] = {}
         for name, parts in layout.parts.items():
             whole = layout.sums[name]
             dtype = torch_dtype(whole.dtype)
@@ -92,11 +97,25 @@ class Contents:
             for part in parts:
                 self._pieces.setdefault((part.rank, part.piece), []).append((name, dtype, part))
 
-    def arrivals(self, rank: int, piece: int, data: Tensor, start: int = 0, *, lasts: bool = True) -> Iterator[Arrival]:
+    def fit(self, layout: Layout) -> bool:
+        """Whether another version lies like this."""
+        return self._parts == layout.parts and self._kinds == _kinds(layout)
+
+    def arrivals(self, rank: int, piece: int, data: Tensor, start: int = 0, *, lasts: bool = True) -> list[Arrival]:
         """What `data` holds: bytes of a piece from byte `start` on, cut where elements end. Nothing is copied."""
+        key = (rank, piece, start, data.data_ptr(), len(data), lasts)
+        if key not in self._cut:
+            self._cut[key] = list(self._cuts(rank, piece, data, start, lasts))
+        return self._cut[key]
+
+    def _cuts(self, rank: int, piece: int, data: Tensor, start: int, lasts: bool) -> Iterator[Arrival]:
         for name, dtype, part in self._pieces.get((rank, piece), []):
             begin = max(part.position, start)
             end = min(part.position + part.count * dtype.itemsize, start + len(data))
             if begin < end:
                 offset = part.offset + (begin - part.position) // dtype.itemsize
                 yield Arrival(name, offset, data[begin - start : end - start].view(dtype), lasts)
+
+
+def _kinds(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
+    return [(whole.dtype, whole.shape) for whole in layout.sums.values()]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.transport.weights import device_memory
+from headway.transport.weights.layout import Contents, Layout
 
 
 class Mappings:
@@ -17,6 +18,13 @@ class Mappings:
         self._files: dict[Path, tuple[int, Tensor]] = {}
         self._handles: dict[str, tuple[str, Tensor]] = {}
         self._scratch: dict[torch.device, list[Tensor]] = {}
+        self._contents: Contents | None = None
+
+    def contents(self, layout: Layout) -> Contents:
+        """What lies where, the same as long as versions lie alike."""
+        if self._contents is None or not self._contents.fit(layout):
+            self._contents = Contents(layout)
+        return self._contents
 
     def open(self, path: Path, size: int) -> Tensor:
         """The first `size` bytes of a file. Raises HeadwayError where it isn't there or is shorter."""
@@ -49,6 +57,7 @@ class Mappings:
         device = self.device if on_device else torch.device("cpu")
         kept = self._scratch.get(device, [])
         if len(kept) < count or any(len(buffer) < size for buffer in kept):
+            self._contents = None
             pinned = self.device.type == "cuda" and not on_device
             kept = [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(count)]
             self._scratch[device] = kept
@@ -62,9 +71,11 @@ class Mappings:
         for handle, (owner, memory) in list(self._handles.items()):
             if owner != prefix:
                 del self._handles[handle]
+                self._contents = None
                 device_memory.close_handle(handle, memory)
 
     def _forget(self, path: Path) -> None:
+        self._contents = None
         _, data = self._files.pop(path, (0, None))
         if data is not None and self.device.type == "cuda":
             device_memory.unpin(data)

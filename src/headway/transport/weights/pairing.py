@@ -1,6 +1,8 @@
 """Pairs of one trainer rank and one engine: a process group of two that lives for one update."""
 
 import ipaddress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,21 +23,39 @@ def open_store(host: str) -> TCPStore:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
 
-def pair(store: Store, name: str, member: int, host: str, backend: str = "gloo") -> Any:
+@contextmanager
+def paired(store: Store, name: str, member: int, host: str, backend: str = "gloo") -> Iterator[Any]:
     """Meet the other member of `name` (0 sends, 1 receives). Raises RuntimeError when it doesn't come in time.
 
     Groups are made outside of torch's default group, which belongs to the trainer alone: engines come and go.
     """
-    if backend == "nccl":
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = TIMEOUT
-        return nccl(PrefixStore(name, store), member, 2, options)
+    if backend != "nccl":
+        yield _by_gloo(PrefixStore(name, store), member, host)
+        return
+    group = _by_nccl(PrefixStore(name, store), member)
+    try:
+        yield group
+    except BaseException:
+        # The other side may never answer again.
+        group.abort()
+        raise
+    # What was sent may still be on its way.
+    group.shutdown()
+
+
+def _by_nccl(store: Store, member: int) -> Any:
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = TIMEOUT
+    return nccl(store, member, 2, options)
+
+
+def _by_gloo(store: Store, member: int, host: str) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = TIMEOUT
     options._devices = [gloo.create_device(hostname=host) if _loopback(host) else gloo.create_default_device()]
-    return gloo(PrefixStore(name, store), member, 2, options)
+    return gloo(store, member, 2, options)
 
 
 def _loopback(host: str) -> bool:

@@ -14,40 +14,47 @@ from headway.transport.weights.base import NamedTensors
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Elements of `name` from flat index `offset` on. `tensor` has any shape; `shape` is the whole's."""
+    """Elements of `name` from flat index `offset` on. `tensor` has any shape; `shape` is the whole's. `cast` is the
+    dtype that they are sent as, where that isn't their own."""
 
     name: str
     tensor: Tensor
     offset: int
     shape: tuple[int, ...]
+    cast: torch.dtype | None = None
 
     @property
     def whole(self) -> bool:
         return self.offset == 0 and self.tensor.numel() == prod(self.shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype if self.cast is None else self.cast
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
+
     def numel(self) -> int:
         """Of the whole, as a DTensor counts."""
         return prod(self.shape)
 
-    @property
-    def itemsize(self) -> int:
-        return self.tensor.itemsize
 
-
-def shards(tensors: NamedTensors, rank: int, ranks: int) -> Iterator[Shard]:
+def shards(tensors: NamedTensors, rank: int, ranks: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
     """What `rank` of `ranks` has to send. Every rank passes the same names in the same order.
 
     A DTensor sharded over its rows is sent by each rank's rows (one replica of each); whole copies of a tensor
-    are dealt out to the ranks in turn. Raises HeadwayError for a DTensor sharded over another dimension.
+    are dealt out to the ranks in turn. Raises HeadwayError for a DTensor sharded over another dimension. All are sent
+    as `dtype`, where it is given, and not cast yet.
     """
     for index, (name, tensor) in enumerate(tensors):
         mine = index % ranks == rank
         if isinstance(tensor, Shard):
-            shard: Shard | None = tensor
+            shard: Shard | None = Shard(tensor.name, tensor.tensor, tensor.offset, tensor.shape, dtype)
         elif _is_dtensor(tensor):
-            shard = _local_shard(name, tensor)
+            shard = _local_shard(name, tensor, dtype)
         else:
-            shard = Shard(name, tensor.detach(), 0, tuple(tensor.shape)) if mine else None
+            shard = Shard(name, tensor.detach(), 0, tuple(tensor.shape), dtype) if mine else None
         if shard is not None and (shard.tensor.numel() or (mine and prod(shard.shape) == 0)):
             yield shard
 
@@ -87,7 +94,7 @@ def _is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _local_shard(name: str, tensor: Tensor) -> Shard | None:
+def _local_shard(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Shard | None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -104,4 +111,4 @@ def _local_shard(name: str, tensor: Tensor) -> Shard | None:
     local = tensor.to_local().detach()
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    return Shard(name, local, offsets[0] * row if offsets else 0, tuple(tensor.shape))
+    return Shard(name, local, offsets[0] * row if offsets else 0, tuple(tensor.shape), dtype)

@@ -76,14 +76,19 @@ class SharedMemorySender:
         self._host_wanted = False
 
     def publish(
-        self, version: int, tensors: NamedTensors, adapter: str | None = None, probe: WeightProbe | None = None
+        self,
+        version: int,
+        tensors: NamedTensors,
+        adapter: str | None = None,
+        probe: WeightProbe | None = None,
+        dtype: torch.dtype | None = None,
     ) -> WeightUpdate:
         with self._lock:
             number = version % _BUFFERS
             buffer, table = self._buffers[number], segments.table(self._prefix, number)
             on_rank_zero(lambda: table.unlink(missing_ok=True))
             self._posted.pop(number, None)
-            gpu, mine = _gpu_of(shards(tensors, self._rank, self._ranks))
+            gpu, mine = _gpu_of(shards(tensors, self._rank, self._ranks, dtype))
             device = gpu if self._ranks == 1 else None
             filled = buffer.fill(mine, device, pinned=gpu is not None)
             layout = gather_layout(filled, self._ranks)
@@ -120,8 +125,8 @@ class SharedMemorySender:
             segments.wanted(self._prefix).unlink(missing_ok=True)
 
     def _post(self, table: Path, posted: Posted, update: WeightUpdate) -> None:
-        write_atomic(table, msgspec.json.encode(posted))
-        announce(self._paths, update)
+        write_atomic(table, msgspec.json.encode(posted), durable=False)
+        announce(self._paths, update, durable=False)
         for version in announced(self._paths)[:-_BUFFERS]:
             withdraw(self._paths, version)
 
@@ -136,7 +141,8 @@ class SharedMemorySender:
             try:
                 for number, posted in self._posted.items():
                     self._posted[number] = self._on_host(self._buffers[number], posted)
-                    write_atomic(segments.table(self._prefix, number), msgspec.json.encode(self._posted[number]))
+                    table = segments.table(self._prefix, number)
+                    write_atomic(table, msgspec.json.encode(self._posted[number]), durable=False)
             except (OSError, RuntimeError, HeadwayError) as error:
                 _log.error("weights could not be copied into the host's memory: %s", error)
 
@@ -166,7 +172,7 @@ def fetch(update: WeightUpdate, mappings: Mappings) -> tuple[Layout, Iterator[Ar
             for rank, sizes in enumerate(posted.layout.pieces)
             for piece, size in enumerate(sizes)
         )
-    return posted.layout, _read(pieces, posted.layout, table, update)
+    return posted.layout, _read(pieces, mappings.contents(posted.layout), table, update)
 
 
 def _pieces_on_device(posted: Posted, prefix: str, mappings: Mappings) -> Iterator[tuple[int, int, Tensor]] | None:
@@ -206,9 +212,8 @@ def _demand_trainer(prefix: str, version: int) -> None:
 
 
 def _read(
-    pieces: Iterator[tuple[int, int, Tensor]], layout: Layout, table: Path, update: WeightUpdate
+    pieces: Iterator[tuple[int, int, Tensor]], contents: Contents, table: Path, update: WeightUpdate
 ) -> Iterator[Arrival]:
-    contents = Contents(layout)
     for rank, piece, data in pieces:
         yield from contents.arrivals(rank, piece, data)
     _posted(table, update)
