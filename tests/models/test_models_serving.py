@@ -5,8 +5,8 @@ import torch
 from models_common import packed_logits, random_model, random_tokens, small
 
 from headway.models.decoder import DecoderLM
-from headway.models.serving import join_siblings, take_weights, trade_weights
-from headway.models.weights import hf_tensors
+from headway.models.serving import SpareWeights, join_siblings, trade_weights
+from headway.models.weights import hf_tensors, load_hf_tensors
 
 LENGTHS = [5, 9]
 
@@ -53,12 +53,15 @@ def test_a_joined_model_can_still_be_trained_and_moved() -> None:
 
 
 def test_weights_are_taken_over_where_they_lie_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    live, spare = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)
-    new = served(spare)
+    live = random_model(small("qwen3"), seed=1)
     join_siblings(live)
-    monkeypatch.setattr(type(live.head_weight()), "is_cpu", False, raising=False)
     places = [parameter.data_ptr() for parameter in live.parameters()]
-    take_weights(live, spare)
-    monkeypatch.undo()
-    assert [parameter.data_ptr() for parameter in live.parameters()] == places
-    assert (served(live) - new).abs().max() < 1e-5
+    with monkeypatch.context() as patched:
+        patched.setattr(type(live.head_weight()), "is_cpu", False, raising=False)
+        spare = SpareWeights(live)
+    for seed in (2, 3):
+        new = random_model(small("qwen3"), seed=seed)
+        load_hf_tensors(spare.model, hf_tensors(new), spare.targets)
+        spare.take_over()
+        assert [parameter.data_ptr() for parameter in live.parameters()] == places
+        assert (served(live) - served(new)).abs().max() < 1e-5

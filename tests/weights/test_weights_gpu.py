@@ -17,8 +17,8 @@ from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.models.config import ModelConfig
 from headway.models.registry import build_model
-from headway.models.serving import join_siblings, take_weights
-from headway.models.weights import hf_tensors
+from headway.models.serving import SpareWeights, join_siblings
+from headway.models.weights import hf_tensors, load_hf_tensors
 from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.channels import backend_between, gpu_name
 from headway.transport.weights.fingerprint import fingerprint_of
@@ -110,11 +110,12 @@ def test_nccl_is_for_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_keep_their_addresses_when_new_ones_take_over() -> None:
     config = ModelConfig("qwen3", 97, 32, 2, 4, 2, 8, 48, tied=True, max_len=256)
-    live, spare = (build_model(config, device="cuda", dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    live = build_model(config, device="cuda", dtype=torch.bfloat16, seed=1)
     join_siblings(live)
-    join_siblings(spare)
-    places = [parameter.data_ptr() for parameter in live.parameters()]
-    wanted = fingerprint_of(hf_tensors(spare)).hexdigest()
-    take_weights(live, spare)
-    assert [parameter.data_ptr() for parameter in live.parameters()] == places
-    assert fingerprint_of(hf_tensors(live)).hexdigest() == wanted
+    spare, places = SpareWeights(live), [parameter.data_ptr() for parameter in live.parameters()]
+    for seed in (2, 3):
+        new = build_model(config, device="cuda", dtype=torch.bfloat16, seed=seed)
+        load_hf_tensors(spare.model, hf_tensors(new), spare.targets)
+        spare.take_over()
+        assert [parameter.data_ptr() for parameter in live.parameters()] == places
+        assert fingerprint_of(hf_tensors(live)).hexdigest() == fingerprint_of(hf_tensors(new)).hexdigest()

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.linear import Siblings
 from headway.models.layers.mlp import GatedMlp
-from headway.models.weights import base_parameters
+from headway.models.registry import build_model
+from headway.models.weights import Target, base_parameters, hf_targets
 
 
 def join_siblings(model: DecoderLM) -> None:
@@ -17,18 +19,36 @@ def join_siblings(model: DecoderLM) -> None:
         siblings.join()
 
 
-def take_weights(live: DecoderLM, spare: DecoderLM) -> None:
-    """`live` gets what `spare` holds, whose content is undefined afterwards.
+class SpareWeights:
+    """A second set of weights beside those of `live`: filled while these serve, then taken over, again and again.
 
-    On an accelerator the bytes are copied, in the current stream: graphs that were recorded know the weights by their
-    addresses, which therefore never change. On a CPU the two trade.
+    On an accelerator the bytes are copied: graphs that were recorded know the weights by their addresses, which
+    therefore never change, and are asked for once. On a CPU the two sets trade places.
     """
-    if live.head_weight().is_cpu:
-        trade_weights(live, spare)
-        return
-    pairs = list(zip(base_parameters(live), base_parameters(spare), strict=True))
-    with torch.no_grad():
-        torch._foreach_copy_([ours.data for (_, ours), _ in pairs], [theirs.data for _, (_, theirs) in pairs])
+
+    def __init__(self, live: DecoderLM) -> None:
+        weight = live.head_weight()
+        self.model = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
+        join_siblings(self.model)
+        self._live = live
+        self._stays = not weight.is_cpu
+        self._targets = hf_targets(self.model)
+        self._memory = _memory(live), _memory(self.model)
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        """Where the tensors of the next version belong."""
+        if not self._stays:
+            self._targets = hf_targets(self.model)
+        return self._targets
+
+    def take_over(self) -> None:
+        """`live` gets what is here, in the current stream; the content here is undefined afterwards."""
+        if not self._stays:
+            trade_weights(self._live, self.model)
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(*self._memory)
 
 
 def trade_weights(live: DecoderLM, spare: DecoderLM) -> None:
@@ -37,6 +57,10 @@ def trade_weights(live: DecoderLM, spare: DecoderLM) -> None:
         ours.data, theirs.data = theirs.data, ours.data
     for mine, other in zip(_siblings(live), _siblings(spare), strict=True):
         mine.joined, other.joined = other.joined, mine.joined
+
+
+def _memory(model: DecoderLM) -> list[Tensor]:
+    return [parameter.data for _, parameter in base_parameters(model)]
 
 
 def _siblings(model: DecoderLM) -> Iterator[Siblings]:

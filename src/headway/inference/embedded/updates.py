@@ -12,10 +12,8 @@ from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.probe import check_probe
 from headway.inference.embedded.side_stream import SideStream
 from headway.inference.engine import UpdateError
-from headway.models.decoder import DecoderLM
-from headway.models.registry import build_model
-from headway.models.serving import join_siblings, take_weights
-from headway.models.weights import Target, hf_targets, load_hf_tensors
+from headway.models.serving import SpareWeights
+from headway.models.weights import load_hf_tensors
 from headway.transport.weights import make_receiver
 
 
@@ -38,8 +36,7 @@ class Updater:
     def __init__(self, engine: EmbeddedEngine, lora: LoraSettings | None = None) -> None:
         self._engine = engine
         self._lora = lora
-        self._spare: DecoderLM | None = None
-        self._kept: dict[str, Target] = {}
+        self._spare: SpareWeights | None = None
         self._receiver = make_receiver(str(engine.runner.device))
         self._side = SideStream(engine.runner.device)
 
@@ -52,7 +49,7 @@ class Updater:
         """Between two steps: make the staged version the one that serves. Raises UpdateError, nothing changed."""
         update = staged.update
         if update.adapter is None:
-            take_weights(self._engine.model, self._buffers())
+            self._spare_weights().take_over()
             self._side.wait_for_current()
             self._engine.weights_changed(update.version)
             return
@@ -71,11 +68,12 @@ class Updater:
         staged = Staged(update, 0)
         try:
             if update.adapter is None:
-                targets = self._targets()
+                spare = self._spare_weights()
+                targets = spare.targets
                 places = {name: target.place for name, target in targets.items()}
-                load_hf_tensors(self._buffers(), self._receive(staged, places), targets)
+                load_hf_tensors(spare.model, self._receive(staged, places), targets)
                 if update.probe is not None:
-                    check_probe(self._buffers(), update.probe)
+                    check_probe(spare.model, update.probe)
             else:
                 staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
         except HeadwayError as error:
@@ -87,19 +85,10 @@ class Updater:
             staged.bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
 
-    def _buffers(self) -> DecoderLM:
+    def _spare_weights(self) -> SpareWeights:
         if self._spare is None:
-            live = self._engine.model
-            weight = live.head_weight()
-            self._spare = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
-            join_siblings(self._spare)
+            self._spare = SpareWeights(self._engine.model)
         return self._spare
-
-    def _targets(self) -> dict[str, Target]:
-        """Where tensors go in the buffers, which stay where they are on an accelerator, and trade places on a CPU."""
-        if not self._kept or self._engine.model.head_weight().is_cpu:
-            self._kept = hf_targets(self._buffers())
-        return self._kept
 
     def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
         ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}
