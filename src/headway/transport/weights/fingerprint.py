@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
+from operator import itemgetter
 
 import msgspec
 import torch
@@ -114,7 +115,8 @@ class Fingerprint:
 
     def sums(self) -> dict[str, TensorSum]:
         """What the tensors come to, taken for whole."""
-        return {name: TensorSum(e.dtype, e.shape, *e.tally.total()) for name, e in self.parts().items()}
+        self.settle()
+        return {name: TensorSum(e.dtype, e.shape, *e.tally.total()) for name, e in self._entries.items()}
 
     def tensors(self) -> dict[str, str]:
         """A short hex string per tensor, which covers its name, shape, dtype and bits."""
@@ -122,7 +124,7 @@ class Fingerprint:
 
     def hexdigest(self) -> str:
         """One short string over all tensors; equal strings mean equal weights."""
-        return _digest(sorted(self.sums().items()), 16)
+        return digest_of(self.sums())
 
     def settle(self) -> None:
         """Wait until all that was added is counted and copied, with one synchronization for each device."""
@@ -157,6 +159,11 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
     for name, tensor in tensors:
         fingerprint.add(name, tensor)
     return fingerprint
+
+
+def digest_of(sums: dict[str, TensorSum]) -> str:
+    """The fingerprint of tensors of which the sums are known."""
+    return _digest(sorted(sums.items(), key=itemgetter(0)), 16)
 
 
 def _digest(parts: Iterable[tuple[str, TensorSum]], size: int) -> str:

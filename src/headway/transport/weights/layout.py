@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
-from headway.transport.weights.fingerprint import Fingerprint, ShardSum, TensorSum
+from headway.transport.weights.fingerprint import Fingerprint, ShardSum, TensorSum, digest_of
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +57,8 @@ def gather_layout(mine: RankParts, ranks: int) -> Layout:
         fingerprint.merge_parts(theirs.sums)
         for name, part in theirs.parts.items():
             parts.setdefault(name, []).append(part)
-    return Layout(fingerprint.hexdigest(), fingerprint.sums(), parts, [theirs.pieces for theirs in everyone])
+    sums = fingerprint.sums()
+    return Layout(digest_of(sums), sums, parts, [theirs.pieces for theirs in everyone])
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.transport.weights.base import Places
-from headway.transport.weights.fingerprint import Fingerprint, TensorSum
+from headway.transport.weights.fingerprint import Fingerprint, TensorSum, digest_of
 from headway.transport.weights.layout import Arrival, Layout, torch_dtype
 from headway.transport.weights.mappings import Mappings
 
@@ -124,12 +124,14 @@ def _way(update: WeightUpdate) -> Fetch:
 
 
 def _prove(fingerprint: Fingerprint, layout: Layout, update: WeightUpdate) -> None:
-    if fingerprint.hexdigest() == update.fingerprint:
+    sums = fingerprint.sums()
+    arrived = digest_of(sums)
+    if arrived == update.fingerprint:
         return
-    names = differing(fingerprint.sums(), layout.sums)
+    names = differing(sums, layout.sums)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     raise HeadwayError(
-        f"weights of version {update.version} arrived with fingerprint {fingerprint.hexdigest()} instead of "
+        f"weights of version {update.version} arrived with fingerprint {arrived} instead of "
         f"{update.fingerprint} and are refused; they differ in {', '.join(names[:_NAMED])}{more}"
     )
 

@@ -54,7 +54,8 @@ def shards(tensors: NamedTensors, rank: int, ranks: int, dtype: torch.dtype | No
         elif _is_dtensor(tensor):
             shard = _local_shard(name, tensor, dtype)
         else:
-            shard = Shard(name, tensor.detach(), 0, tuple(tensor.shape), dtype) if mine else None
+            whole = tensor.detach() if tensor.requires_grad else tensor
+            shard = Shard(name, whole, 0, tuple(tensor.shape), dtype) if mine else None
         if shard is not None and (shard.tensor.numel() or (mine and prod(shard.shape) == 0)):
             yield shard
 
