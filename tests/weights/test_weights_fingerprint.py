@@ -3,6 +3,7 @@
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.transport.weights import checksum_host
-from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Tally
-from headway.transport.weights.checksum_device import DeviceCount, Parts, count_by_torch, count_many, in_one_pass
+from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Tally, tally
+from headway.transport.weights.checksum_device import DeviceCount, count_by_torch, in_one_pass
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
@@ -291,10 +292,15 @@ def test_the_gpu_agrees_with_the_cpu() -> None:
         COUNTERS["compiled"](data, offset) for data, offset in parts
     ]
     for last in (False, True):
-        held = Parts(data=[data.cuda() for data, _ in parts], offsets=[offset for _, offset in parts])
-        held.sizes, held.last = [len(data) for data, _ in parts], [last] * len(parts)
-        by_torch = [count_by_torch(data.cuda(), offset, last) for data, offset in parts]
-        assert torch.equal(count_many(held), torch.stack(by_torch))
+        counts: DeviceCount[int] = DeviceCount()
+        for number, (data, offset) in enumerate(parts):
+            counts.add(number, data.cuda(), offset, last=last)
+        for number, found in counts.fetch():
+            data, offset = parts[number]
+            plain, keyed, *loose = count_by_torch(data.cuda(), offset, last).cpu().numpy().view(np.uint64).tolist()
+            wanted = tally(offset, len(data), (plain, keyed), tuple(loose[:2]), tuple(loose[2:]), last=last)
+            assert found == wanted
+            assert found.total() == COUNTERS["compiled"](data, offset).total()
 
 
 @pytest.mark.gpu

@@ -17,17 +17,8 @@ import torch
 from torch import Tensor
 
 from headway.config.shared import CollectiveWeights
-from headway.config.trainer import TrainSettings
-from headway.core.batches import ComponentCounts
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.trainer.feed import fake_micro_batch
-from headway.trainer.publisher import Publisher
-from headway.trainer.ranks import joined
-from headway.trainer.sharding import full
-from headway.trainer.state import build_state
-from headway.trainer.step import Stepper
-from headway.transport.rollouts import RankBatch
 from headway.transport.weights import collective, make_receiver, make_sender
 from headway.transport.weights.announce import latest
 
@@ -47,7 +38,13 @@ SOCKETS = {
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
 }
-STEPS, RATE = 3, 0.05
+STEPS = 3
+SETTINGS = {
+    "model": {"path": "tiny", "dtype": "float32"},
+    "seq_len": 64,
+    "weights": {"type": "collective"},
+    "trainer": {"optim": {"type": "sgd", "lr": 0.05}},
+}
 LENGTHS = [[9, 17, 4], [24, 5], [30], [3, 3, 12, 8]]
 
 
@@ -130,23 +127,23 @@ def test_weights_go_from_gpu_to_gpu_by_nccl(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(got[name], _array(tensor), err_msg=name)
 
 
-def _settings(ranks: int) -> TrainSettings:
-    return TrainSettings.model_validate(
-        {
-            "placement": {"device": "cuda", "trainer_ranks": ranks},
-            "model": {"path": "tiny", "dtype": "float32"},
-            "seq_len": 64,
-            "weights": {"type": "collective"},
-            "trainer": {"optim": {"type": "sgd", "lr": RATE}},
-        }
-    )
-
-
 def _train(pipe: Connection, root: str, rank: int, ranks: int, port: int) -> None:
     """A few steps, of which losses and weights are told, and their version is published until the pipe says so."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    settings, paths = _settings(ranks), RunPaths(Path(root))
+    # What only ranks need, since every process here pays for the imports above.
+    from headway.config.trainer import TrainSettings
+    from headway.core.batches import ComponentCounts
+    from headway.trainer.feed import fake_micro_batch
+    from headway.trainer.publisher import Publisher
+    from headway.trainer.ranks import joined
+    from headway.trainer.sharding import full
+    from headway.trainer.state import build_state
+    from headway.trainer.step import Stepper
+    from headway.transport.rollouts import RankBatch
+
+    placement = {"device": "cuda", "trainer_ranks": ranks}
+    settings, paths = TrainSettings.model_validate(SETTINGS | {"placement": placement}), RunPaths(Path(root))
     with joined(settings.placement) as group:
         publisher, state = Publisher(settings, paths), build_state(settings, group)
         stepper, losses = Stepper(settings, group), []
