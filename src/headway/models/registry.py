@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from headway.models.config import ModelConfig
 from headway.models.cpu import tune_matmul
@@ -42,12 +43,19 @@ def build_model(
     """A model with random weights from `seed`; None, or the meta device, leaves them unset."""
     with torch.device("meta"):
         model = FAMILIES[config.family].model(config)
-    model.to(dtype)
+    _place(model, torch.device(device), dtype)
     if torch.device(device).type == "meta":
         return model
-    model.to_empty(device=device)
     if torch.device(device).type == "cpu":
         tune_matmul(config.width)
     if seed is not None:
         init_weights(model, config.initializer_range, seed)
     return model
+
+
+def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Give the parameters memory. `nn.Module.to` and `to_empty` would import torch's compiler to do it, which takes a
+    process seconds."""
+    for module in model.modules():
+        for name, unset in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(unset.shape, dtype=dtype, device=device)))
