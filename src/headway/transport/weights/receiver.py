@@ -66,13 +66,14 @@ class _Intake:
     def __init__(self, layout: Layout, device: torch.device, places: "Places") -> None:
         self.fingerprint = Fingerprint()
         self._layout, self._device, self._places = layout, device, places
-        self._missing = {name: prod(whole.shape) for name, whole in layout.sums.items()}
+        self._sizes = {name: prod(whole.shape) for name, whole in layout.sums.items()}
+        self._missing = dict(self._sizes)
         self._made: dict[str, Tensor] = {}
 
     def empty(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors of no elements, of which nothing will come."""
-        for name, whole in self._layout.sums.items():
-            if not prod(whole.shape):
+        for name in self._layout.sums:
+            if not self._sizes[name]:
                 tensor = self._make(name)
                 self.fingerprint.add(name, tensor)
                 yield name, tensor
@@ -81,13 +82,13 @@ class _Intake:
         """The tensor that this was the last part of, if it was. In its place it is complete when all have come."""
         name, offset, elements, lasts = arrival
         whole, count = self._layout.sums[name], elements.numel()
-        place = self._place(name, whole)
-        if place is None and lasts and count == prod(whole.shape):
+        place, complete = self._place(name, whole), count == self._sizes[name]
+        if place is None and lasts and complete:
             tensor = elements.to(self._device).view(whole.shape)
             self.fingerprint.add(name, tensor)
             return tensor
         target = self._own(name) if place is None else place
-        part = target if count == prod(whole.shape) else target.view(-1)[offset : offset + count]
+        part = target if complete else target.view(-1)[offset : offset + count]
         self.fingerprint.add(name, elements, offset, whole.shape, copy=part)
         self._missing[name] -= count
         if place is None or not lasts:
