@@ -7,7 +7,7 @@ to be installed or registered and nothing of vLLM is replaced. The module is imp
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class HeadwayWorker(StreamWatch):
     """Methods that the server calls in all workers at once. Weights are loaded while the scheduler is paused."""
 
     model_config: Any
+    vllm_config: Any
 
     def headway_load(self, path: str, places: list[list[Any]]) -> None:
         """Load the tensors of a staged file into the model, in place."""
@@ -42,16 +43,17 @@ class HeadwayWorker(StreamWatch):
 
     def _headway_reload(self, **source: Any) -> None:
         model = self.model_runner.get_model()
-        try:
-            with quiet("vllm.model_executor.model_loader.reload", "vllm.v1.worker.gpu_model_runner"):
-                self.model_runner.reload_weights(**source)
-        except Exception:
-            # Leaves no layer half open, so that the next load starts from a clean slate.
-            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        with unwrapped(model) if self.vllm_config.lora_config else nullcontext():
+            try:
+                with quiet("vllm.model_executor.model_loader.reload", "vllm.v1.worker.gpu_model_runner"):
+                    self.model_runner.reload_weights(**source)
+            except Exception:
+                # Leaves no layer half open, so that the next load starts from a clean slate.
+                from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-            finalize_layerwise_reload(model, self.model_config)
-            raise
-        self.headway_pack(model)
+                finalize_layerwise_reload(model, self.model_config)
+                raise
+            self.headway_pack(model)
 
     def headway_pack(self, model: nn.Module) -> None:
         """Pack again what vLLM packs for the CPU at the first load only.
@@ -64,6 +66,29 @@ class HeadwayWorker(StreamWatch):
         if current_platform.is_cpu():
             pack_heads(model)
             pack_experts(model)
+
+
+@contextmanager
+def unwrapped(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model has the layers of its checkpoint, which vLLM has put into others that add adapters.
+
+    Not every vLLM finds a tensor's place through those: 0.26 does not.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrappers = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    for parent, name, layer in wrappers:
+        setattr(parent, name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrappers:
+            setattr(parent, name, layer)
 
 
 @contextmanager
