@@ -4,8 +4,10 @@ import faulthandler
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor
 from headway.config.shared import CollectiveWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights import collective, make_receiver, make_sender
+from headway.transport.weights import collective, make_receiver, make_sender, pairing
 from headway.transport.weights.announce import latest
 
 pytestmark = [
@@ -30,6 +32,7 @@ pytestmark = [
 ]
 
 SECONDS = 100
+HASTE = timedelta(seconds=8)
 SOCKETS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_P2P_DISABLE": "1",
@@ -78,7 +81,8 @@ def _next(pipe: Connection) -> Any:
 def _weights(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        "more.than.a.chunk": torch.randn(5000, 2001, generator=generator).bfloat16(),
+        "first": torch.randn(64, 3, generator=generator).half(),
+        "more.than.a.chunk": torch.randn(5000, 5001, generator=generator).bfloat16(),
         "norm": torch.randn(77, generator=generator),
         "strided": torch.randn(33, 65, generator=generator).t(),
         "empty": torch.empty(0, 4),
@@ -160,6 +164,36 @@ def _train(pipe: Connection, root: str, rank: int, ranks: int, port: int) -> Non
         weights = {name: _array(full(parameter)) for name, parameter in state.trained()}
         pipe.send((losses, weights, msgspec.json.encode(update)))
         pipe.recv()
+
+
+def _publish_in_haste(pipe: Connection, root: str) -> None:
+    pairing.TIMEOUT = HASTE
+    _publish(pipe, root)
+
+
+def _die(pipe: Connection) -> None:
+    """An engine that ends in the middle of an update, of which it has seen the first chunk."""
+    next(make_receiver("cuda").receive(msgspec.json.decode(pipe.recv(), type=WeightUpdate)))
+    os._exit(1)
+
+
+def test_an_engine_that_dies_is_not_missed(tmp_path: Path) -> None:
+    """Neither then nor when the trainer has waited for it long enough."""
+    trainers, engines = _started("trainer", _publish_in_haste, str(tmp_path)), _started("engine", _fetch, {})
+    with trainers as trainer, engines as engine, _started("mortal", _die) as mortal:
+        trainer.send(1)
+        update = _next(trainer)
+        mortal.send(update)
+        with pytest.raises(EOFError):
+            _next(mortal)
+        engine.send(update)
+        got, used = _next(engine)
+        assert used == {"nccl"}
+        np.testing.assert_array_equal(got["norm"], _array(_weights(1)["norm"]))
+        time.sleep(HASTE.seconds + 2)
+        trainer.send(2)
+        engine.send(_next(trainer))
+        np.testing.assert_array_equal(_next(engine)[0]["norm"], _array(_weights(2)["norm"]))
 
 
 def _trained(root: Path, ranks: int) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -1,6 +1,8 @@
 """Pairs of one trainer rank and one engine: a process group of two that lives for one update."""
 
 import ipaddress
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +13,11 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 TIMEOUT = timedelta(seconds=60)
 """How long either side waits for the other. A peer that died costs this much, and nothing else."""
+_LENIENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # clean up, and go on
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 def connect_store(host: str, port: int) -> TCPStore:
@@ -47,7 +54,28 @@ def _by_nccl(store: Store, member: int) -> Any:
     nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = TIMEOUT
-    return nccl(store, member, 2, options)
+    with _lenient():
+        return nccl(store, member, 2, options)
+
+
+_making = threading.Lock()
+
+
+@contextmanager
+def _lenient() -> Iterator[None]:
+    """Where the other member of a pair is gone, torch shall end the pair. It would end the process, as is right for
+    ranks that train together, and is told otherwise by the environment alone, which a group reads when it is made."""
+    with _making:
+        before = {name: os.environ.get(name) for name in _LENIENT}
+        os.environ |= _LENIENT
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _by_gloo(store: Store, member: int, host: str) -> Any:
