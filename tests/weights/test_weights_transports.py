@@ -87,6 +87,35 @@ def test_one_engine_takes_version_after_version(settings: WeightTransport, paths
 
 
 @every_transport
+def test_tensors_are_cast_on_their_way(settings: WeightTransport, paths: RunPaths) -> None:
+    sender, receiver = make_sender(settings, paths), make_receiver()
+    for version in range(3):
+        update = sender.publish(version, _weights(version).items(), dtype=torch.bfloat16)
+        want = {name: tensor.to(torch.bfloat16) for name, tensor in _weights(version).items()}
+        assert update.fingerprint == fingerprint_of(want.items()).hexdigest()
+        assert _same(dict(receiver.receive(update)), want)
+    receiver.close()
+    sender.close()
+
+
+def test_where_tensors_lie_is_worked_out_once_as_long_as_they_lie_alike(paths: RunPaths) -> None:
+    sender, mappings = make_sender(SharedMemoryWeights(), paths), Mappings()
+
+    def elements(version: int, named: dict[str, Tensor]) -> list[Tensor]:
+        return [
+            arrival.elements for arrival in shared_memory.fetch(sender.publish(version, named.items()), mappings)[1]
+        ]
+
+    kept = [elements(version, _weights(version)) for version in range(6)]
+    assert all(ours is theirs for ours, theirs in zip(kept[3], kept[5], strict=True))
+    reshaped = _weights(7) | {"embed": torch.zeros(65, 33)}
+    assert [len(found) for found in elements(7, reshaped)] == [len(found) for found in kept[5]]
+    assert not any(ours is theirs for ours, theirs in zip(elements(9, reshaped), kept[5], strict=True))
+    mappings.keep(None)
+    sender.close()
+
+
+@every_transport
 def test_tensors_are_received_into_the_places_that_fit_them(settings: WeightTransport, paths: RunPaths) -> None:
     sender, receiver = make_sender(settings, paths), make_receiver()
     places = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in _weights(0).items()}
