@@ -35,10 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Running:
-    """A contender's process, asked one question at a time. It is started, and timed, at once.
-
-    Raises EOFError where the process ends instead of answering.
-    """
+    """A contender's process, asked one question at a time. EOFError where it ends instead of answering."""
 
     def __init__(self, key: str, work: Work) -> None:
         self.key = key
@@ -46,16 +43,26 @@ class Running:
         self.rounds: list[Measured] = []
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        started = time.perf_counter()
+        self._started = time.time()
         # Not a daemon, which may not have the processes that vLLM starts.
         self._process = context.Process(target=contend, args=(key, work, theirs))
         self._process.start()
         theirs.close()
-        assert self._pipe.recv() == "ready"
-        self.start_seconds = time.perf_counter() - started
+        self.start_seconds = 0.0
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        self.start_seconds = self._pipe.recv() - self._started
+        print(f"{self.name}: ready in {self.start_seconds:.1f} s", flush=True)
 
     def ask(self, question: str) -> Measured:
+        self.begin(question)
+        return self.answer()
+
+    def begin(self, question: str) -> None:
         self._pipe.send(question)
+
+    def answer(self) -> Measured:
         answer: Measured = self._pipe.recv()
         return answer
 
@@ -76,27 +83,40 @@ class Running:
         }
 
 
-def compare(keys: list[str], work: Work, rounds: int) -> dict[str, dict[str, Any]]:
-    """Everyone's result; of our own engines also what a weight update costs."""
-    with contextlib.ExitStack() as stack:
-        running = []
-        for key in keys:
-            contender = Running(key, work)
-            stack.callback(contender.stop)
-            running.append(contender)
-            print(f"{contender.name}: ready in {contender.start_seconds:.1f} s", flush=True)
-        for contender in running:
-            contender.ask("round")
-        for number in range(rounds):
-            for contender in running[number % len(running) :] + running[: number % len(running)]:
-                contender.rounds.append(contender.ask("round"))
-                speed = work.tokens / contender.rounds[-1]["seconds"]
-                print(f"round {number + 1}, {contender.name}: {speed:,.0f} tokens/s", flush=True)
-        results = {contender.key: contender.result(work) for contender in running}
-        for contender in running:
-            if contender.key in ("headway", "headway-vllm"):
-                results[contender.key]["update"] = contender.ask("update")
-    return results
+def start(keys: list[str], work: Work, together: bool, stack: contextlib.ExitStack) -> list[Running]:
+    """All contenders, ready and warm. `stack` stops them."""
+    running: list[Running] = []
+    for key in keys:
+        running.append(Running(key, work))
+        stack.callback(running[-1].stop)
+        if not together:
+            running[-1].wait()
+    for contender in running if together else []:
+        contender.wait()
+    for contender in running:
+        contender.begin("round")
+    for contender in running:
+        contender.answer()
+    return running
+
+
+def compare(running: list[Running], work: Work, rounds: int) -> dict[str, dict[str, Any]]:
+    """Everyone's result."""
+    for number in range(rounds):
+        for contender in running[number % len(running) :] + running[: number % len(running)]:
+            contender.rounds.append(contender.ask("round"))
+            speed = work.tokens / contender.rounds[-1]["seconds"]
+            print(f"round {number + 1}, {contender.name}: {speed:,.0f} tokens/s", flush=True)
+    return {contender.key: contender.result(work) for contender in running}
+
+
+def update(running: list[Running], results: dict[str, dict[str, Any]]) -> None:
+    """Add what taking over new weights costs our engines while they work."""
+    for contender in running:
+        if contender.key in ("headway", "headway-vllm"):
+            took = results[contender.key]["update"] = contender.ask("update")
+            said = f"{1000 * took['seconds']:.1f} ms for {took['bytes'] / 1e6:.1f} MB"
+            print(f"{contender.name}: a weight update under load took {said}", flush=True)
 
 
 def report(results: dict[str, dict[str, Any]], device: str) -> bool:
@@ -109,10 +129,6 @@ def report(results: dict[str, dict[str, Any]], device: str) -> bool:
             f"{result['start_seconds']:9.1f}{ours['tokens_per_cpu_second'] / result['tokens_per_cpu_second']:8.2f}x"
             f"{ours['tokens_per_second'] / result['tokens_per_second']:9.2f}x"
         )
-    for result in results.values():
-        if update := result.get("update"):
-            took = f"{1000 * update['seconds']:.1f} ms for {update['bytes'] / 1e6:.1f} MB"
-            print(f"{result['name']}: a weight update under load took {took}")
     clock, bar = BARS[device]
     held = all(ours[clock] >= bar * other[clock] for key, other in results.items() if not key.startswith("headway"))
     print(f"bar ({bar:g}x of each that is not ours): {'holds' if held else 'does not hold'}")
@@ -129,6 +145,16 @@ def about(work: Work, model: str) -> dict[str, Any]:
     return asdict(work) | {"folder": model, "machine": machine, "versions": versions}
 
 
+def default_file(work: Work, model: str) -> Path:
+    threads = "" if work.threads == 1 else f"_{work.threads}threads"
+    return RESULTS / f"engine_{work.device}_{Path(model).name}{threads}.json"
+
+
+def save(file: Path, described: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
+    file.write_text(json.dumps({"work": described, "results": results}, indent=2) + "\n")
+    print(f"saved {file}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="tiny, small, a shape (qwen3-0.6b, qwen3-4b), a folder")
@@ -140,6 +166,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all that the device has")
+    parser.add_argument(
+        "--together", action="store_true", help="start all at once: sooner, but starts are not comparable"
+    )
     parser.add_argument("--save", type=Path, help="default: in benchmarks/results, by device and model")
     arguments = parser.parse_args()
     # Inherited by all processes, before any of them loads torch.
@@ -158,12 +187,14 @@ def main() -> None:
         print(f"{work.sequences} sequences, {work.prompt} tokens in, {work.output} out, {arguments.rounds} rounds")
         for key in missing:
             print(f"{CONTENDERS[key].name}: not installed, not measured")
-        results = compare(keys, work, arguments.rounds)
-    described["bar_holds"] = report(results, work.device)
-    threads = "" if work.threads == 1 else f"_{work.threads}threads"
-    saved = arguments.save or RESULTS / f"engine_{work.device}_{Path(arguments.model).name}{threads}.json"
-    saved.write_text(json.dumps({"work": described, "results": results}, indent=2) + "\n")
-    print(f"saved {saved}")
+        with contextlib.ExitStack() as stack:
+            running = start(keys, work, arguments.together, stack)
+            results = compare(running, work, arguments.rounds)
+            described["bar_holds"] = report(results, work.device)
+            # Before what comes last, which may go wrong by itself.
+            save(arguments.save or default_file(work, arguments.model), described, results)
+            update(running, results)
+        save(arguments.save or default_file(work, arguments.model), described, results)
 
 
 if __name__ == "__main__":

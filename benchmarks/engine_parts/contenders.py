@@ -28,13 +28,13 @@ class Contender:
 
 
 class Talk:
-    """A contender's side of the pipe: says that it is ready, then answers until it is told to stop."""
+    """A contender's side of the pipe: says since when it is ready, then answers until it is told to stop."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def answer(self, questions: dict[str, Callable[[], Any]]) -> None:
-        self._pipe.send("ready")
+        self._pipe.send(time.time())
         while (question := self._pipe.recv()) != "stop":
             self._pipe.send(questions[question]())
 
@@ -71,17 +71,21 @@ def headway_vllm(work: Work, talk: Talk) -> None:
     """vLLM as the server uses it: with versions, logprobs after all filters, and updates."""
     from headway.inference.vllm.load import load_vllm
 
-    serve(load_vllm(settings_of(work, **shared(work)), Path(work.folder)), work, talk)
+    serve(load_vllm(settings_of(work), Path(work.folder)), work, talk)
 
 
-def settings_of(work: Work, **vllm: Any) -> Any:
+def settings_of(work: Work) -> Any:
     from headway.config.inference import InferenceSettings, ServeSettings
     from headway.config.shared import ModelSettings, PlacementSettings
 
+    # All contenders share a GPU, so they are told how much of it is theirs.
+    kv_memory_gb = kv_bytes(work) / 1e9 if work.device == "cuda" else None
     return ServeSettings(
         model=ModelSettings(path=work.folder, dtype=work.dtype),
         placement=PlacementSettings(device=work.device),
-        inference=InferenceSettings(max_running=work.sequences, prefix_cache=False, threads=work.threads, vllm=vllm),
+        inference=InferenceSettings(
+            max_running=work.sequences, prefix_cache=False, threads=work.threads, kv_memory_gb=kv_memory_gb
+        ),
         seq_len=work.prompt + work.output,
     )
 
@@ -181,8 +185,16 @@ def vllm(work: Work, talk: Talk, eager: bool = False) -> None:
 
 
 def shared(work: Work) -> dict[str, Any]:
-    """vLLM's share of a GPU that all contenders are on at once."""
-    return {"gpu_memory_utilization": 0.3} if work.device == "cuda" else {}
+    """vLLM's arguments for a GPU that it does not have to itself."""
+    return {"kv_cache_memory_bytes": kv_bytes(work), "gpu_memory_utilization": 0.1} if work.device == "cuda" else {}
+
+
+def kv_bytes(work: Work) -> int:
+    """Keys and values of all sequences, and of one more for what an engine keeps to itself."""
+    from headway.inference.vllm.arguments import read_config
+
+    per_token = read_config(Path(work.folder)).kv_numbers_per_token * {"float32": 4, "bfloat16": 2}[work.dtype]
+    return (work.sequences + 1) * (work.prompt + work.output) * per_token
 
 
 def vllm_eager(work: Work, talk: Talk) -> None:
