@@ -100,13 +100,13 @@ def start(keys: list[str], work: Work, together: bool, stack: contextlib.ExitSta
     return running
 
 
-def compare(running: list[Running], work: Work, rounds: int) -> dict[str, dict[str, Any]]:
-    """Everyone's result."""
-    for number in range(rounds):
-        for contender in running[number % len(running) :] + running[: number % len(running)]:
-            contender.rounds.append(contender.ask("round"))
-            speed = work.tokens / contender.rounds[-1]["seconds"]
-            print(f"round {number + 1}, {contender.name}: {speed:,.0f} tokens/s", flush=True)
+def compare(running: list[Running], work: Work, number: int) -> dict[str, dict[str, Any]]:
+    """One round more: everyone's result so far."""
+    turn = number % len(running)
+    for contender in running[turn:] + running[:turn]:
+        contender.rounds.append(contender.ask("round"))
+        speed = work.tokens / contender.rounds[-1]["seconds"]
+        print(f"round {number + 1}, {contender.name}: {speed:,.0f} tokens/s", flush=True)
     return {contender.key: contender.result(work) for contender in running}
 
 
@@ -152,7 +152,6 @@ def default_file(work: Work, model: str) -> Path:
 
 def save(file: Path, described: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
     file.write_text(json.dumps({"work": described, "results": results}, indent=2) + "\n")
-    print(f"saved {file}", flush=True)
 
 
 def main() -> None:
@@ -187,14 +186,17 @@ def main() -> None:
         print(f"{work.sequences} sequences, {work.prompt} tokens in, {work.output} out, {arguments.rounds} rounds")
         for key in missing:
             print(f"{CONTENDERS[key].name}: not installed, not measured")
+        saved = arguments.save or default_file(work, arguments.model)
         with contextlib.ExitStack() as stack:
             running = start(keys, work, arguments.together, stack)
-            results = compare(running, work, arguments.rounds)
+            # The file is whole after every round, and what is cut short has measured something.
+            for number in range(arguments.rounds):
+                results = compare(running, work, number)
+                save(saved, described, results)
             described["bar_holds"] = report(results, work.device)
-            # Before what comes last, which may go wrong by itself.
-            save(arguments.save or default_file(work, arguments.model), described, results)
             update(running, results)
-        save(arguments.save or default_file(work, arguments.model), described, results)
+    save(saved, described, results)
+    print(f"saved {saved}")
 
 
 if __name__ == "__main__":
