@@ -15,7 +15,7 @@ from headway.trainer.feed import fake_micro_batch
 from headway.trainer.ranks import joined
 from headway.trainer.sharding import full, global_norm
 from headway.trainer.state import build_state
-from headway.trainer.step import Stepper
+from headway.trainer.step import Reading, Stepper
 from headway.transport.rollouts import RankBatch
 
 TOLERANCE = 1e-6
@@ -34,7 +34,7 @@ def gradients(cases: list[dict[str, Any]]) -> list[Result]:
             batch = rich_batch(1, ranks.size, state.config.vocab_size)
             stepper = Stepper(settings, ranks)
             tally = stepper._accumulate(state, batch.ranks[ranks.rank], batch.counts)
-            loss = tally.totals(ranks)["loss"]
+            loss = tally.totals(ranks, Reading(tally.sums).numbers())["loss"]
             norm = float(global_norm(p.grad for _, p in state.trained() if p.grad is not None))
             whole = {name: full(p.grad).numpy() for name, p in state.trained() if p.grad is not None}
             results.append({"loss": loss, "norm": norm, "gradients": whole if ranks.is_main else {}})

@@ -27,9 +27,10 @@ def test_first_tokens_and_tokens_that_nothing_counts_are_left_out() -> None:
     batch = micro()
     batch.ce_weight[:] = 1
     inputs = prepare(batch, CONFIG, CPU)
-    assert inputs.rows_N.tolist() == [1, 2, 3, 4, 6, 7, 9, 10, 11, 12, 13, 14]
-    assert inputs.loss.segments_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
-    assert inputs.targets_N.tolist() == batch.token_ids[inputs.rows_N.numpy()].tolist()
+    scored = inputs.scored
+    assert scored.rows_N.tolist() == [1, 2, 3, 4, 6, 7, 9, 10, 11, 12, 13, 14]
+    assert scored.loss.segments_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
+    assert scored.targets_N.tolist() == batch.token_ids[scored.rows_N.numpy()].tolist()
     assert inputs.real_tokens == 15
 
 

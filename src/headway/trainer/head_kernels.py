@@ -43,23 +43,28 @@ def _reduce_rows(logits, targets, temperatures, logprobs, entropies, normalizers
     row = tl.program_id(0).to(tl.int64)
     start_of_row = logits + row * stride
     temperature = tl.load(temperatures + row)
+    # Exponents of 2 and not of e: the factor between them is free where the temperature is divided out anyway.
+    scale = 1.4426950408889634 / temperature
     largest = -float("inf")
-    total = 0.0
-    weighted = 0.0
+    # Added up column by column, for adding up a block would make its threads wait for each other.
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < vocab
-        x = tl.load(start_of_row + columns, mask=inside, other=-float("inf")).to(tl.float32) / temperature
+        x = tl.load(start_of_row + columns, mask=inside, other=0.0).to(tl.float32) * scale
+        x = tl.where(inside, x, -1e30)
         new_largest = tl.maximum(largest, tl.max(x, 0))
-        shrink = tl.exp(largest - new_largest)
-        e = tl.exp(x - new_largest)
-        total = total * shrink + tl.sum(e, 0)
-        weighted = weighted * shrink + tl.sum(tl.where(inside, e * x, 0.0), 0)
+        shrink = tl.exp2(largest - new_largest)
+        e = tl.exp2(x - new_largest)
+        total = total * shrink + e
+        weighted = weighted * shrink + e * x
         largest = new_largest
-    normalizer = largest + tl.log(total)
+    sum_of_all = tl.sum(total, 0)
+    normalizer = (largest + tl.log2(sum_of_all)) * 0.6931471805599453
     target = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32) / temperature
     tl.store(logprobs + row, target - normalizer)
-    tl.store(entropies + row, normalizer - weighted / total)
+    tl.store(entropies + row, normalizer - tl.sum(weighted, 0) / sum_of_all * 0.6931471805599453)
     tl.store(normalizers + row, normalizer)
 
 

@@ -1,6 +1,7 @@
 """From a micro-batch as it came over the wire to tensors on the device, checked on the way."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,64 +31,80 @@ STREAMS = (
 
 
 @dataclass(slots=True)
-class Inputs:
-    """`rows` are the N tokens that any component or metric looks at; token t is predicted by the hidden state of t - 1.
+class Scored:
+    """The N tokens that any component or metric looks at; token t is predicted by the hidden state of t - 1.
 
     The first token of a sample has nothing before it, so it is never among them.
     """
 
-    tokens: PackedTokens
     rows_N: Tensor
     targets_N: Tensor
     temperatures_N: Tensor
     loss: LossTokens
-    lengths: list[int]
-    real_tokens: int
-    """Tokens of samples that train anything; the rest is filling."""
+
+
+class Inputs:
+    """What the model gets, on its way to the device, and what it is scored by, which follows when it is asked for: by
+    then the device has work."""
+
+    def __init__(self, micro: MicroBatch, config: ModelConfig, device: torch.device) -> None:
+        self.lengths = micro.lengths
+        self._micro, self._device = micro, device
+        experts = micro.routed_experts
+        self.tokens = PackedTokens(
+            token_ids_T=self._put(micro.token_ids, torch.int64),
+            positions_T=self._put(micro.positions, torch.int64),
+            plan=PackedPlan(micro.lengths, device),
+            routed_experts_TLk=None if experts is None or not config.experts else self._put(experts, torch.int64),
+        )
+
+    @cached_property
+    def scored(self) -> Scored:
+        micro = self._micro
+        loss = LossTokens(
+            sampled_N=self._at_rows(micro.sampled, torch.bool),
+            old_logprobs_N=self._at_rows(micro.logprobs),
+            advantages_N=self._at_rows(micro.advantages),
+            rl_weight_N=self._at_rows(micro.rl_weight),
+            ce_weight_N=self._at_rows(micro.ce_weight),
+            ref_kl_weight_N=self._at_rows(micro.ref_kl_weight),
+            ref_logprobs_N=self._at_rows(micro.ref_logprobs),
+            segments_N=self._at_rows(self._segments, torch.int64),
+        )
+        return Scored(
+            rows_N=self._put(self._rows, torch.int64),
+            targets_N=self._at_rows(micro.token_ids, torch.int64),
+            temperatures_N=self._at_rows(micro.temperatures),
+            loss=loss,
+        )
+
+    @cached_property
+    def real_tokens(self) -> int:
+        """Tokens of samples that train anything; the rest is filling."""
+        trained_S = np.bincount(self._segments[self._rows], minlength=len(self.lengths)) > 0
+        return int(np.asarray(self.lengths)[trained_S].sum())
+
+    @cached_property
+    def _rows(self) -> NDArray[np.intp]:
+        return np.flatnonzero(needed_tokens(self._micro))
+
+    @cached_property
+    def _segments(self) -> NDArray[np.intp]:
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def _at_rows(self, stream_T: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._put(stream_T[self._rows], dtype)
+
+    def _put(self, stream: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
+        tensor = torch.as_tensor(np.ascontiguousarray(stream), dtype=dtype)
+        # From pinned memory, or the host would wait for what the device does before the copy.
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
 def prepare(micro: MicroBatch, config: ModelConfig, device: torch.device) -> Inputs:
     """Raises HeadwayError, naming the stream, where the micro-batch contradicts itself or the model."""
     check(micro, config)
-    segments_T = np.repeat(np.arange(len(micro.lengths)), micro.lengths)
-    needed_T = needed_tokens(micro)
-    rows_N = np.flatnonzero(needed_T)
-
-    def put(stream_T: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        tensor = torch.as_tensor(np.ascontiguousarray(stream_T), dtype=dtype)
-        # From pinned memory, or the host would wait for what the device does before the copy.
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-    def at_rows(stream_T: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
-        return put(stream_T[rows_N], dtype)
-
-    experts = micro.routed_experts
-    tokens = PackedTokens(
-        token_ids_T=put(micro.token_ids, torch.int64),
-        positions_T=put(micro.positions, torch.int64),
-        plan=PackedPlan(micro.lengths, device),
-        routed_experts_TLk=None if experts is None or not config.experts else put(experts, torch.int64),
-    )
-    loss = LossTokens(
-        sampled_N=at_rows(micro.sampled, torch.bool),
-        old_logprobs_N=at_rows(micro.logprobs),
-        advantages_N=at_rows(micro.advantages),
-        rl_weight_N=at_rows(micro.rl_weight),
-        ce_weight_N=at_rows(micro.ce_weight),
-        ref_kl_weight_N=at_rows(micro.ref_kl_weight),
-        ref_logprobs_N=at_rows(micro.ref_logprobs),
-        segments_N=at_rows(segments_T, torch.int64),
-    )
-    trained_S = np.bincount(segments_T[rows_N], minlength=len(micro.lengths)) > 0
-    return Inputs(
-        tokens=tokens,
-        rows_N=put(rows_N, torch.int64),
-        targets_N=at_rows(micro.token_ids, torch.int64),
-        temperatures_N=at_rows(micro.temperatures),
-        loss=loss,
-        lengths=micro.lengths,
-        real_tokens=int(np.asarray(micro.lengths)[trained_S].sum()),
-    )
+    return Inputs(micro, config, device)
 
 
 def needed_tokens(micro: MicroBatch) -> NDArray[np.bool_]:

@@ -34,11 +34,12 @@ class Policy(nn.Module):
         """`inputs` is one object, so that FSDP's casting of float arguments doesn't reach the temperatures."""
         with offloaded() if self.offload else nullcontext():
             output = self.model(inputs.tokens)
+        scored = inputs.scored
         logprobs_N, entropy_N = target_logprobs(
-            output.hidden_TD[inputs.rows_N - 1],
+            output.hidden_TD[scored.rows_N - 1],
             self.model.head_weight(),
-            inputs.targets_N,
-            inputs.temperatures_N,
+            scored.targets_N,
+            scored.temperatures_N,
             self.head_chunk,
         )
         return Scores(logprobs_N, entropy_N, output.expert_load_LE)

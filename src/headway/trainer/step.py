@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,9 +39,9 @@ class Tally:
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def totals(self, ranks: Ranks) -> dict[str, float]:
-        """The sums over all ranks. Ranks may have met different components, so all agree on the names first."""
-        here = dict(zip(self.sums, _read(self.sums.values()), strict=True))
+    def totals(self, ranks: Ranks, here: Mapping[str, float]) -> dict[str, float]:
+        """The sums over all ranks, from those `here`. Ranks may have met different components, so all agree on the
+        names first."""
         counted = {"tokens": self.real_tokens, "packed_tokens": self.packed_tokens, "flops": self.flops}
         return ranks.sum({**here, **counted})
 
@@ -92,7 +92,7 @@ class Stepper:
         with torch.no_grad():
             tally = self._accumulate(state, micro_batches, counts, backward=False)
         state.policy.train()
-        return summarize(tally.totals(self._ranks))
+        return summarize(tally.totals(self._ranks, Reading(tally.sums).numbers()))
 
     def _accumulate(
         self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts, backward: bool = True
@@ -101,7 +101,7 @@ class Stepper:
         for micro in micro_batches:
             inputs = prepare(micro, state.config, self._ranks.device)
             scores = state.policy(inputs)
-            loss, sums = total_loss(scores.logprobs_N, scores.entropy_N, inputs.loss, counts, self._loss)
+            loss, sums = total_loss(scores.logprobs_N, scores.entropy_N, inputs.scored.loss, counts, self._loss)
             if backward:
                 torch.autograd.backward(loss)
             tally.add(sums)
@@ -109,7 +109,7 @@ class Stepper:
             tally.real_tokens += inputs.real_tokens
             tally.packed_tokens += sum(micro.lengths)
             flops = flops or FlopCounter(state.model)
-            tally.flops += flops.of(micro.lengths, len(inputs.rows_N))
+            tally.flops += flops.of(micro.lengths, len(inputs.scored.rows_N))
             if scores.expert_load_LE is not None:
                 load = scores.expert_load_LE
                 tally.expert_load_LE = load if tally.expert_load_LE is None else tally.expert_load_LE + load
@@ -118,14 +118,15 @@ class Stepper:
     def _update(self, state: TrainState, tally: Tally, rate: float) -> tuple[float, dict[str, float], bool]:
         """Clip and update; or leave everything as it is, if something is not finite. The norm, totals, and which."""
         norm_ = global_norm(p.grad for _, p in state.trained() if p.grad is not None)
+        reading = Reading({"norm": norm_, **tally.sums})
         if norm_.is_cuda and self._ranks.size == 1 and state.optimizer.guards:
             # The device goes on to the update while the host still waits for the numbers.
             state.optimizer.step(rate, self._guard(norm_, tally.sums["loss"]))
-            norm, totals, skipped = self._outcome(norm_, tally)
+            norm, totals, skipped = self._outcome(reading, tally)
             if skipped:
                 state.optimizer.take_back()
             return norm, totals, skipped
-        norm, totals, skipped = self._outcome(norm_, tally)
+        norm, totals, skipped = self._outcome(reading, tally)
         if not skipped:
             if norm > self._trainer.max_grad_norm:
                 factor = self._trainer.max_grad_norm / (norm + 1e-6)
@@ -138,15 +139,30 @@ class Stepper:
         broken = ~(norm.isfinite() & loss.isfinite())
         return Guard(divisor, broken.float())
 
-    def _outcome(self, norm: Tensor, tally: Tally) -> tuple[float, dict[str, float], bool]:
-        norm_, totals = float(norm), tally.totals(self._ranks)
-        return norm_, totals, not (math.isfinite(norm_) and math.isfinite(totals["loss"]))
+    def _outcome(self, reading: "Reading", tally: Tally) -> tuple[float, dict[str, float], bool]:
+        numbers = reading.numbers()
+        norm = numbers.pop("norm")
+        totals = tally.totals(self._ranks, numbers)
+        return norm, totals, not (math.isfinite(norm) and math.isfinite(totals["loss"]))
 
 
-def _read(scalars: Iterable[Tensor]) -> list[float]:
-    """The numbers of tensors of one element each, brought from the device at once."""
-    values: list[float] = torch.stack([scalar.double() for scalar in scalars]).tolist()
-    return values
+class Reading:
+    """The numbers of tensors of one element each, on their way from the device, which goes on meanwhile."""
+
+    def __init__(self, scalars: Mapping[str, Tensor]) -> None:
+        self._names = list(scalars)
+        self._values = torch.stack([scalar.double() for scalar in scalars.values()])
+        self._arrived: torch.cuda.Event | None = None
+        if self._values.is_cuda:
+            self._values = self._values.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
+            self._arrived.record()
+
+    def numbers(self) -> dict[str, float]:
+        """Waits until they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
 def seed_of(*place: int) -> int:
