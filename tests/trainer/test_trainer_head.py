@@ -81,3 +81,23 @@ def test_bfloat16_accumulates_the_weight_gradient_in_float32() -> None:
     assert weight.grad is not None and exact_weight.grad is not None
     error = (weight.grad.float() - exact_weight.grad).norm() / exact_weight.grad.norm()
     assert error < 0.01
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_targets_logit_is_not_rounded(device: str, certain: bool) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(60, 96, generator=generator).bfloat16().to(device)
+    weight = (torch.randn(500, 96, generator=generator) * (1.0 if certain else 0.3)).bfloat16().to(device)
+    logits = hidden.float() @ weight.float().T
+    targets = logits.argmax(-1) if certain else torch.randint(500, (60,), generator=generator).to(device)
+    exact = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    rounded = logits.bfloat16().float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+    logprobs, _ = target_logprobs(hidden, weight, targets, torch.ones(60, device=device), 16)
+
+    assert (logprobs - exact).abs().mean() < 0.8 * (rounded - exact).abs().mean()
+    assert logprobs.max() <= 1e-6

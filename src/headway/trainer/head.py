@@ -1,8 +1,9 @@
 """The LM head for training: logprobs and entropy of given targets, chunk by chunk, never with the full logits.
 
 Forward and backward hold the logits of `chunk` tokens at a time. Backward computes them again, unless one chunk holds
-all, which is then kept, or the weight is frozen. Logits are those of `DecoderLM.logits`, rounded as the computation's
-precision rounds them; everything after is float32.
+all, which is then kept, or the weight is frozen. The logits are rounded as the computation's precision rounds them, but
+for the targets' own, and everything after is float32: over a vocabulary errors mostly cancel, a target's would be
+the logprob's.
 """
 
 from types import ModuleType
@@ -40,7 +41,9 @@ class _ChunkedHead(torch.autograd.Function):
         logits_CV: Tensor | None = None
         for rows in _chunks(len(hidden_ND), chunk):
             logits_CV = hidden_ND[rows] @ table_VD.T
-            reduced = kernels.reduce_rows(logits_CV, targets_N[rows], temperatures_N[rows], keep=kept)
+            rounds = logits_CV.dtype != torch.float32
+            exact_C = kernels.row_products(hidden_ND[rows], table_VD, targets_N[rows]) if rounds else None
+            reduced = kernels.reduce_rows(logits_CV, exact_C, targets_N[rows], temperatures_N[rows], keep=kept)
             results_3N[:, rows] = torch.stack(reduced)
             if unit_ND is not None:
                 one_C = torch.ones_like(temperatures_N[rows])
@@ -84,7 +87,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _kernels(tensor: Tensor) -> ModuleType:
-    """The elementwise work: fused on CUDA, plain elsewhere. Both modules have the same two functions."""
+    """The elementwise work: fused on CUDA, plain elsewhere. Both modules have the same three functions."""
     if tensor.is_cuda:
         from headway.trainer import head_kernels
 

@@ -11,18 +11,29 @@ from torch import Tensor
 BLOCK = 4096
 
 
-def reduce_rows(
-    logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, entropies, and the logarithms of the normalizers, all (C,) in float32.
+def row_products(hidden_CD: Tensor, table_VD: Tensor, targets_C: Tensor) -> Tensor:
+    """The logits of the targets, (C,) in float32, not rounded to the precision of the others."""
+    rows, width = hidden_CD.shape
+    products_C = torch.empty(rows, dtype=torch.float32, device=hidden_CD.device)
+    if rows:
+        block = triton.next_power_of_2(width)
+        strides = hidden_CD.stride(0), table_VD.stride(0)
+        _row_products[(rows,)](hidden_CD, table_VD, targets_C, products_C, width, *strides, block)
+    return products_C
 
-    The logits stay, whether told to `keep` them or not.
+
+def reduce_rows(
+    logits_CV: Tensor, exact_C: Tensor | None, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets, whose logits are `exact` where given, entropies, and the logarithms of the logits'
+    normalizers, all (C,) in float32. The logits stay, whether told to `keep` them or not.
     """
     results = [torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device) for _ in range(3)]
     if len(logits_CV):
         _reduce_rows[(len(logits_CV),)](
-            logits_CV, targets_C, temperatures_C, *results, logits_CV.shape[1], logits_CV.stride(0), BLOCK, num_warps=8
-        )
+            logits_CV, temperatures_C if exact_C is None else exact_C, targets_C, temperatures_C, *results,
+            logits_CV.shape[1], logits_CV.stride(0), exact_C is not None, BLOCK, num_warps=8,
+        )  # fmt: skip
     return results[0], results[1], results[2]
 
 
@@ -39,7 +50,21 @@ def to_gradient_(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _reduce_rows(logits, targets, temperatures, logprobs, entropies, normalizers, vocab, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_products(hidden, table, targets, products, width, hidden_stride, table_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    h = tl.load(hidden + row * hidden_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(table + target * table_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(products + row, tl.sum(h * w, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _reduce_rows(  # type: ignore[no-untyped-def]
+    logits, exact, targets, temperatures, logprobs, entropies, normalizers, vocab, stride,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start_of_row = logits + row * stride
     temperature = tl.load(temperatures + row)
@@ -62,8 +87,12 @@ def _reduce_rows(logits, targets, temperatures, logprobs, entropies, normalizers
         largest = new_largest
     sum_of_all = tl.sum(total, 0)
     normalizer = (largest + tl.log2(sum_of_all)) * 0.6931471805599453
-    target = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32) / temperature
-    tl.store(logprobs + row, target - normalizer)
+    logprob = tl.load(start_of_row + tl.load(targets + row)).to(tl.float32) / temperature - normalizer
+    if EXACT:
+        # In the normalizer as well: where a token is all but certain both are the same number.
+        target = tl.load(exact + row) / temperature - normalizer
+        logprob = target - tl.log(1 + (tl.exp(target) - tl.exp(logprob)))
+    tl.store(logprobs + row, logprob)
     tl.store(entropies + row, normalizer - tl.sum(weighted, 0) / sum_of_all * 0.6931471805599453)
     tl.store(normalizers + row, normalizer)
 

@@ -4,16 +4,25 @@ import torch
 from torch import Tensor
 
 
-def reduce_rows(
-    logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, entropies, and the logarithms of the normalizers, all (C,) in float32.
+def row_products(hidden_CD: Tensor, table_VD: Tensor, targets_C: Tensor) -> Tensor:
+    """The logits of the targets, (C,) in float32, not rounded to the precision of the others."""
+    products_C: Tensor = torch.linalg.vecdot(hidden_CD.float(), table_VD[targets_C].float())
+    return products_C
 
-    The logits may be overwritten, unless told to `keep` them.
+
+def reduce_rows(
+    logits_CV: Tensor, exact_C: Tensor | None, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets, whose logits are `exact` where given, entropies, and the logarithms of the logits'
+    normalizers, all (C,) in float32. The logits may be overwritten, unless told to `keep` them.
     """
     logits_CV = _scaled(logits_CV.clone() if keep else logits_CV, temperatures_C)
     normalizer_C = logits_CV.logsumexp(-1)
     logprobs_C = logits_CV.gather(-1, targets_C[:, None])[:, 0] - normalizer_C
+    if exact_C is not None:
+        # In the normalizer as well: where a token is all but certain both are the same number.
+        rounded_C, exact_C = logprobs_C, exact_C / temperatures_C - normalizer_C
+        logprobs_C = exact_C - torch.log1p(exact_C.exp() - rounded_C.exp())
     expected_C = torch.linalg.vecdot((logits_CV - normalizer_C[:, None]).exp_(), logits_CV)
     return logprobs_C, normalizer_C - expected_C, normalizer_C
 
