@@ -115,6 +115,18 @@ def test_where_tensors_lie_is_worked_out_once_as_long_as_they_lie_alike(paths: R
     sender.close()
 
 
+@pytest.mark.parametrize("settings", [SharedMemoryWeights(), CollectiveWeights()], ids=lambda settings: settings.type)
+def test_a_version_in_memory_does_not_wait_for_the_disk(
+    settings: WeightTransport, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = make_sender(settings, paths)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda handle: pytest.fail("something was flushed"))
+        update = sender.publish(1, _weights(1).items())
+    assert update == latest(paths)
+    sender.close()
+
+
 @every_transport
 def test_tensors_are_received_into_the_places_that_fit_them(settings: WeightTransport, paths: RunPaths) -> None:
     sender, receiver = make_sender(settings, paths), make_receiver()
