@@ -74,9 +74,14 @@ class DecoderLM(nn.Module):
         """(vocab, width); the embedding's where tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 (N, vocab)."""
-        return product(hidden_ND, self.head_weight()).float()
+    def logits(self, hidden_ND: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32 (N, vocab), in `out` where that is given. A GPU adds up in float32 and does not round the sums to the
+        weights' precision, unless gradients are wanted: torch has none of such a product."""
+        weight_VD = self.head_weight()
+        if hidden_ND.is_cuda and not torch.is_grad_enabled():
+            return torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32, out=out)
+        logits_NV = product(hidden_ND, weight_VD).float()
+        return logits_NV if out is None else out.copy_(logits_NV)
 
     def _routing(self, experts: list[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Experts used (T, layers, k), -1 in dense layers, and tokens per expert (layers, experts)."""
