@@ -78,6 +78,25 @@ def test_prompts_that_come_while_others_decode() -> None:
             assert mismatch(model, prompt(20) + prompt(number, seed=1), choice) < 1e-4
 
 
+def test_crowds_of_short_prompts_come_in_one_recorded_step() -> None:
+    model = make_model().cuda()
+    engine = make_engine(model, max_running=64, num_blocks=900, max_batched_tokens=1024)
+    prompts = [prompt(5 + n % 4, seed=n) for n in range(60)]
+    results = run_all(engine, [request(tokens, 6, seed=n) for n, tokens in enumerate(prompts)])
+    for tokens, result in zip(prompts, results, strict=True):
+        assert mismatch(model, tokens, result.choices[0]) < 1e-4
+
+
+def test_logits_are_not_rounded_to_the_weights_precision() -> None:
+    model = make_model().to("cuda", torch.bfloat16)
+    hidden = torch.randn(7, model.config.width, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
+    exact = hidden.double() @ model.head_weight().double().T
+    with torch.inference_mode():
+        found = model.logits(hidden)
+    assert found.dtype == torch.float32
+    assert (found - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
 def test_filters_and_likely_tokens_beside_plain_requests() -> None:
     model = make_model()
     asked = [

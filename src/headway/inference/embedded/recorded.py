@@ -23,16 +23,16 @@ from headway.models.layers.adapters import AdapterBank
 
 Ints = NDArray[np.int64]
 
-_MIXED = (128, 256, 512, 1024)
+_MIXED = (128, 256, 512, 1024, 1536, 2048)
 """Tokens of steps with prompts that are recorded. Larger ones are worth the host's time to launch them."""
-_PROMPTS = 32
-"""Prompts in such a step, at most."""
+_PROMPTS = 256
+"""Prompts in such a step, at most. Short ones, of which a cache has most, come in crowds."""
 _TOKENS = 5
 """Numbers that say what and where a token is: its id, row, position, slot, adapter."""
 
 
 class RecordedSteps:
-    """Logits of up to `capacity` sequences per step, in the dtype of the weights, valid until the next step.
+    """Logits of up to `capacity` sequences per step, float32, valid until the next step.
 
     In all steps a token below 0 is its row's last one on the device, and `adapters` are the tokens' slots in the bank,
     None where no token has one.
@@ -53,7 +53,7 @@ class RecordedSteps:
         self._mixed = Staging(_TOKENS + 9, max(_MIXED), device)
         self._places = torch.arange(capacity, device=device)
         self._ones = torch.ones(capacity, dtype=torch.int64, device=device)
-        self._logits = torch.empty((capacity, len(head)), dtype=head.dtype, device=device)
+        self._logits = torch.empty((capacity, len(head)), dtype=torch.float32, device=device)
 
     def decode(self, tokens: Ints, rows: Ints, positions: Ints, slots: Ints, adapters: Ints | None = None) -> Tensor:
         """One token of each sequence."""
@@ -133,10 +133,12 @@ class RecordedSteps:
         tokens, rows, positions, slots, adapters = sent[:_TOKENS, :size]
         others = sent[_TOKENS:]
         decoding = Tiles.of(others[:4, :most], 1, decode_splits(most, self._kv_heads))
-        prompts = Tiles.of(others[4:8, : size // self._queries + _PROMPTS], self._queries)
+        # Every prompt has two tokens at least, and a last tile that may not be full.
+        tiles = size // self._queries + min(_PROMPTS, size // 2)
+        prompts = Tiles.of(others[4:8, :tiles], self._queries)
         gate = adapters if adapted else None
         hidden = self._pass.hidden(tokens, rows, positions, slots, [decoding, prompts], adapters_T=gate, padded=True)
         self._head(hidden[others[8, :most]])
 
     def _head(self, hidden_ND: Tensor) -> None:
-        torch.mm(hidden_ND, self._pass.model.head_weight().t(), out=self._logits[: len(hidden_ND)])
+        self._pass.model.logits(hidden_ND, out=self._logits[: len(hidden_ND)])
