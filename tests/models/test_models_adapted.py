@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.models.adapted import adapted, products, unvalued_product
+from headway.models.adapted import adapted, products, products_together, unvalued_product
 
 
 def random(*size: int, seed: int = 0) -> Tensor:
@@ -44,7 +44,11 @@ def test_products_have_the_gradients_of_autograd(dtype: torch.dtype) -> None:
         return torch.autograd.grad((torch.cat(outs, 1) * probe).sum(), [x, *weights])
 
     expected = gradients([x @ weight.to(dtype).T for weight in weights])
-    for outs in (list(products(x, weights)), [unvalued_product(x, weight) for weight in weights]):
+    for outs in (
+        list(products(x, weights)),
+        [unvalued_product(x, weight) for weight in weights],
+        [products_together(x, weights)],
+    ):
         found = gradients(outs)
         assert [g.dtype for g in found] == [dtype, torch.float64, torch.float64]
         torch.testing.assert_close(found, expected)

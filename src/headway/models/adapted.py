@@ -3,6 +3,9 @@
 Left to autograd, a layer with an adapter would copy its output to add the adapter's, and its input's gradient to add
 another; here both are added inside the large products. And autograd cannot be asked for the gradients of a layer
 without its output, which is what recomputing the last layer of a block would otherwise be for.
+
+Layers whose weights must be cast anyway may be computed together: one large product is faster than some smaller ones,
+forward as well as backward, where it also adds up the input's gradient by itself.
 """
 
 from collections.abc import Sequence
@@ -33,8 +36,14 @@ def adapted(
 
 def products(x_TI: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """x @ weight.T for each weight (out, in), which may be of a higher precision than the computation."""
-    outs: tuple[Tensor, ...] = _Products.apply(x_TI, *weights)  # type: ignore[no-untyped-call]  # as above
+    outs: tuple[Tensor, ...] = _Products.apply(x_TI, False, *weights)  # type: ignore[no-untyped-call]  # as above
     return outs
+
+
+def products_together(x_TI: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`products` side by side in one tensor."""
+    out: Tensor = _Products.apply(x_TI, True, *weights)[0]  # type: ignore[no-untyped-call]  # as above
+    return out
 
 
 def unvalued_product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -47,7 +56,7 @@ class _Adapted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, scale: float, valued: bool, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
-        ranks_TR = (x_TI @ _stacked(downs).T) * scale
+        ranks_TR = _scaled_product(x_TI, _stacked(downs).T, scale)
         ctx.save_for_backward(x_TI, ranks_TR, *tensors)
         ctx.scale = scale
         if not valued:
@@ -61,7 +70,9 @@ class _Adapted(torch.autograd.Function):
         count = len(tensors) // 3
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
         grad_ups = [own_TR.T @ grad for own_TR, grad in zip(_parts(ranks_TR, downs), grads, strict=True)]
-        grad_ranks_TR = torch.cat([grad @ up.T for grad, up in zip(grads, ups, strict=True)], 1) * ctx.scale
+        grad_ranks_TR = torch.empty_like(ranks_TR)
+        for grad, up, own_TR in zip(grads, ups, _parts(grad_ranks_TR, downs), strict=True):
+            _scaled_product(grad, up.T, ctx.scale, out=own_TR)
         grad_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
             grad_x = _summed_products(grads, weights, grad_ranks_TR @ _stacked(downs))
@@ -71,19 +82,23 @@ class _Adapted(torch.autograd.Function):
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        tables = [weight.to(x_TI.dtype) for weight in weights]
+    def forward(ctx: Any, x_TI: Tensor, together: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        tables = [_joined(weights, x_TI.dtype)] if together else [weight.to(x_TI.dtype) for weight in weights]
         ctx.save_for_backward(x_TI, *tables)
-        ctx.dtypes = [weight.dtype for weight in weights]
+        ctx.dtypes, ctx.sizes = [weight.dtype for weight in weights], [len(weight) for weight in weights]
         return tuple(x_TI @ table.T for table in tables)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, *tables = ctx.saved_tensors
-        wants_x, *wanted = ctx.needs_input_grad
+        wants_x, _, *wanted = ctx.needs_input_grad
         grad_x = _summed_products(grads, tables) if wants_x else None
+        if len(tables) < len(wanted):
+            whole = _weight_gradient(grads[0], x_TI, ctx.dtypes[0]) if any(wanted) else None
+            parts = [None] * len(wanted) if whole is None else torch.split(whole, ctx.sizes)
+            return grad_x, None, *(part if wants else None for part, wants in zip(parts, wanted, strict=True))
         each = zip(grads, ctx.dtypes, wanted, strict=True)
-        return grad_x, *(_weight_gradient(grad, x_TI, dtype) if wants else None for grad, dtype, wants in each)
+        return grad_x, None, *(_weight_gradient(grad, x_TI, dtype) if wants else None for grad, dtype, wants in each)
 
 
 class _UnvaluedProduct(torch.autograd.Function):
@@ -109,11 +124,26 @@ def _summed_products(grads: Sequence[Tensor], weights: Sequence[Tensor], total: 
     return total
 
 
+def _scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """scale * left @ right, also into some columns of a wider matrix: no pass over the result by itself."""
+    if out is None:
+        out = left.new_empty(len(left), right.shape[1])
+    return torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
+
+
 def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
     """In the weight's own precision, without rounding to that of the computation before."""
     if dtype != x_TI.dtype and x_TI.is_cuda:
         return torch.mm(grad_TO.T, x_TI, out_dtype=dtype)
     return (grad_TO.T @ x_TI).to(dtype)
+
+
+def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The weights one below the other, cast in one go."""
+    sizes = [len(weight) for weight in weights]
+    table = weights[0].new_empty(sum(sizes), weights[0].shape[1], dtype=dtype)
+    torch._foreach_copy_(list(torch.split(table, sizes)), list(weights))
+    return table
 
 
 def _stacked(matrices: Sequence[Tensor]) -> Tensor:

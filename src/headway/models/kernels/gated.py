@@ -1,4 +1,7 @@
-"""silu(gate) * up in one kernel, forward and backward; only its inputs are kept."""
+"""silu(gate) * up in one kernel, forward and backward; only its inputs are kept.
+
+Gate and up are two tensors, or the halves of one.
+"""
 
 from typing import Any
 
@@ -11,22 +14,26 @@ _BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _forward_kernel(gate, up, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gate + at, at < size).to(tl.float32)
-    u = tl.load(up + at, at < size).to(tl.float32)
-    tl.store(out + at, g * tl.sigmoid(g) * u, at < size)
+def _forward_kernel(gate, up, out, size, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * stride + column
+    g = tl.load(gate + at, column < size).to(tl.float32)
+    u = tl.load(up + at, column < size).to(tl.float32)
+    tl.store(out + row * size + column, g * tl.sigmoid(g) * u, column < size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _backward_kernel(gate, up, grad, grad_gate, grad_up, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    g = tl.load(gate + at, at < size).to(tl.float32)
-    u = tl.load(up + at, at < size).to(tl.float32)
-    d = tl.load(grad + at, at < size).to(tl.float32)
+def _backward_kernel(gate, up, grad, grad_gate, grad_up, size, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    at = row * stride + column
+    g = tl.load(gate + at, column < size).to(tl.float32)
+    u = tl.load(up + at, column < size).to(tl.float32)
+    d = tl.load(grad + row * size + column, column < size).to(tl.float32)
     s = tl.sigmoid(g)
-    tl.store(grad_gate + at, d * u * s * (1 + g * (1 - s)), at < size)
-    tl.store(grad_up + at, d * g * s, at < size)
+    tl.store(grad_gate + at, d * u * s * (1 + g * (1 - s)), column < size)
+    tl.store(grad_up + at, d * g * s, column < size)
 
 
 class _GatedSilu(torch.autograd.Function):
@@ -34,17 +41,31 @@ class _GatedSilu(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        out = torch.empty_like(gate)
-        _forward_kernel[_grid(gate)](gate, up, out, gate.numel(), BLOCK=_BLOCK)
-        return out
+        return _forward(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-        grad = grad.contiguous()
-        _backward_kernel[_grid(gate)](gate, up, grad, grad_gate, grad_up, gate.numel(), BLOCK=_BLOCK)
-        return grad_gate, grad_up
+        grads = torch.empty_like(gate), torch.empty_like(up)
+        _backward(gate, up, grad, *grads)
+        return grads
+
+
+class _GatedHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both_TM: Tensor) -> Tensor:
+        both_TM = both_TM.contiguous()
+        ctx.save_for_backward(both_TM)
+        gate, up = both_TM.chunk(2, 1)
+        return _forward(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (both_TM,) = ctx.saved_tensors
+        grad_both = torch.empty_like(both_TM)
+        gate, up = both_TM.chunk(2, 1)
+        _backward(gate, up, grad, *grad_both.chunk(2, 1))
+        return grad_both
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -53,5 +74,27 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.numel(), _BLOCK),)
+def gated_halves(both_TM: Tensor) -> Tensor:
+    """`gated_silu` of the first half of the columns and the second."""
+    out: Tensor = _GatedHalves.apply(both_TM)  # type: ignore[no-untyped-call]  # as above
+    return out
+
+
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    """Both have rows of the same stride."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if grid := _grid(gate):
+        _forward_kernel[grid](gate, up, out, gate.shape[-1], gate.stride(-2), BLOCK=_BLOCK)
+    return out
+
+
+def _backward(gate: Tensor, up: Tensor, grad: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
+    """Fills the last two, which are laid out as the first two."""
+    if grid := _grid(gate):
+        grad = grad.contiguous()
+        _backward_kernel[grid](gate, up, grad, grad_gate, grad_up, gate.shape[-1], gate.stride(-2), BLOCK=_BLOCK)
+
+
+def _grid(x: Tensor) -> tuple[int, int] | None:
+    """Rows by blocks of columns."""
+    return (x.numel() // x.shape[-1], triton.cdiv(x.shape[-1], _BLOCK)) if x.numel() else None

@@ -136,4 +136,4 @@ def _gradients(
 
 
 def _warps(block: int) -> int:
-    return min(16, max(1, block // 512))
+    return min(16, max(4, block // 512))

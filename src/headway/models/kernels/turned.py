@@ -1,118 +1,261 @@
-"""Queries and keys at their positions, with gradients: norm per head and rotation in one kernel, each way."""
+"""Queries and keys at their positions, with gradients: norm per head and rotation in one kernel, each way.
 
-from typing import Any
+They come as two tensors, or as the first parts of one, whose last part are the values. A program takes a token at a
+time, so that the token's angles are read once for all of its heads.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 16
-_PROGRAMS = 1024
-"""Of the backward pass: each adds up its rows' part of the weight's gradient."""
+_PROGRAMS = 2112
+"""Of the backward pass: each adds up its tokens' part of the weights' gradients."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _forward_kernel(x, weight, cos, sin, out, rows, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler  # fmt: skip  # noqa: E501
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+def _turn(x, out, weight, c, s, heads, eps, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < HALF)
-    at = row.to(tl.int64) * (2 * HALF) + column
-    table = (row // heads).to(tl.int64) * (2 * HALF) + column
+    inside = (head < heads) & (column < HALF)
+    at = head * (2 * HALF) + column
     a = tl.load(x + at, inside, other=0.0).to(tl.float32)
     b = tl.load(x + at + HALF, inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
     a = a * scale * tl.load(weight + column, column < HALF, other=0.0).to(tl.float32)
     b = b * scale * tl.load(weight + HALF + column, column < HALF, other=0.0).to(tl.float32)
-    c = tl.load(cos + table, inside, other=0.0)
-    s = tl.load(sin + table + HALF, inside, other=0.0)
     tl.store(out + at, a * c - b * s, inside)
     tl.store(out + at + HALF, b * c + a * s, inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    x,
-    weight,
+def _forward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    q,
+    k,
+    q_out,
+    k_out,
+    q_weight,
+    k_weight,
     cos,
     sin,
-    grad,
-    grad_x,
-    grad_weight,
-    rows,
-    heads,
+    q_stride,
+    k_stride,
+    q_heads,
+    k_heads,
+    eps,
+    HALF: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    c = tl.load(cos + token * (2 * HALF) + column, column < HALF, other=0.0)
+    s = tl.load(sin + token * (2 * HALF) + HALF + column, column < HALF, other=0.0)
+    to_q = q_out + token * q_heads * (2 * HALF)
+    to_k = k_out + token * k_heads * (2 * HALF)
+    _turn(q + token * q_stride, to_q, q_weight, c, s, q_heads, eps, HALF, Q_HEADS, BLOCK)
+    _turn(k + token * k_stride, to_k, k_weight, c, s, k_heads, eps, HALF, K_HEADS, BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _turn_back(x, grad, grad_x, weight, c, s, heads, eps, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # as above  # fmt: skip
+    """The two halves of what the weight's gradient gets from a token."""
+    head = tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (column < HALF)
+    at = head * (2 * HALF) + column
+    a = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    b = tl.load(x + at + HALF, inside, other=0.0).to(tl.float32)
+    turned_a = tl.load(grad + at, inside, other=0.0).to(tl.float32)
+    turned_b = tl.load(grad + at + HALF, inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+    a = a * scale
+    b = b * scale
+    da = turned_a * c + turned_b * s
+    db = turned_b * c - turned_a * s
+    of_weight_a = da * a
+    of_weight_b = db * b
+    da = da * tl.load(weight + column, column < HALF, other=0.0).to(tl.float32)
+    db = db * tl.load(weight + HALF + column, column < HALF, other=0.0).to(tl.float32)
+    mean = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
+    tl.store(grad_x + at, (da - a * mean) * scale, inside)
+    tl.store(grad_x + at + HALF, (db - b * mean) * scale, inside)
+    return of_weight_a, of_weight_b
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    q,
+    k,
+    q_grad,
+    k_grad,
+    q_grad_x,
+    k_grad_x,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    grad_weights,
+    tokens,
+    q_stride,
+    k_stride,
+    q_heads,
+    k_heads,
     eps,
     WEIGHT: tl.constexpr,
     HALF: tl.constexpr,
-    ROWS: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
-    gain_a = tl.load(weight + column, column < HALF, other=0.0).to(tl.float32)
-    gain_b = tl.load(weight + HALF + column, column < HALF, other=0.0).to(tl.float32)
-    summed_a = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    summed_b = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for start in range(first * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
-        inside = (row < rows) & (column < HALF)
-        at = row.to(tl.int64) * (2 * HALF) + column
-        table = (row // heads).to(tl.int64) * (2 * HALF) + column
-        a = tl.load(x + at, inside, other=0.0).to(tl.float32)
-        b = tl.load(x + at + HALF, inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-        a = a * scale
-        b = b * scale
-        c = tl.load(cos + table, inside, other=0.0)
-        s = tl.load(sin + table + HALF, inside, other=0.0)
-        turned_a = tl.load(grad + at, inside, other=0.0).to(tl.float32)
-        turned_b = tl.load(grad + at + HALF, inside, other=0.0).to(tl.float32)
-        da = turned_a * c + turned_b * s
-        db = turned_b * c - turned_a * s
+    q_a = tl.zeros((Q_HEADS, BLOCK), dtype=tl.float32)
+    q_b = tl.zeros((Q_HEADS, BLOCK), dtype=tl.float32)
+    k_a = tl.zeros((K_HEADS, BLOCK), dtype=tl.float32)
+    k_b = tl.zeros((K_HEADS, BLOCK), dtype=tl.float32)
+    token = first.to(tl.int64)
+    for _ in range(first, tokens, tl.num_programs(0)):
+        c = tl.load(cos + token * (2 * HALF) + column, column < HALF, other=0.0)
+        s = tl.load(sin + token * (2 * HALF) + HALF + column, column < HALF, other=0.0)
+        of_q = q_grad + token * q_heads * (2 * HALF)
+        of_k = k_grad + token * k_heads * (2 * HALF)
+        from_q = token * q_stride
+        from_k = token * k_stride
+        a, b = _turn_back(q + from_q, of_q, q_grad_x + from_q, q_weight, c, s, q_heads, eps, HALF, Q_HEADS, BLOCK)
         if WEIGHT:
-            summed_a += da * a
-            summed_b += db * b
-        da = da * gain_a
-        db = db * gain_b
-        mean = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
-        tl.store(grad_x + at, (da - a * mean) * scale, inside)
-        tl.store(grad_x + at + HALF, (db - b * mean) * scale, inside)
+            q_a += a
+            q_b += b
+        a, b = _turn_back(k + from_k, of_k, k_grad_x + from_k, k_weight, c, s, k_heads, eps, HALF, K_HEADS, BLOCK)
+        if WEIGHT:
+            k_a += a
+            k_b += b
+        token += tl.num_programs(0)
     if WEIGHT:
-        to = grad_weight + first.to(tl.int64) * (2 * HALF) + tl.arange(0, BLOCK)
-        tl.store(to, tl.sum(summed_a, 0), tl.arange(0, BLOCK) < HALF)
-        tl.store(to + HALF, tl.sum(summed_b, 0), tl.arange(0, BLOCK) < HALF)
+        to = grad_weights + first.to(tl.int64) * (4 * HALF) + tl.arange(0, BLOCK)
+        inside = tl.arange(0, BLOCK) < HALF
+        tl.store(to, tl.sum(q_a, 0), inside)
+        tl.store(to + HALF, tl.sum(q_b, 0), inside)
+        tl.store(to + 2 * HALF, tl.sum(k_a, 0), inside)
+        tl.store(to + 3 * HALF, tl.sum(k_b, 0), inside)
+
+
+class Turn(NamedTuple):
+    """How queries and keys are turned: the weights of their norms, what these add to the mean square, the angles."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    cos: Tensor
+    sin: Tensor
 
 
 class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        x_THD = x_THD.contiguous()
-        ctx.save_for_backward(x_THD, weight, cos, sin)
-        ctx.eps = eps
-        tokens, heads, size = x_THD.shape
-        out = torch.empty_like(x_THD)
-        if rows := tokens * heads:
-            _forward_kernel[(triton.cdiv(rows, _ROWS),)](
-                x_THD, weight, cos, sin, out, rows, heads, eps, size // 2, _ROWS, triton.next_power_of_2(size // 2)
-            )
-        return out
+    def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, *turn: Any) -> tuple[Tensor, Tensor]:
+        q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
+        _keep(ctx, Turn(*turn), q_THD, k_TKD)
+        return _forward(q_THD, k_TKD, Turn(*turn))
 
     @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        x_THD, weight, cos, sin = ctx.saved_tensors
-        tokens, heads, size = x_THD.shape
-        rows, wants_weight = tokens * heads, ctx.needs_input_grad[1]
-        programs = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS))
-        grad_THD, grad_x = grad_THD.contiguous(), torch.empty_like(x_THD)
-        parts = torch.empty(programs, size, dtype=torch.float32, device=x_THD.device) if wants_weight else cos
-        _backward_kernel[(programs,)](
-            x_THD, weight, cos, sin, grad_THD, grad_x, parts, rows, heads, ctx.eps, wants_weight, size // 2, _ROWS,
-            triton.next_power_of_2(size // 2),
-        )  # fmt: skip
-        return grad_x, parts.sum(0).to(weight.dtype) if wants_weight else None, None, None, None
+    def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q_THD, k_TKD), turn = _kept(ctx)
+        q_grad_x, k_grad_x = torch.empty_like(q_THD), torch.empty_like(k_TKD)
+        wants_weights = ctx.needs_input_grad[2]
+        of_weights = _backward(q_THD, k_TKD, turn, (q_grad, k_grad), (q_grad_x, k_grad_x), wants_weights)
+        return q_grad_x, k_grad_x, *of_weights, None, None, None
 
 
-def turned(x_THD: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+class _TurnedTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TND: Tensor, heads: int, *turn: Any) -> tuple[Tensor, Tensor, Tensor]:
+        x_TND = x_TND.contiguous()
+        _keep(ctx, Turn(*turn), x_TND)
+        ctx.heads = heads
+        q_THD, k_TKD, v_TKD = _apart(x_TND, heads)
+        return *_forward(q_THD, k_TKD, Turn(*turn)), v_TKD
+
+    @staticmethod
+    def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TND,), turn = _kept(ctx)
+        grad_x = torch.empty_like(x_TND)
+        q_THD, k_TKD, _ = _apart(x_TND, ctx.heads)
+        q_grad_x, k_grad_x, v_grad_x = _apart(grad_x, ctx.heads)
+        wants_weights = ctx.needs_input_grad[2]
+        of_weights = _backward(q_THD, k_TKD, turn, (q_grad, k_grad), (q_grad_x, k_grad_x), wants_weights)
+        v_grad_x.copy_(v_grad)
+        return grad_x, None, *of_weights, None, None, None
+
+
+def turned(q_THD: Tensor, k_TKD: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
     """As `layers.rope.rotate_plain` of `F.rms_norm` over the last axis, rounded once at the end."""
-    out: Tensor = _Turned.apply(x_THD, weight, eps, cos, sin)  # type: ignore[no-untyped-call]  # torch has no types here
-    return out
+    q_THD, k_TKD = _Turned.apply(q_THD, k_TKD, *turn)  # type: ignore[no-untyped-call]  # torch has no types here
+    return q_THD, k_TKD
+
+
+def turned_together(x_TND: Tensor, heads: int, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    """`turned` queries and keys, and values. Of a token's heads the first `heads` are queries; keys and values share
+    the rest."""
+    q_THD, k_TKD, v_TKD = _TurnedTogether.apply(x_TND, heads, *turn)  # type: ignore[no-untyped-call]  # as above
+    return q_THD, k_TKD, v_TKD
+
+
+def _keep(ctx: Any, turn: Turn, *inputs: Tensor) -> None:
+    ctx.save_for_backward(turn.q_weight, turn.k_weight, turn.cos, turn.sin, *inputs)
+    ctx.eps = turn.eps
+
+
+def _kept(ctx: Any) -> tuple[list[Tensor], Turn]:
+    q_weight, k_weight, cos, sin, *inputs = ctx.saved_tensors
+    return inputs, Turn(q_weight, k_weight, ctx.eps, cos, sin)
+
+
+def _apart(x_TND: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    rest = (x_TND.shape[1] - heads) // 2
+    q_THD, k_TKD, v_TKD = torch.split(x_TND, [heads, rest, rest], dim=1)
+    return q_THD, k_TKD, v_TKD
+
+
+def _forward(q_THD: Tensor, k_TKD: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    """Both may be some heads of more."""
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TKD))
+    if len(q_THD):
+        _forward_kernel[(len(q_THD),)](
+            q_THD, k_TKD, q_out, k_out, turn.q_weight, turn.k_weight, turn.cos, turn.sin, q_THD.stride(0),
+            k_TKD.stride(0), q_THD.shape[1], k_TKD.shape[1], turn.eps, *_tiles(q_THD, k_TKD),
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def _backward(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    turn: Turn,
+    grads: tuple[Tensor, Tensor],
+    grads_x: tuple[Tensor, Tensor],
+    wants_weights: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fills `grads_x`, laid out as queries and keys are; returns the gradients of the weights."""
+    programs, size = max(1, min(len(q_THD), _PROGRAMS)), q_THD.shape[2]
+    parts = turn.cos
+    if wants_weights:
+        parts = torch.empty(programs, 2, size, dtype=torch.float32, device=q_THD.device)
+    q_grad, k_grad = (grad.contiguous() for grad in grads)
+    _backward_kernel[(programs,)](
+        q_THD, k_TKD, q_grad, k_grad, *grads_x, turn.q_weight, turn.k_weight, turn.cos, turn.sin, parts, len(q_THD),
+        q_THD.stride(0), k_TKD.stride(0), q_THD.shape[1], k_TKD.shape[1], turn.eps, wants_weights,
+        *_tiles(q_THD, k_TKD),
+    )  # fmt: skip
+    if not wants_weights:
+        return None, None
+    of_q, of_k = parts.sum(0).to(turn.q_weight.dtype).unbind()
+    return of_q, of_k
+
+
+def _tiles(q_THD: Tensor, k_TKD: Tensor) -> tuple[int, int, int, int]:
+    """Half of a head, and what heads and columns a program covers."""
+    half = q_THD.shape[2] // 2
+    return half, *(triton.next_power_of_2(n) for n in (q_THD.shape[1], k_TKD.shape[1], half))

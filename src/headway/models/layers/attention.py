@@ -27,7 +27,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer = layer
         self.attend: Attend = attend
-        self.head_dim = config.head_dim
+        self.heads, self.head_dim = config.heads, config.head_dim
         bias = config.attention_bias
         self.q_proj = Linear(config.width, config.heads * config.head_dim, bias)
         self.k_proj = Linear(config.width, config.kv_heads * config.head_dim, bias)
@@ -38,19 +38,27 @@ class SelfAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if qk_norm else None
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        q_THD, k_TKD, v_TKD = self._project(x_TD, context)
         if isinstance(context.plan, CachePlan):
+            q_THD, k_TKD, v_TKD = self._project(x_TD, context)
             mixed_THD = context.plan.attend_unturned(
                 q_THD, k_TKD, v_TKD, *self._norms(), context.cos, context.sin, self.layer
             )
         else:
-            q_THD, k_TKD = self._turn(q_THD, k_TKD, context.cos, context.sin)
+            q_THD, k_TKD, v_TKD = self.queries_keys_values(x_TD, context)
             mixed_THD = self.attend(self, q_THD, k_TKD, v_TKD, context.plan)
         out_TD: Tensor = self.o_proj(mixed_THD.flatten(1), context.adapter_gate)
         return out_TD
 
     def queries_keys_values(self, x_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """As `PackedPlan` takes them: with their positions."""
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is not None and k_norm is not None:
+            x_TO = self.siblings.together(x_TD, context.adapter_gate)
+            if x_TO is not None:
+                from headway.models.kernels.turned import Turn, turned_together
+
+                turn = Turn(q_norm.weight, k_norm.weight, q_norm.eps, context.cos, context.sin)
+                return turned_together(x_TO.view(len(x_TO), -1, self.head_dim), self.heads, turn)
         q_THD, k_TKD, v_TKD = self._project(x_TD, context)
         return *self._turn(q_THD, k_TKD, context.cos, context.sin), v_TKD
 
@@ -66,10 +74,9 @@ class SelfAttention(nn.Module):
             return ops.turn(q_THD, k_TKD, *self._norms(), cos, sin)
         if q_norm is not None and k_norm is not None:
             if fused(q_THD):
-                from headway.models.kernels.turned import turned
+                from headway.models.kernels.turned import Turn, turned
 
-                q_THD = turned(q_THD, q_norm.weight, q_norm.eps, cos, sin)
-                return q_THD, turned(k_TKD, k_norm.weight, k_norm.eps, cos, sin)
+                return turned(q_THD, k_TKD, Turn(q_norm.weight, k_norm.weight, q_norm.eps, cos, sin))
             q_THD, k_TKD = q_norm(q_THD), k_norm(k_TKD)
         return rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin)
 

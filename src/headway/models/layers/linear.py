@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.models.adapted import adapted, products, unvalued_product
+from headway.models.adapted import adapted, products, products_together, unvalued_product
+from headway.models.kernels import fused
 from headway.models.native import ops
 from headway.models.native.library import native
 
@@ -92,6 +93,14 @@ class Siblings:
         if adapter_gate is None and torch.is_grad_enabled() and x_TI.is_cuda and not self._biased:
             return products(x_TI, [linear.weight for linear in self._linears])
         return [linear(x_TI, adapter_gate) for linear in self._linears]
+
+    def together(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor | None:
+        """The outputs side by side in one tensor, for training. None where there is nothing to gain: where weights need
+        no casting, they would have to be moved together first."""
+        weights = [linear.weight for linear in self._linears]
+        if adapter_gate is not None or self._biased or weights[0].dtype == x_TI.dtype or not fused(x_TI):
+            return None
+        return products_together(x_TI, weights)
 
     def join(self) -> None:
         """Move the weights together, unless they are. Layers with a bias stay as they are."""

@@ -24,6 +24,10 @@ class GatedMlp(nn.Module):
 
     def hidden(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """What the last layer gets."""
+        if (both_TM := self.siblings.together(x_TD, context.adapter_gate)) is not None:
+            from headway.models.kernels.gated import gated_halves
+
+            return gated_halves(both_TM)
         return gated_silu(*self.siblings(x_TD, context.adapter_gate))
 
 
