@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headway.config.shared import LoraSettings
+from headway.models import flash
 from headway.models.adapted import adapted
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
@@ -22,9 +23,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 if torch.cuda.is_available():
+    from headway.models.kernels.gated import gated_halves
     from headway.models.kernels.norm import added_norm, rms_norm
-    from headway.models.kernels.turned import turned
+    from headway.models.kernels.turned import Turn, turned, turned_together
 LENGTHS = [9, 1, 30, 4]
+
+
+@pytest.fixture(autouse=True)
+def _torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where FlashAttention 4 is installed, which has tests of its own."""
+    monkeypatch.setattr(flash, "FROM", 2**40)
 
 
 def cuda_logits(model: DecoderLM, ids: Tensor, lengths: list[int], adapters: Tensor | None = None) -> Tensor:
@@ -126,17 +134,18 @@ def test_fused_norms_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[
 
     tokens, heads, size = shape
     x, delta, weight = random(tokens, heads * size), random(tokens, heads * size), random(heads * size)
-    q, head_weight = random(*shape), random(size)
+    q, k, head_weight, k_weight = random(*shape), random(tokens, 1, size), random(size), random(size)
     table = RotaryTable(small("qwen3", head_dim=size, max_len=tokens))
     cos, sin = table.gather(torch.arange(tokens, device="cuda"))
     total, out = added_norm(x, delta, weight, 1e-6)
     cases = [
         (rms_norm(x, weight, 1e-6), _normed(x.float(), weight), (x, weight)),
         (out + total, _normed((x + delta).float(), weight) + x + delta, (x, delta, weight)),
-        (
-            turned(q, head_weight, 1e-6, cos, sin),
-            rotate_plain(_normed(q.float(), head_weight), cos, sin),
-            (q, head_weight),
+        *(
+            (found, rotate_plain(_normed(x.float(), weight), cos, sin), (x, weight))
+            for found, x, weight in zip(
+                turned(q, k, Turn(head_weight, k_weight, 1e-6, cos, sin)), (q, k), (head_weight, k_weight), strict=True
+            )
         ),
     ]
     tolerance = 1e-5 if dtype == torch.float32 else 0.01
@@ -149,6 +158,34 @@ def test_fused_norms_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[
         )
         for a, b in pairs:
             assert (a - b).float().norm() < tolerance * b.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 2), (1, 1), (16, 8)])
+def test_kernels_over_joined_inputs_equal_those_over_separate_ones(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=draw).to("cuda", dtype).requires_grad_()
+
+    (queries, keys), tokens, size = heads, 70, 64
+    x, q_weight, k_weight = random(tokens, queries + 2 * keys, size), random(size), random(size)
+    cos, sin = RotaryTable(small("qwen3", head_dim=size)).gather(torch.arange(tokens, device="cuda"))
+    q, k, v = torch.split(x, [queries, keys, keys], dim=1)
+    turn = Turn(q_weight, k_weight, 1e-6, cos, sin)
+    apart = torch.cat([*turned(q, k, turn), v], 1)
+    together = torch.cat(turned_together(x, queries, turn), 1)
+    both = random(tokens, 2 * 1500)
+    cases = [(together, apart, (x, q_weight, k_weight)), (gated_halves(both), gated_silu(*both.chunk(2, 1)), (both,))]
+    for ours, expected, inputs in cases:
+        assert torch.equal(ours, expected)
+        probe = torch.randn(ours.shape, generator=draw).to("cuda", dtype)
+        for a, b in zip(
+            torch.autograd.grad((ours * probe).sum(), inputs),
+            torch.autograd.grad((expected * probe).sum(), inputs),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=0.01)
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:

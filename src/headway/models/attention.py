@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
+from headway.models import flash
 from headway.models.packed import AttentionPlan
 from headway.models.varlen import (
     long_attention,
@@ -75,6 +76,8 @@ class PackedPlan:
         if not _has_kernels(q_THD):
             with torch.no_grad():
                 return self.attend(q_THD, k_TKD, v_TKD, 0), ()
+        if self._flash(q_THD, k_TKD):
+            return flash.flash_forward(q_THD, k_TKD, v_TKD, self._ends, self.longest)
         parts: list[Tensor] = []
         kept: list[Tensor] = []
         for (lengths, ends), q, k, v in self._split(q_THD, k_TKD, v_TKD):
@@ -100,6 +103,8 @@ class PackedPlan:
                 out_THD = self.attend(q, k, v, 0)
             dq, dk, dv = torch.autograd.grad(out_THD, (q, k, v), grad_THD)
             return dq, dk, dv
+        if self._flash(*qkv[:2]):
+            return flash.flash_backward(grad_THD, qkv, out_THD, kept, self._ends, self.longest)
         each, grads = iter(kept), []
         for (lengths, ends), grad, q, k, v, out in self._split(grad_THD, *qkv, out_THD):
             own = (next(each), next(each), next(each))
@@ -111,6 +116,16 @@ class PackedPlan:
             return grads[0]
         dq, dk, dv = (torch.cat(parts) for parts in zip(*grads, strict=True))
         return dq, dk, dv
+
+    def _flash(self, q_THD: Tensor, k_TKD: Tensor) -> bool:
+        return self.longest >= flash.FROM and flash.works(q_THD, k_TKD, packed=len(self.lengths) > 1)
+
+    @cached_property
+    def _ends(self) -> Tensor | None:
+        """Where samples end, after a leading 0. None for one sample, which needs no telling."""
+        if len(self.lengths) == 1:
+            return None
+        return _ends_of(self.lengths, self.device)
 
     def _split(self, *tensors: Tensor) -> Iterator[Any]:
         """Each run with its rows of every tensor."""
@@ -126,8 +141,7 @@ class PackedPlan:
             if long:
                 runs += [([length], None) for length in lengths]
             else:
-                ends = torch.tensor([0, *lengths]).cumsum(0).to(device=self.device, dtype=torch.int32)
-                runs.append((lengths, ends))
+                runs.append((lengths, _ends_of(lengths, self.device)))
         return runs
 
     @cached_property
@@ -176,6 +190,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         q_THD, k_TKD, v_TKD, out_THD, *kept = ctx.saved_tensors
         return None, *ctx.plan.attend_backward(grad_THD, (q_THD, k_TKD, v_TKD), out_THD, tuple(kept))
+
+
+def _ends_of(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
 def _has_kernels(x_THD: Tensor) -> bool:

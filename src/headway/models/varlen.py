@@ -76,8 +76,8 @@ def long_backward(
 
     Some heads at a time where all would need more than a little memory on the side.
     """
-    groups = min(qkv[1].shape[1], max(1, grad_nHD.numel() // _ELEMENTS))
-    if groups == 1 or qkv[1].shape[1] % groups:
+    groups = head_groups(grad_nHD, qkv[1])
+    if groups == 1:
         return _long_backward(grad_nHD, qkv, out_nHD, kept)
     normalizers, *rest = kept
     grads = tuple(torch.empty_like(x) for x in qkv)
@@ -88,6 +88,13 @@ def long_backward(
             whole.copy_(part)
     dq, dk, dv = grads
     return dq, dk, dv
+
+
+def head_groups(grad_THD: Tensor, k_TKD: Tensor) -> int:
+    """Into how many parts of equal heads to cut a backward pass, so that it needs little memory on the side."""
+    heads = k_TKD.shape[1]
+    groups = min(heads, max(1, grad_THD.numel() // _ELEMENTS))
+    return 1 if heads % groups else groups
 
 
 def _long_backward(
