@@ -35,7 +35,7 @@ TINY = replace(SMALL, vocab_size=1024, width=256, layers=2, heads=4, kv_heads=2,
 
 @dataclass(frozen=True)
 class Row:
-    """Micro-batches of `seq_len` tokens: one sample, or packed ones of `mean_len` on average."""
+    """A step on one micro-batch of `seq_len` tokens: one sample, or packed ones of `mean_len` on average."""
 
     shape: ModelConfig
     seq_len: int
@@ -43,8 +43,6 @@ class Row:
     lora_rank: int | None = None
     supervised: bool = False
     mean_len: int | None = None
-    micro_batches: int = 1
-    """Per step."""
     steps: int = 4
     packings: int = 1
     """How many different batches take turns; each is seen once before anything is measured."""
@@ -57,7 +55,7 @@ def _recompute(head_chunk: int, **activations: Any) -> dict[str, Any]:
 ROWS = {
     "qwen3-0.6b rl full 16k": Row(SMALL, 16_384, _recompute(2048)),
     "qwen3-0.6b rl full 64k": Row(SMALL, 65_536, _recompute(1024, attention_layers=20), steps=2),
-    "qwen3-0.6b sft full 16k": Row(SMALL, 16_384, {"head_chunk": 16_384}, supervised=True, micro_batches=8, steps=2),
+    "qwen3-0.6b sft full 16k": Row(SMALL, 16_384, {"head_chunk": 16_384}, supervised=True),
     "qwen3-0.6b rl lora 16k": Row(SMALL, 16_384, _recompute(1024), lora_rank=16),
     "qwen3-4b rl lora 16k": Row(LARGE, 16_384, _recompute(1024), lora_rank=16),
     "qwen3-4b rl lora 64k": Row(LARGE, 65_536, _recompute(4096), lora_rank=16, steps=1),
@@ -86,7 +84,7 @@ def _measure(row: Row, ranks: Ranks) -> dict[str, float]:
         seconds = statistics.median(taken for taken, _ in rounds)
     peak = peak_flops(ranks.device)
     return {
-        "tokens_per_second": row.micro_batches * row.seq_len / seconds,
+        "tokens_per_second": row.seq_len / seconds,
         "step_seconds": seconds,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "mfu": flops / seconds / peak if peak else 0.0,
@@ -167,16 +165,12 @@ def _settings(row: Row, device: str, dtype: str = "auto") -> TrainSettings:
 
 def _batch(row: Row, number: int) -> RankBatch:
     rng = np.random.default_rng(number)
-    micros = [
-        fake_micro_batch(fake_lengths(rng, row.seq_len, row.mean_len), row.shape.vocab_size, rng)
-        for _ in range(row.micro_batches)
-    ]
-    counted = sum(int(np.count_nonzero(micro.rl_weight)) for micro in micros)
+    micro = fake_micro_batch(fake_lengths(rng, row.seq_len, row.mean_len), row.shape.vocab_size, rng)
+    counted = int(np.count_nonzero(micro.rl_weight))
     if not row.supervised:
-        return RankBatch(1, micros, ComponentCounts(rl=counted))
-    for micro in micros:
-        micro.ce_weight, micro.rl_weight = micro.rl_weight, np.zeros_like(micro.rl_weight)
-    return RankBatch(1, micros, ComponentCounts(ce=counted))
+        return RankBatch(1, [micro], ComponentCounts(rl=counted))
+    micro.ce_weight, micro.rl_weight = micro.rl_weight, np.zeros_like(micro.rl_weight)
+    return RankBatch(1, [micro], ComponentCounts(ce=counted))
 
 
 @torch.no_grad()
