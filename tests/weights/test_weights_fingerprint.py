@@ -182,7 +182,7 @@ def _on_device(*parts: tuple[Tensor, int]) -> list[Tally]:
     counts: DeviceCount[int] = DeviceCount()
     for key, (data, offset) in enumerate(parts):
         counts.add(key, data, offset)
-    found = counts.fetch()
+    found = list(counts.fetch())
     assert [key for key, _ in found] == list(range(len(parts)))
     return [tally for _, tally in found]
 
