@@ -1,7 +1,7 @@
 """The engine itself: requests in, tokens out, step by step. Knows neither threads nor sockets."""
 
 import logging
-import secrets
+import random
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -74,6 +74,8 @@ class EmbeddedEngine:
         self._flights: deque[Flight] = deque()
         self._eos = frozenset(config.eos_ids)
         self._arrivals = 0
+        # Not `secrets`, which asks the system every time and lets another thread take the interpreter meanwhile.
+        self._seeds = random.Random()
         self._epoch = 0
         self._recent: deque[tuple[float, int]] = deque()
         self._rate = 0.0
@@ -172,7 +174,7 @@ class EmbeddedEngine:
         params = request.sampling_params
         prompt = request.token_ids
         room = self.limits.max_model_len - len(prompt)
-        seed = secrets.randbits(64) if params.seed is None else choice_seed(params.seed, index)
+        seed = self._seeds.getrandbits(64) if params.seed is None else choice_seed(params.seed, index)
         return Sequence(
             request_id=request_id,
             index=index,

@@ -1,8 +1,8 @@
 """The embedded engine as the server sees it: requests wait for their results, updates for their turn."""
 
 import asyncio
+import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 
 from headway.config.shared import LoraSettings
@@ -145,7 +145,7 @@ class EmbeddedService:
         sequences = request.sampling_params.n
         if self._in_line + sequences > self._engine.limits.max_running + self._max_waiting:
             raise BusyError(f"{self._max_waiting} requests are waiting already; try again later")
-        request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
+        request_id = request.request_id or f"gen-{random.getrandbits(128):032x}"
         if request_id in self._tickets:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
         ticket: Ticket = asyncio.Queue()

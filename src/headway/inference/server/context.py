@@ -1,6 +1,6 @@
 """What the handlers share: the engine, the renderer, the token that admin routes demand."""
 
-import uuid
+import random
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -46,4 +46,5 @@ def context_of(request: web.Request) -> ServerContext:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    # Not uuid4, which asks the system every time and lets another thread take the interpreter meanwhile.
+    return f"{prefix}-{random.getrandbits(128):032x}"
