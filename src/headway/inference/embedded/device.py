@@ -90,8 +90,8 @@ class DeviceRunner(Runner):
         rows = np.array([s.row for s in step.admitted if s.computed], dtype=np.int64)
         if len(rows):
             used = -(-max(s.computed for s in step.admitted) // self.store.block_size)
-            blocks = self._to_device(layout.blocks[rows, :used].astype(np.int32))
-            self._pass.table[:, :used].index_copy_(0, self._to_device(rows), blocks)
+            sent = self._to_device(np.column_stack([rows, layout.blocks[rows, :used]]))
+            self._pass.table[:, :used].index_copy_(0, sent[:, 0], sent[:, 1:].int())
 
 
 def _never_waits(model: DecoderLM) -> bool:
