@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from engine_common import mismatch, prompt, training_logprobs
+from old_adapter_workers import OldAdapterWorker
 from vllm_harness import LORA, UNTIED, Harness, hugging_face, make
 from vllm_here import ON_GPU, TOLERANCES
 
@@ -27,7 +28,9 @@ TOLERANCE = TOLERANCES["bfloat16" if ON_GPU else "float32"]
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    harness = Harness(UNTIED, tmp_path_factory.mktemp("vllm") / "model", LORA, enable_chunked_prefill=True)
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    workers = f"{OldAdapterWorker.__module__}.{OldAdapterWorker.__name__}"
+    harness = Harness(UNTIED, folder, LORA, enable_chunked_prefill=True, worker_extension_cls=workers)
     yield harness
     harness.close()
 
