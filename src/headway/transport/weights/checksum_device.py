@@ -48,6 +48,7 @@ class DeviceCount(Generic[Key]):
     def __init__(self) -> None:
         self._waiting: dict[tuple[bool, bool], tuple[list[Key], Parts]] = {}
         self._launched: list[tuple[list[Key], Parts, Pending]] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def add(self, key: Key, data: Tensor, offset: int, copy: Tensor | None = None, *, last: bool = False) -> None:
         """Contiguous memory that begins `offset` bytes into the whole tensor of `key`, and is its `last` part or not.
@@ -84,11 +85,14 @@ class DeviceCount(Generic[Key]):
         self._wait()
 
     def _wait(self) -> None:
-        if self._launched and (device := self._launched[0][1].data[0].device).type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._stream = None
 
     def _launch(self, way: tuple[bool, bool]) -> None:
         keys, parts = self._waiting.pop(way)
+        if parts.data[0].is_cuda:
+            self._stream = torch.cuda.current_stream(parts.data[0].device)
         self._launched.append((keys, parts, count_many(parts)))
 
 
