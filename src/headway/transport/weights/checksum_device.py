@@ -76,9 +76,10 @@ class DeviceCount(Generic[Key]):
         self._wait()
         launched, self._launched = self._launched, []
         for keys, parts, sums in launched:
-            places = zip(keys, parts.offsets, parts.sizes, parts.last, strict=True)
-            for (key, offset, size, last), *some in zip(places, *sums().T.tolist(), strict=True):
-                yield key, tally(offset, size, (some[0], some[1]), (some[2], some[3]), (some[4], some[5]), last=last)
+            places = zip(keys, parts.offsets, parts.sizes, parts.last, *sums().T.tolist(), strict=True)
+            for key, offset, size, last, a, b, c, d, e, f in places:
+                whole = last and not offset
+                yield key, Tally((a, b)) if whole else tally(offset, size, (a, b), (c, d), (e, f), last=last)
 
     def __del__(self) -> None:
         # A kernel that was never waited for writes to memory that is about to be given back.
