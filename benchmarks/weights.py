@@ -72,7 +72,7 @@ def no_fingerprints(wanted: bool = True) -> Iterator[None]:
         if wanted:
             patches.enter_context(patch.object(fingerprint, "begin", _copy))
             patches.enter_context(patch.object(checksum_device, "count_many", _copy_many))
-            patches.enter_context(patch.object(DeviceCount, "fetch", _wait))
+            patches.enter_context(patch.object(DeviceCount, "fetch", _end))
         yield
 
 
@@ -82,20 +82,20 @@ def _copy(data: Tensor, offset: int, copy: Tensor | None = None) -> list[Any]:
     return []
 
 
-def _copy_many(parts: Parts) -> Tensor:
+def _copy_many(parts: Parts) -> Any:
     if not parts.copies:
-        return torch.empty(0)
+        return None
     # There is no Triton without a GPU.
     from headway.transport.weights.checksum_triton import pass_by_triton
 
     return pass_by_triton(parts, count=False)
 
 
-def _wait(self: DeviceCount[Any]) -> list[Any]:
+def _end(self: DeviceCount[Any]) -> list[Any]:
     for way in list(self._waiting):
         self._launch(way)
+    self._wait()
     self._launched.clear()
-    torch.cuda.current_stream().synchronize()
     return []
 
 

@@ -38,9 +38,9 @@ SHAPES = {
     "qwen3-4b": ModelConfig("qwen3", 151_936, 2560, 36, 32, 8, 128, 9728, tied=True, max_len=40_960),
 }
 SEQUENCES, PROMPT, OUTPUT = 64, 64, 900
-ROUNDS = 32
+ROUNDS = 64
 """With fingerprints, and as many without: what they cost is less than updates differ from each other."""
-QUIET_STEPS = 12
+QUIET_STEPS = 6
 
 
 def measure(shape: str) -> dict[str, float]:
@@ -79,7 +79,7 @@ async def _measure(shape: str, publish: Any) -> dict[str, float]:
         with no_fingerprints(not counted):
             reply = await service.update(update)
         ended = time.perf_counter()
-        await asyncio.sleep(0.03)
+        await asyncio.sleep(0.02)
         moved = reply.bytes
         longest = max(_gaps(steps, started), default=0.0)
         row = {

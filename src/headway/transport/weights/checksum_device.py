@@ -3,6 +3,7 @@
 A kernel counts where there is Triton, torch's own operations elsewhere.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -12,16 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import KEYS, MIX, ROW, ROW_BYTES, STEP, Tally, tally
+from headway.transport.weights.checksum import KEYS, MIX, ROW, ROW_BYTES, STEP, Tally, Words, tally
 
 _CHUNK = 1 << 13
 """Rows per round (32 MiB), which bounds what torch's operations write on their way."""
-_TOGETHER = 64
+_TOGETHER = 128
 """Tensors that are counted in one launch: the accelerator works while the host goes on to the next ones."""
 UNIT = 16
 """Bytes that a kernel reads at a time."""
 
 Key = TypeVar("Key")
+Pending = Callable[[], Words]
+"""To be called when the accelerator is done. For each part a line of sums, plain and keyed: of its complete rows,
+scrambled; of its first row; of its last one."""
 
 
 @dataclass(slots=True)
@@ -43,7 +47,8 @@ class DeviceCount(Generic[Key]):
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[bool, bool], tuple[list[Key], Parts]] = {}
-        self._launched: list[tuple[list[Key], Parts, Tensor]] = []
+        self._launched: list[tuple[list[Key], Parts, Pending]] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def add(self, key: Key, data: Tensor, offset: int, copy: Tensor | None = None, *, last: bool = False) -> None:
         """Contiguous memory that begins `offset` bytes into the whole tensor of `key`, and is its `last` part or not.
@@ -64,22 +69,31 @@ class DeviceCount(Generic[Key]):
         if len(keys) == _TOGETHER:
             self._launch(way)
 
-    def fetch(self) -> list[tuple[Key, Tally]]:
-        """Wait for all that was added, with one copy to the host."""
+    def fetch(self) -> Iterator[tuple[Key, Tally]]:
+        """Wait for all that was added. One at a time, since many objects at once set Python's garbage collector off."""
         for way in list(self._waiting):
             self._launch(way)
-        if not self._launched:
-            return []
-        sums = iter(torch.cat([out for _, _, out in self._launched]).cpu().numpy().view(np.uint64).tolist())
+        self._wait()
         launched, self._launched = self._launched, []
-        return [
-            (key, tally(offset, size, (some[0], some[1]), (some[2], some[3]), (some[4], some[5]), last=last))
-            for keys, parts, _ in launched
-            for key, offset, size, last, some in zip(keys, parts.offsets, parts.sizes, parts.last, sums, strict=False)
-        ]
+        for keys, parts, sums in launched:
+            places = zip(keys, parts.offsets, parts.sizes, parts.last, *sums().T.tolist(), strict=True)
+            for key, offset, size, last, a, b, c, d, e, f in places:
+                whole = last and not offset
+                yield key, Tally((a, b)) if whole else tally(offset, size, (a, b), (c, d), (e, f), last=last)
+
+    def __del__(self) -> None:
+        # A kernel that was never waited for writes to memory that is about to be given back.
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._stream = None
 
     def _launch(self, way: tuple[bool, bool]) -> None:
         keys, parts = self._waiting.pop(way)
+        if parts.data[0].is_cuda:
+            self._stream = torch.cuda.current_stream(parts.data[0].device)
         self._launched.append((keys, parts, count_many(parts)))
 
 
@@ -98,14 +112,15 @@ def in_one_pass(data: Tensor, copy: Tensor, offset: int) -> bool:
     )
 
 
-def count_many(parts: Parts) -> Tensor:
-    """For each part a line of sums, plain and keyed: of its complete rows, scrambled; of its first row; of its last."""
+def count_many(parts: Parts) -> Pending:
+    """Begin to count, and to copy where there are copies."""
     if parts.data[0].is_cuda and _triton_installed():
         from headway.transport.weights.checksum_triton import pass_by_triton
 
         with torch.cuda.device(parts.data[0].device):
             return pass_by_triton(parts)
-    return torch.stack([count_by_torch(*part) for part in zip(parts.data, parts.offsets, parts.last, strict=True)])
+    found = torch.stack([count_by_torch(*part) for part in zip(parts.data, parts.offsets, parts.last, strict=True)])
+    return lambda: found.cpu().numpy().view(np.uint64)
 
 
 def count_by_torch(data: Tensor, offset: int, last: bool = False) -> Tensor:

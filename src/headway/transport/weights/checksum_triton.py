@@ -5,10 +5,9 @@ import torch
 import triton
 import triton.language as tl
 from numpy.typing import NDArray
-from torch import Tensor
 
-from headway.transport.weights.checksum import MIX, ROW, ROW_BYTES, STEP
-from headway.transport.weights.checksum_device import UNIT, Parts, keys_on, signed, words_of
+from headway.transport.weights.checksum import MIX, ROW, ROW_BYTES, STEP, Words
+from headway.transport.weights.checksum_device import UNIT, Parts, Pending, keys_on, signed, words_of
 
 Ints = NDArray[np.int64]
 
@@ -53,14 +52,15 @@ def _words(  # type: ignore[no-untyped-def]
     return word
 
 
-@triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit(do_not_specialize=["out", "parts"])  # type: ignore[untyped-decorator]  # triton has no types
 def _pass(  # type: ignore[no-untyped-def]
     table, keys, out, parts,
     FIELDS: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, ROUNDS: tl.constexpr,
     CAST: tl.constexpr, COPY: tl.constexpr, COUNT: tl.constexpr,
     STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.constexpr,
 ):  # fmt: skip
-    """`table` has `FIELDS` numbers for each part (see `_table`), then every program's part. `out` is zero before."""
+    """`table` has `FIELDS` numbers for each part (see `_table`), then every program's part. Address `out` gets four
+    sums for each part, of its first row and of its last one where these are not complete, then two for each program."""
     program = tl.program_id(0).to(tl.int64)
     part = tl.load(table + parts * FIELDS + program)
     entry = table + part * FIELDS
@@ -80,7 +80,8 @@ def _pass(  # type: ignore[no-untyped-def]
     high_key = tl.load(keys + ROW + place).to(tl.int64) & 0xFFFFFFFF
     plain_total = tl.zeros((TILE,), dtype=tl.int64)
     keyed_total = tl.zeros((TILE,), dtype=tl.int64)
-    sums = out + part * 6
+    sums = out.to(tl.pointer_type(tl.int64))
+    loose = sums + part * 4
     if (start >= first) & (end <= last) & (end * ROW <= right):
         for turn in range(ROUNDS):
             row = start + turn * TILE + tile
@@ -106,26 +107,33 @@ def _pass(  # type: ignore[no-untyped-def]
                 complete = (row >= first) & (row < last)
                 plain_total += tl.where(complete, _scrambled(plain, number + row, STEP, MIX_0, MIX_1), 0)
                 keyed_total += tl.where(complete, _scrambled(keyed, number + row, STEP, MIX_0, MIX_1), 0)
-                tl.store(sums + 2 + here, plain, mask=row == 0)
-                tl.store(sums + 3 + here, keyed, mask=row == 0)
-                tl.store(sums + 4 + here, plain, mask=row == rows - 1)
-                tl.store(sums + 5 + here, keyed, mask=row == rows - 1)
+                tl.store(loose + here, plain, mask=row == 0)
+                tl.store(loose + 1 + here, keyed, mask=row == 0)
+                tl.store(loose + 2 + here, plain, mask=row == rows - 1)
+                tl.store(loose + 3 + here, keyed, mask=row == rows - 1)
     if COUNT:
-        tl.atomic_add(sums, tl.sum(plain_total, axis=0))
-        tl.atomic_add(sums + 1, tl.sum(keyed_total, axis=0))
+        totals = sums + parts * 4 + program * 2
+        tl.store(totals, tl.sum(plain_total, axis=0))
+        tl.store(totals + 1, tl.sum(keyed_total, axis=0))
 
 
-def pass_by_triton(parts: Parts, *, count: bool = True) -> Tensor:
+def pass_by_triton(parts: Parts, *, count: bool = True) -> Pending:
     """Copy `parts`, all on one device, where they have copies, and count them: as `checksum_device.count_by_torch` for
-    each. What is not counted is zero."""
-    device = parts.data[0].device
-    table, programs = _table(parts)
-    out = torch.zeros((len(parts.data), 6), dtype=torch.int64, device=device)
+    each. The kernel writes to the host's memory: no other operation has to wait for its turn on the device."""
+    device, size = parts.data[0].device, len(parts.data)
+    table, starts, programs = _table(parts)
+    out = torch.empty(4 * size + 2 * programs, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def sums() -> Words:
+        found = out.numpy().view(np.uint64)
+        totals = np.add.reduceat(found[4 * size :].reshape(programs, 2), starts, axis=0)
+        return np.concatenate([totals, found[: 4 * size].reshape(size, 4)], axis=1)
+
     _pass[(programs,)](
         torch.from_numpy(table).to(device, non_blocking=True),
         keys_on(device),
-        out,
-        len(parts.data),
+        out.data_ptr(),
+        size,
         FIELDS=_FIELDS,
         ROW=ROW,
         TILE=_TILE,
@@ -138,13 +146,13 @@ def pass_by_triton(parts: Parts, *, count: bool = True) -> Tensor:
         MIX_1=signed(MIX[1]),
         num_warps=_WARPS,
     )
-    return out
+    return sums
 
 
-def _table(parts: Parts) -> tuple[Ints, int]:
+def _table(parts: Parts) -> tuple[Ints, Ints, int]:
     """For each part: where its first row would begin in memory and in the copy's, from where to where in it there are
-    words, that row's number, the complete rows, all rows, its first program. Then each program's part. And how many
-    programs there are."""
+    words, that row's number, the complete rows, all rows, its first program. Then each program's part. And these first
+    programs, and how many programs there are."""
     offsets, sizes = np.array(parts.offsets), np.array(parts.sizes)
     ends = offsets + sizes
     number = offsets // ROW_BYTES
@@ -160,7 +168,7 @@ def _table(parts: Parts) -> tuple[Ints, int]:
     starts = np.cumsum(programs) - programs
     owners = np.repeat(np.arange(len(programs)), programs)
     fields = [sources, targets, left, right, number, first, last, rows, starts]
-    return np.concatenate([np.stack(fields, axis=1).ravel(), owners]), len(owners)
+    return np.concatenate([np.stack(fields, axis=1).ravel(), owners]), starts, len(owners)
 
 
 def _addresses(parts: Parts) -> list[int]:
