@@ -165,8 +165,15 @@ def table(rows: list[Row]) -> str:
 def machine() -> dict[str, Any]:
     import torch
 
+    from headway.models import flash
+
     properties = torch.cuda.get_device_properties(0)
-    return {"gpu": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1), "torch": torch.__version__}
+    return {
+        "gpu": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "torch": torch.__version__,
+        "flash_attention_4": flash.installed(),
+    }
 
 
 def main() -> int:

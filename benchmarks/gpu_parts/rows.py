@@ -198,4 +198,4 @@ def judge_learning(result: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
             bar=f"+{CLEAR_RISE}",
         )
         rewards = f"{run['first_reward']:.2f} -> {run['last_reward']:.2f}"
-        yield Row(f"rl {task}: training reward", f"{rewards}, KL {run['mismatch_kl']:.0e}")
+        yield Row(f"rl {task}: training reward", f"{rewards}, KL at most {run['mismatch_kl']:.0e}")

@@ -84,7 +84,7 @@ def test_a_machine_without_it_uses_torchs_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_installed", lambda: False)
+    monkeypatch.setattr(flash, "installed", lambda: False)
     flash._works.cache_clear()
     with caplog.at_level("INFO", "headway.models"):
         assert not flash.works(torch.zeros(4, 2, 8), torch.zeros(4, 1, 8), packed=False)
@@ -97,7 +97,7 @@ def test_kernels_that_fail_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog:
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(flash, "_installed", lambda: True)
+    monkeypatch.setattr(flash, "installed", lambda: True)
     monkeypatch.setattr(flash, "_kernels", lambda: flash.Kernels(broken, broken))
     flash._works.cache_clear()
     assert not flash.works(torch.zeros(4, 2, 8), torch.zeros(4, 1, 8), packed=True)
@@ -106,7 +106,7 @@ def test_kernels_that_fail_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() or not flash._installed(), reason="needs CUDA and flash-attn-4")
+@pytest.mark.skipif(not torch.cuda.is_available() or not flash.installed(), reason="needs CUDA and flash-attn-4")
 @pytest.mark.parametrize("lengths", [[2048], [1500, 3, 900, 200]])
 @pytest.mark.parametrize("elements", [2**26, 2**19])
 def test_it_computes_what_torchs_kernels_do(lengths: list[int], elements: int, monkeypatch: pytest.MonkeyPatch) -> None:

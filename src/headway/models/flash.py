@@ -78,7 +78,7 @@ def _samples(ends: Tensor | None, longest: int) -> dict[str, Any]:
 def _works(device: torch.device, dtype: torch.dtype, size: int, group: int, packed: bool) -> bool:
     if torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    if not _installed():
+    if not installed():
         logger.info('attention by torch\'s kernels; on this GPU FlashAttention 4 is faster: install "headway[flash]"')
         return False
     ends = torch.tensor([0, 200, 600], dtype=torch.int32, device=device) if packed else None
@@ -96,7 +96,7 @@ def _works(device: torch.device, dtype: torch.dtype, size: int, group: int, pack
 
 
 @cache
-def _installed() -> bool:
+def installed() -> bool:
     try:
         return find_spec("flash_attn.cute") is not None
     except ImportError:  # there is no flash_attn, or an older one that is broken
