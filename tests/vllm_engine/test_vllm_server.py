@@ -26,9 +26,9 @@ class Started:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Started]]:
-    """Two servers that start side by side: vLLM's imports take one core of each."""
+    """Servers that start side by side: vLLM's imports take one core of each."""
     servers = {}
-    for name, config in (("whole", TIED), ("without kernels", replace(TIED, head_dim=8))):
+    for name, config in (("whole", TIED), ("killed", TIED), ("without kernels", replace(TIED, head_dim=8))):
         place = tmp_path_factory.mktemp("server")
         folder = checkpoint(place, config)
         servers[name] = Started(start_vllm(folder, place / "log"), folder, place / "log")
@@ -46,11 +46,27 @@ def checkpoint(folder: Path, config: ModelConfig) -> Path:
     return folder / "model"
 
 
-def test_when_vllm_dies_the_server_exits_so_that_it_is_started_again(started: dict[str, Started]) -> None:
-    begun = started["whole"]
+def family_of(begun: Started) -> tuple[psutil.Process, list[psutil.Process]]:
+    """vLLM's own process, and all that a server started, once that serves."""
     server = vllm_server(begun.process, begun.folder, begun.log)
     children = psutil.Process(server.process.pid).children(recursive=True)
-    next(child for child in children if "EngineCore" in " ".join(child.cmdline()) + child.name()).kill()
+    return next(child for child in children if "EngineCore" in " ".join(child.cmdline()) + child.name()), children
+
+
+def test_a_killed_server_takes_vllm_along(started: dict[str, Started]) -> None:
+    """By itself: under `headway rl` a supervisor would end what is left."""
+    server = started["killed"]
+    engine, children = family_of(server)
+    assert engine in children
+    server.process.kill()
+    assert server.process.wait(60) < 0
+    assert psutil.wait_procs(children, 60)[1] == []
+
+
+def test_when_vllm_dies_the_server_exits_so_that_it_is_started_again(started: dict[str, Started]) -> None:
+    server = started["whole"]
+    engine, children = family_of(server)
+    engine.kill()
     assert server.process.wait(60) == 1
     assert "headway: vLLM has died" in server.log.read_text()
     assert psutil.wait_procs(children, 60)[1] == []
