@@ -21,7 +21,7 @@ import psutil
 
 from headway.config.orchestrator import EnvSettings, WorkerSettings
 from headway.core.episodes import EpisodeRequest
-from headway.envs.pool import EnvPool
+from headway.envs.workers.pool import EnvPool
 from headway.rendering.tiny import save_tiny_tokenizer
 
 PARTS = Path(__file__).parent / "environment_parts"

@@ -37,14 +37,14 @@ from headway.config.orchestrator import Shuffled as ShuffledSettings
 from headway.config.shared import FilesystemRollouts, TrackingSettings
 from headway.core.protocol import SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.orchestrator.assemble import Pools, RunRecorder, open_session, resolve_folder, spare_the_collector
-from headway.orchestrator.curriculum import make_curriculum
-from headway.orchestrator.fleet import Fleet
+from headway.orchestrator.batches.outbox import BatchOutbox
+from headway.orchestrator.batches.packing import Cost, plan_packing
+from headway.orchestrator.dispatch.curriculum import make_curriculum
+from headway.orchestrator.dispatch.training import Source
+from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator, first_to_end
-from headway.orchestrator.outbox import BatchOutbox
-from headway.orchestrator.packing import Cost, plan_packing
 from headway.orchestrator.parts import Parts
-from headway.orchestrator.training import Source
+from headway.orchestrator.run import Pools, RunRecorder, open_session, resolve_folder, spare_the_collector
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
 

@@ -29,7 +29,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.trainer.feed import fake_lengths, fake_micro_batch
 from headway.trainer.flops import peak_flops
-from headway.trainer.ranks import Ranks, joined
+from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.state import make_state
 from headway.trainer.step import Stepper
 from headway.transport.rollouts import RankBatch

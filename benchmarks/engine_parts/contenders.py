@@ -115,7 +115,7 @@ async def update_under_load(service: Any, checkpoint: Path, everything: Callable
     """What taking over all weights from disk costs while requests are in flight: seconds of the best, and bytes."""
     from headway.config.shared import FilesystemWeights
     from headway.core.runs import RunPaths
-    from headway.models.checkpoint import read_tensors
+    from headway.models.checkpoints.folders import read_tensors
     from headway.transport.weights import make_sender
 
     with TemporaryDirectory() as folder:

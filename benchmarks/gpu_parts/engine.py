@@ -12,8 +12,8 @@ import torch
 from engine_parts.work import SHAPES
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.service import EmbeddedService
-from headway.inference.embedded.store import KvStore
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.registry import build_model

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headway.envs.agent import AgentRun
+from headway.envs.agents.agent import AgentRun
 
 
 def reward(task: dict[str, Any], run: AgentRun) -> dict[str, float]:

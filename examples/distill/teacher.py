@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from headway.models.checkpoint import load_config, save_checkpoint
+from headway.models.checkpoints.folders import load_config, save_checkpoint
 from headway.models.registry import build_model
 from headway.models.tiny import resolve_model
 

@@ -15,7 +15,7 @@ from headway.core.runs import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-VICTIMS = ("train", "orchestrate", "serve", "headway.envs.worker")
+VICTIMS = ("train", "orchestrate", "serve", "headway.envs.workers.worker")
 STEPS = 60
 
 

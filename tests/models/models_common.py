@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway.models.attention import PackedPlan
-from headway.models.checkpoint import save_checkpoint
+from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import ModelOutput, PackedTokens, positions_of

@@ -9,10 +9,10 @@ from models_common import packed_logits, random_model, random_tokens, small
 from safetensors.torch import load_file, save_file
 
 from headway.core.errors import HeadwayError, UsageError
-from headway.models.checkpoint import load_config, load_model, read_tensors, save_checkpoint
+from headway.models.checkpoints.folders import load_config, load_model, read_tensors, save_checkpoint
+from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.registry import build_model
-from headway.models.weights import hf_layout, hf_tensors, load_hf_tensors
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 

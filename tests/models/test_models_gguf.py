@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headway.cli.convert import run
 from headway.core.errors import HeadwayError, UsageError
-from headway.models.checkpoint import load_model, read_tensors
+from headway.models.checkpoints.folders import load_model, read_tensors
+from headway.models.checkpoints.gguf.convert import convert_gguf
+from headway.models.checkpoints.gguf.source import _INNER, _OUTER
+from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.decoder import DecoderLM
-from headway.models.gguf.convert import convert_gguf
-from headway.models.gguf.source import _INNER, _OUTER
-from headway.models.weights import hf_tensors
 from headway.rendering.tiny import byte_characters
 from headway.rendering.tokenizer import load_tokenizer, load_tokenizer_config
 

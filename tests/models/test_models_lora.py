@@ -9,8 +9,7 @@ from torch import Tensor
 
 from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError, UsageError
-from headway.models.decoder import DecoderLM
-from headway.models.lora import (
+from headway.models.adapters.lora import (
     adapter_tensors,
     apply_lora,
     drop_adapter,
@@ -20,6 +19,7 @@ from headway.models.lora import (
     reserve_adapters,
     save_adapter,
 )
+from headway.models.decoder import DecoderLM
 
 SETTINGS = LoraSettings(rank=4, alpha=12.0)
 LENGTHS = [7, 12]

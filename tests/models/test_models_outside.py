@@ -14,11 +14,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard
 
 from headway.config.shared import LoraSettings
-from headway.models.checkpoint import load_model, save_checkpoint
+from headway.models.adapters.lora import adapter_tensors, apply_lora
+from headway.models.checkpoints.folders import load_model, save_checkpoint
+from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
 from headway.models.decoder import DecoderLM
-from headway.models.lora import adapter_tensors, apply_lora
 from headway.models.registry import build_model
-from headway.models.weights import hf_layout, hf_tensors, load_hf_tensors
 
 LENGTHS = [9, 14]
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]

@@ -74,7 +74,7 @@ def test_random_shapes_equal_hugging_face(family: str, seed: int, tmp_path: Path
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_gradients_equal_hugging_face(family: str, tmp_path: Path) -> None:
-    from headway.models.weights import hf_tensors
+    from headway.models.checkpoints.tensors import hf_tensors
 
     config = small(family, tied=True)
     model = random_model(config)

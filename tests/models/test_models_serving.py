@@ -4,9 +4,9 @@ import pytest
 import torch
 from models_common import packed_logits, random_model, random_tokens, small
 
+from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.models.serving import SpareWeights, join_siblings, trade_weights
-from headway.models.weights import hf_tensors, load_hf_tensors
 
 LENGTHS = [5, 9]
 

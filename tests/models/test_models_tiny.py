@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headway.core.errors import UsageError
-from headway.models.checkpoint import load_config, load_model
+from headway.models.checkpoints.folders import load_config, load_model
 from headway.models.tiny import BUILT_IN, resolve_model, save_built_in
 
 EXPECTED = [0.013506516, 0.0141905, 0.006063033, -0.032588568]
@@ -79,7 +79,10 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
     ("module", "unwanted"),
     [
         ("headway.models.tiny", ["torch"]),
-        ("headway.models.lora, headway.models.checkpoint", ["torch._dynamo", "torch.distributed.tensor"]),
+        (
+            "headway.models.adapters.lora, headway.models.checkpoints.folders",
+            ["torch._dynamo", "torch.distributed.tensor"],
+        ),
     ],
 )
 def test_imports_that_take_seconds_are_left_until_needed(module: str, unwanted: list[str]) -> None:

@@ -10,16 +10,17 @@ from headway.algorithms.grpo import Grpo
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings, FilterSettings, OrchestratorSettings
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, Task, Trace
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
-from headway.orchestrator import courier, dispatcher
-from headway.orchestrator.curriculum import Shuffled
+from headway.orchestrator.collect.ready import ReadyGroup
+from headway.orchestrator.dispatch import dispatcher
+from headway.orchestrator.dispatch.curriculum import Shuffled
+from headway.orchestrator.dispatch.groups import OpenGroup
+from headway.orchestrator.dispatch.rate import RateLimit
+from headway.orchestrator.dispatch.training import Source
 from headway.orchestrator.evaluation import EvalEnv, Round
-from headway.orchestrator.fleet import Fleet
-from headway.orchestrator.groups import OpenGroup
+from headway.orchestrator.fleet import updates as courier
+from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator
 from headway.orchestrator.parts import Parts
-from headway.orchestrator.rate import RateLimit
-from headway.orchestrator.ready import ReadyGroup
-from headway.orchestrator.training import Source
 from headway.transport.inference import EngineError
 
 TIME_LIMIT = 3000.0

@@ -21,19 +21,19 @@ from headway.core.messages import Message
 from headway.core.protocol import SamplingParams
 from headway.core.runs import RunPaths
 from headway.envs.samples import episode_samples
-from headway.orchestrator.batching import make_batch
-from headway.orchestrator.collector import LEAST_SHARE, Collector
-from headway.orchestrator.curriculum import InOrder
-from headway.orchestrator.filters import judge, load_gates, repeated_share
-from headway.orchestrator.groups import OpenGroup
+from headway.orchestrator.batches.batching import make_batch
+from headway.orchestrator.batches.outbox import BatchOutbox, complete_checkpoints
+from headway.orchestrator.batches.packing import Cost
+from headway.orchestrator.collect.collector import LEAST_SHARE, Collector
+from headway.orchestrator.collect.filters import judge, load_gates, repeated_share
+from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.collect.records import read_records, record_batch, rollout_file
+from headway.orchestrator.dispatch.curriculum import InOrder
+from headway.orchestrator.dispatch.groups import OpenGroup
+from headway.orchestrator.dispatch.training import Source
 from headway.orchestrator.health import ENGINE_PATIENCE_SECONDS, WINDOW, Health
-from headway.orchestrator.outbox import BatchOutbox, complete_checkpoints
-from headway.orchestrator.packing import Cost
-from headway.orchestrator.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.records import read_records, record_batch, rollout_file
 from headway.orchestrator.scores import summarize
 from headway.orchestrator.tally import Tally, batch_values
-from headway.orchestrator.training import Source
 from headway.transport.rollouts import make_receiver, make_sender
 
 

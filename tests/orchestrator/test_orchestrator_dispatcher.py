@@ -6,7 +6,7 @@ import pytest
 from virtual_time import run_virtually
 
 from headway.core.episodes import Episode, EpisodeRequest, Task
-from headway.orchestrator.dispatcher import BURST, GRACE_SECONDS, Dispatcher, Launch
+from headway.orchestrator.dispatch.dispatcher import BURST, GRACE_SECONDS, Dispatcher, Launch
 
 
 class NoFleet:

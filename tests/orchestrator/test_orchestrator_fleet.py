@@ -11,9 +11,9 @@ from virtual_time import run_virtually
 from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.orchestrator.engine import STRIKES
-from headway.orchestrator.engines import admin_token, engine_finder
-from headway.orchestrator.fleet import MAX_REFUSALS, SLOW_SLACK_SECONDS, Fleet
+from headway.orchestrator.fleet.engine import STRIKES
+from headway.orchestrator.fleet.fleet import MAX_REFUSALS, SLOW_SLACK_SECONDS, Fleet
+from headway.orchestrator.fleet.membership import admin_token, engine_finder
 from headway.transport.inference import EngineError
 
 

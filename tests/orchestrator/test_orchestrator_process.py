@@ -15,7 +15,7 @@ from headway.config.shared import RolloutTransport, RunSettings, ZmqRollouts
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.monitor.runs import create_run
-from headway.orchestrator.records import read_records, rollout_file
+from headway.orchestrator.collect.records import read_records, rollout_file
 from headway.rendering.tiny import save_tiny_tokenizer
 from headway.transport.rollouts import make_receiver
 from headway.transport.weights.announce import announce

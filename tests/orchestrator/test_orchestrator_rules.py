@@ -10,14 +10,22 @@ from headway.config import orchestrator as settings_of
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Task
 from headway.core.errors import UsageError
-from headway.orchestrator.concurrency import Control, Load, start, steer
-from headway.orchestrator.curriculum import Curriculum, make_curriculum
+from headway.orchestrator.dispatch.concurrency import Control, Load, start, steer
+from headway.orchestrator.dispatch.curriculum import Curriculum, make_curriculum
+from headway.orchestrator.dispatch.groups import RETRIES, OpenGroup
+from headway.orchestrator.dispatch.mix import Mix
+from headway.orchestrator.dispatch.rate import RateLimit
+from headway.orchestrator.dispatch.staleness import (
+    Limits,
+    lag,
+    may_open_group,
+    may_send,
+    next_pace,
+    too_old,
+    usable_batches,
+)
 from headway.orchestrator.evaluation import evaluation_due
-from headway.orchestrator.groups import RETRIES, OpenGroup
-from headway.orchestrator.mix import Mix
-from headway.orchestrator.rate import RateLimit
 from headway.orchestrator.scores import pass_at_k
-from headway.orchestrator.staleness import Limits, lag, may_open_group, may_send, next_pace, too_old, usable_batches
 
 
 def limits(max_lag: int = 8, run_ahead: int = 1, max_steps: int = 100) -> Limits:

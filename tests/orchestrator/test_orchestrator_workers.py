@@ -10,7 +10,7 @@ import pytest
 from headway.config.orchestrator import EnvSettings, WorkerSettings
 from headway.core.episodes import Episode, Task
 from headway.models.tiny import resolve_model
-from headway.orchestrator.assemble import Pools
+from headway.orchestrator.run import Pools
 from headway.orchestrator.tally import Tally
 
 

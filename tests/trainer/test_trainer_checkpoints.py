@@ -16,8 +16,8 @@ from headway.config.trainer import CheckpointSettings
 from headway.core.runs import RunPaths
 from headway.trainer.checkpoints import Checkpoints, complete_steps, superseded
 from headway.trainer.loop import train
-from headway.trainer.ranks import joined
-from headway.trainer.sharding import local
+from headway.trainer.parallel.ranks import joined
+from headway.trainer.parallel.sharding import local
 from headway.trainer.state import TrainState, build_state
 
 KILLS = 50

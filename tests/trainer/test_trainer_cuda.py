@@ -8,15 +8,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from trainer_helpers import reference_gradients, rich_batch, small_settings, vocab_of
 
-from headway.models.checkpoint import load_model
+from headway.models.checkpoints.folders import load_model
 from headway.models.layers.block import Block
 from headway.models.tiny import resolve_model
-from headway.trainer.activations import checkpoint_blocks
-from headway.trainer.head import target_logprobs
-from headway.trainer.parallel import ParallelPolicy, shard
+from headway.trainer.losses.head import target_logprobs
+from headway.trainer.memory.activations import checkpoint_blocks
+from headway.trainer.parallel.fsdp import ParallelPolicy, shard
+from headway.trainer.parallel.ranks import joined
+from headway.trainer.parallel.sharding import fill, full
 from headway.trainer.policy import Policy
-from headway.trainer.ranks import joined
-from headway.trainer.sharding import fill, full
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper
 from headway.transport.rollouts import RankBatch

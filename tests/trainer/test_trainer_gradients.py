@@ -9,11 +9,11 @@ import pytest
 import torch
 from trainer_helpers import reference_gradients, rich_batch, run_ranks, small_settings, vocab_of
 
-from headway.models.checkpoint import load_model
+from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.trainer.feed import fake_micro_batch
-from headway.trainer.ranks import joined
-from headway.trainer.sharding import full, global_norm
+from headway.trainer.parallel.ranks import joined
+from headway.trainer.parallel.sharding import full, global_norm
 from headway.trainer.state import build_state
 from headway.trainer.step import Reading, Stepper
 from headway.transport.rollouts import RankBatch

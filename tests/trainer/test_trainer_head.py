@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.trainer.head import target_logprobs
+from headway.trainer.losses.head import target_logprobs
 
 
 def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor):

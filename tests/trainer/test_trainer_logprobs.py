@@ -13,7 +13,7 @@ from trainer_helpers import rich_batch, rich_micro_batch, run_paths, small_setti
 from headway.core.logprobs import TrainedLogprobs, tokens_key
 from headway.core.wire import decode
 from headway.models.attention import PackedPlan
-from headway.models.checkpoint import load_model
+from headway.models.checkpoints.folders import load_model
 from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
 from headway.trainer.logprobs import choose, sampled_places, spans

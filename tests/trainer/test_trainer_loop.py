@@ -13,7 +13,7 @@ from headway.config.shared import FilesystemRollouts
 from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
 from headway.core.wire import decode
-from headway.models.checkpoint import load_model
+from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.monitor.metrics import read_metrics
 from headway.trainer.checkpoints import complete_steps

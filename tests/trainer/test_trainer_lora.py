@@ -7,7 +7,7 @@ import torch
 from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_settings, spool
 
 from headway.models.attention import PackedPlan
-from headway.models.checkpoint import load_model
+from headway.models.checkpoints.folders import load_model
 from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
 from headway.trainer.loop import train

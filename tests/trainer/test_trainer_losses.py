@@ -10,8 +10,8 @@ import torch
 from headway.config.trainer import Aipo, Cispo, CustomLoss, Dppo, Gspo, Icepop, Ipo, Loss, PpoClip, Tis
 from headway.core.batches import ComponentCounts
 from headway.core.errors import UsageError
-from headway.trainer.components import LossTokens, total_loss
-from headway.trainer.losses import make_loss
+from headway.trainer.losses.components import LossTokens, total_loss
+from headway.trainer.losses.policy_gradient import make_loss
 
 TOKENS = 48
 
@@ -186,7 +186,7 @@ def test_no_tokens_at_all_still_run_backward() -> None:
 
 
 def test_custom_loss_by_import_path() -> None:
-    loss = make_loss(CustomLoss(path="headway.trainer.losses:aipo", args={"delta": 1.0}))
+    loss = make_loss(CustomLoss(path="headway.trainer.losses.policy_gradient:aipo", args={"delta": 1.0}))
     value, _ = loss(torch.tensor([-0.5]), torch.tensor([-3.0]), torch.ones(1), torch.ones(1), torch.zeros(1).long())
     assert value.item() == pytest.approx(0.5)
 
@@ -199,7 +199,9 @@ def test_custom_loss_from_the_current_folder(tmp_path: Path, monkeypatch: pytest
     assert make_loss(CustomLoss(path="loss_of_a_user:f"))(one, 2 * one, one, one, one)[0].item() == 2
 
 
-@pytest.mark.parametrize("path", ["nowhere", "headway.nowhere:f", "headway.trainer.losses:nothing", "math:pi"])
+@pytest.mark.parametrize(
+    "path", ["nowhere", "headway.nowhere:f", "headway.trainer.losses.policy_gradient:nothing", "math:pi"]
+)
 def test_bad_custom_loss_is_a_usage_error(path: str) -> None:
     with pytest.raises(UsageError, match=r"trainer\.loss\.path"):
         make_loss(CustomLoss(path=path))

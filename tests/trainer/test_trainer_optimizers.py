@@ -13,11 +13,11 @@ from trainer_helpers import run_ranks
 
 from headway.config.shared import PlacementSettings
 from headway.config.trainer import AdamW, Constant, Cosine, Linear, Muon, Optimizer, Sgd, SignSgd
-from headway.trainer.muon import orthogonalize
-from headway.trainer.optimizers import PolicyOptimizer
-from headway.trainer.ranks import joined
-from headway.trainer.schedules import rate_at
-from headway.trainer.sharding import full, global_norm, scale_gradients
+from headway.trainer.optimizers.muon import orthogonalize
+from headway.trainer.optimizers.optimizer import PolicyOptimizer
+from headway.trainer.optimizers.schedules import rate_at
+from headway.trainer.parallel.ranks import joined
+from headway.trainer.parallel.sharding import full, global_norm, scale_gradients
 
 SHAPES = {"model.layers.0.w": (6, 10), "model.layers.0.experts": (3, 7, 4), "model.embed": (11, 4), "model.norm": (9,)}
 

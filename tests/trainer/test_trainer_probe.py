@@ -11,11 +11,11 @@ from trainer_helpers import rich_batch, run_paths, run_ranks, small_settings, vo
 
 from headway.core.protocol import WeightProbe
 from headway.core.runs import RunPaths
-from headway.models.checkpoint import save_checkpoint
+from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.tiny import resolve_model
+from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.probe import PROBE_TOKENS, make_probe, probe_ids
 from headway.trainer.publisher import Publisher
-from headway.trainer.ranks import Ranks, joined
 from headway.trainer.state import TrainState, build_state
 from headway.trainer.step import Stepper
 from headway.transport.rollouts import RankBatch

@@ -8,11 +8,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from trainer_helpers import run_paths, run_ranks, small_settings
 
-from headway.models.checkpoint import load_model
+from headway.models.checkpoints.folders import load_model
+from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.tiny import resolve_model
-from headway.models.weights import hf_tensors
+from headway.trainer.parallel.ranks import joined
 from headway.trainer.publisher import Publisher
-from headway.trainer.ranks import joined
 from headway.trainer.state import build_state
 from headway.transport.weights import make_receiver
 from headway.transport.weights.announce import latest

@@ -6,9 +6,9 @@ import pytest
 import torch
 from trainer_helpers import rich_batch, small_settings
 
-from headway.trainer import recompute
-from headway.trainer.ranks import joined
-from headway.trainer.sharding import fill
+from headway.trainer.memory import recompute
+from headway.trainer.parallel.ranks import joined
+from headway.trainer.parallel.sharding import fill
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper
 

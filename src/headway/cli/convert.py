@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
 
     import torch
 
-    from headway.models.gguf.convert import convert_gguf
+    from headway.models.checkpoints.gguf.convert import convert_gguf
 
     started = time.monotonic()
     done = convert_gguf(args.file, args.folder, dtype=getattr(torch, args.dtype))

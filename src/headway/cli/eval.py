@@ -169,7 +169,7 @@ def _settings(options: Options) -> "list[EvalEnvSettings]":
 
 async def _evaluate(options: Options) -> "tuple[Round, list[EvalEnv]]":
     from headway.monitor.progress import progress_bar
-    from headway.orchestrator.assemble import resolve_folder
+    from headway.orchestrator.run import resolve_folder
     from headway.orchestrator.standalone import evaluate
 
     return await evaluate(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headway.core.episodes import Trace
-    from headway.orchestrator.records import RolloutRecord
+    from headway.orchestrator.collect.records import RolloutRecord
 
 HELP = """\
 usage: headway rollouts show RUN [--step N] [--env NAME] [--min-reward R] [--max-reward R] [options]
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
         print(HELP, end="")
         return 0
     from headway.monitor.runs import open_run
-    from headway.orchestrator.records import read_records, recorded_steps, rollout_file
+    from headway.orchestrator.collect.records import read_records, recorded_steps, rollout_file
 
     options = parse(argv)
     paths = open_run(options.run)

@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import create_run, join_run, open_run
-    from headway.trainer.group import in_group, rank_in_group, run_group
+    from headway.trainer.parallel.group import in_group, rank_in_group, run_group
 
     argv, resume = take(argv, "--resume", "the folder of a run, such as outputs/my-run")
     if resume:

@@ -28,7 +28,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import join_run
-    from headway.trainer.group import in_group, rank_in_group, run_group
+    from headway.trainer.parallel.group import in_group, rank_in_group, run_group
 
     resolved = load_settings(TrainSettings, argv)
     settings = resolved.settings

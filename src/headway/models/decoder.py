@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from headway.models.adapters.bank import AdapterBank
 from headway.models.config import ModelConfig
-from headway.models.layers.adapters import AdapterBank
 from headway.models.layers.block import Block
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import expert_counts

@@ -9,14 +9,14 @@ from torch import nn
 from headway.models.config import ModelConfig
 from headway.models.cpu import tune_matmul
 from headway.models.decoder import DecoderLM
+from headway.models.families.llama.model import Llama
+from headway.models.families.llama.weights import parts as llama_parts
+from headway.models.families.qwen3.model import Qwen3
+from headway.models.families.qwen3.weights import parts as qwen3_parts
+from headway.models.families.qwen3_moe.model import Qwen3Moe
+from headway.models.families.qwen3_moe.weights import parts as qwen3_moe_parts
 from headway.models.init import init_weights
 from headway.models.layout import Part
-from headway.models.llama.model import Llama
-from headway.models.llama.weights import parts as llama_parts
-from headway.models.qwen3.model import Qwen3
-from headway.models.qwen3.weights import parts as qwen3_parts
-from headway.models.qwen3_moe.model import Qwen3Moe
-from headway.models.qwen3_moe.weights import parts as qwen3_moe_parts
 
 
 class Family(NamedTuple):

@@ -65,7 +65,7 @@ def resolve_model(path: str) -> Path:
 
 def save_built_in(name: str, folder: Path) -> None:
     """Write the built-in `name` as a checkpoint folder with its tokenizer."""
-    from headway.models.checkpoint import save_checkpoint
+    from headway.models.checkpoints.folders import save_checkpoint
     from headway.models.registry import build_model
     from headway.rendering.tiny import save_tiny_tokenizer
     from headway.rendering.tokenizer import load_tokenizer

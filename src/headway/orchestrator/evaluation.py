@@ -13,7 +13,7 @@ from headway.config.orchestrator import EvalSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.files import write_atomic
 from headway.core.protocol import SamplingParams
-from headway.orchestrator.dispatcher import EpisodeRunner, Launch, Router
+from headway.orchestrator.dispatch.dispatcher import EpisodeRunner, Launch, Router
 from headway.orchestrator.scores import summarize, task_record
 
 RETRIES = 2

@@ -10,20 +10,20 @@ from headway.config.orchestrator import OrchestrateSettings, OrchestratorSetting
 from headway.core.episodes import Episode
 from headway.core.protocol import WeightReply, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.orchestrator import concurrency
-from headway.orchestrator.collector import Collector
-from headway.orchestrator.courier import Courier
-from headway.orchestrator.dispatcher import Dispatcher
+from headway.orchestrator.collect.collector import Collector
+from headway.orchestrator.collect.filters import load_gates
+from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.dispatch import concurrency
+from headway.orchestrator.dispatch.dispatcher import Dispatcher
+from headway.orchestrator.dispatch.groups import OpenGroup
+from headway.orchestrator.dispatch.staleness import Limits, may_open_group, may_send, next_pace
+from headway.orchestrator.dispatch.training import TrainingWork
 from headway.orchestrator.evaluation import EvaluationWork, Round, evaluation_due
-from headway.orchestrator.filters import load_gates
-from headway.orchestrator.groups import OpenGroup
+from headway.orchestrator.fleet.updates import Courier
 from headway.orchestrator.health import Health
 from headway.orchestrator.parts import Parts
-from headway.orchestrator.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.staleness import Limits, may_open_group, may_send, next_pace
 from headway.orchestrator.state import State, load_sources, save_sources
 from headway.orchestrator.tally import Tally, batch_values
-from headway.orchestrator.training import TrainingWork
 
 log = logging.getLogger("headway.orchestrator")
 
@@ -292,6 +292,6 @@ async def first_to_end(*parts: Coroutine[Any, Any, None]) -> None:
 
 def orchestrate(settings: OrchestrateSettings, paths: RunPaths) -> None:
     """Run the orchestrator of a run until its last step, or until SIGTERM or SIGINT. Raises HeadwayError."""
-    from headway.orchestrator.assemble import run_to_end
+    from headway.orchestrator.run import run_to_end
 
     asyncio.run(run_to_end(settings, paths))

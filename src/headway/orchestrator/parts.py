@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headway.core.protocol import WeightReply, WeightUpdate
-from headway.orchestrator.concurrency import Load
-from headway.orchestrator.dispatcher import Router
+from headway.orchestrator.batches.outbox import Outbox
+from headway.orchestrator.dispatch.concurrency import Load
+from headway.orchestrator.dispatch.dispatcher import Router
+from headway.orchestrator.dispatch.training import Source
 from headway.orchestrator.evaluation import EvalEnv, Round
-from headway.orchestrator.outbox import Outbox
-from headway.orchestrator.training import Source
 
 
 class RunFleet(Router, Protocol):

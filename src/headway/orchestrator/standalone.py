@@ -10,9 +10,9 @@ from typing import Literal
 
 from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
 from headway.core.errors import HeadwayError
-from headway.orchestrator.assemble import Pools, eval_env, open_session, refuse_twins, together
-from headway.orchestrator.dispatcher import Dispatcher
+from headway.orchestrator.dispatch.dispatcher import Dispatcher
 from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round
+from headway.orchestrator.run import Pools, eval_env, open_session, refuse_twins, together
 from headway.transport.inference import InferenceClient
 
 

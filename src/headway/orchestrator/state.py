@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import HeadwayError
-from headway.orchestrator.ready import ReadyQueue
-from headway.orchestrator.training import Source, TrainingWork
+from headway.orchestrator.collect.ready import ReadyQueue
+from headway.orchestrator.dispatch.training import Source, TrainingWork
 
 
 class SourceState(msgspec.Struct):

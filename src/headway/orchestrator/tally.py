@@ -8,7 +8,7 @@ import numpy as np
 from headway.algorithms.base import Group
 from headway.core.episodes import Episode, Trace
 from headway.core.protocol import WeightReply
-from headway.orchestrator.ready import ReadyGroup
+from headway.orchestrator.collect.ready import ReadyGroup
 
 PASSED = 1.0 - 1e-6
 """Reward from which on an episode counts as solved."""

@@ -22,7 +22,7 @@ from headway.config.trainer import CheckpointSettings, TrainSettings
 from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
-from headway.trainer.ranks import Ranks
+from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
 MARKER = "COMPLETE"

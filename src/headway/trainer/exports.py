@@ -4,9 +4,9 @@ from pathlib import Path
 
 from headway.config.shared import LoraSettings
 from headway.core.runs import RunPaths
-from headway.models.checkpoint import load_model, save_checkpoint
-from headway.models.lora import adapter_tensors, load_adapter, merge_adapter, save_adapter
-from headway.trainer.ranks import Ranks
+from headway.models.adapters.lora import adapter_tensors, load_adapter, merge_adapter, save_adapter
+from headway.models.checkpoints.folders import load_model, save_checkpoint
+from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
 

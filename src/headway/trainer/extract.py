@@ -6,7 +6,7 @@ from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
 from headway.trainer.checkpoints import Checkpoints
 from headway.trainer.exports import export_to
-from headway.trainer.ranks import joined
+from headway.trainer.parallel.ranks import joined
 from headway.trainer.state import build_state
 
 

@@ -10,7 +10,7 @@ from headway.config.trainer import FakeData, TrainSettings
 from headway.core.batches import ComponentCounts, MicroBatch
 from headway.core.runs import RunPaths
 from headway.models.config import ModelConfig
-from headway.trainer.ranks import Ranks
+from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.stop import StopRequest
 from headway.transport.rollouts import RankBatch, make_receiver
 

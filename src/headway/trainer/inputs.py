@@ -13,7 +13,7 @@ from headway.core.errors import HeadwayError
 from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
 from headway.models.packed import PackedTokens
-from headway.trainer.components import LossTokens
+from headway.trainer.losses.components import LossTokens
 
 STREAMS = (
     "token_ids",

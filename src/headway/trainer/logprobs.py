@@ -14,7 +14,7 @@ from headway.core.logprobs import TrainedLogprobs, TrainedSample, tokens_key
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
 from headway.trainer.inputs import needed_tokens
-from headway.trainer.ranks import Ranks
+from headway.trainer.parallel.ranks import Ranks
 from headway.transport.rollouts import RankBatch
 
 

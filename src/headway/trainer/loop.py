@@ -12,8 +12,8 @@ from headway.trainer.checkpoints import Checkpoints
 from headway.trainer.exports import export
 from headway.trainer.feed import make_feed
 from headway.trainer.logprobs import LogprobRecorder
+from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.publisher import Publisher
-from headway.trainer.ranks import Ranks, joined
 from headway.trainer.recorder import Recorder, Stopwatch
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from headway.models.decoder import DecoderLM
-from headway.trainer.activations import offloaded
-from headway.trainer.head import target_logprobs
 from headway.trainer.inputs import Inputs
+from headway.trainer.losses.head import target_logprobs
+from headway.trainer.memory.activations import offloaded
 
 
 class Scores(NamedTuple):

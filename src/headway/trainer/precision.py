@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.models.decoder import Decoder
+from headway.trainer.memory.recompute import RecomputedBlock
 from headway.trainer.parameters import Parameters
-from headway.trainer.recompute import RecomputedBlock
 
 
 def compute_in(decoder: Decoder, dtype: torch.dtype) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
-from headway.models.lora import adapter_tensors
+from headway.models.adapters.lora import adapter_tensors
+from headway.models.checkpoints.tensors import base_parameters
 from headway.models.registry import FAMILIES
-from headway.models.weights import base_parameters
 from headway.trainer.probe import make_probe
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender

@@ -12,7 +12,7 @@ from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter
 from headway.monitor.sinks import make_sinks
 from headway.trainer.flops import peak_flops
-from headway.trainer.ranks import Ranks
+from headway.trainer.parallel.ranks import Ranks
 
 log = logging.getLogger("headway.trainer")
 

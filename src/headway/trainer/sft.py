@@ -13,7 +13,7 @@ from headway.core.batches import ComponentCounts, MicroBatch
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
-from headway.models.checkpoint import load_config
+from headway.models.checkpoints.folders import load_config
 from headway.models.tiny import resolve_model
 from headway.monitor.progress import progress, progress_bar
 from headway.rendering.load import load_renderer
@@ -23,7 +23,7 @@ from headway.trainer.data.packing import counts_of, micro_batches
 from headway.trainer.data.rows import TokenRows, tokenize_rows
 from headway.trainer.data.sources import read_rows
 from headway.trainer.exports import export
-from headway.trainer.ranks import Ranks, joined
+from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.recorder import Recorder, Stopwatch
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper

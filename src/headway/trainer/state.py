@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
-from headway.models.bank import adapted_linears, init_adapters
-from headway.models.checkpoint import load_config, read_tensors
+from headway.models.adapters.linears import adapted_linears, init_adapters
+from headway.models.adapters.lora import apply_lora
+from headway.models.checkpoints.folders import load_config, read_tensors
+from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.cpu import tune_matmul
 from headway.models.decoder import DecoderLM
-from headway.models.lora import apply_lora
 from headway.models.registry import build_model
 from headway.models.tiny import resolve_model
-from headway.models.weights import load_hf_tensors
-from headway.trainer.optimizers import PolicyOptimizer
-from headway.trainer.parallel import ParallelPolicy, make_mesh, parallelize
+from headway.trainer.optimizers.optimizer import PolicyOptimizer
+from headway.trainer.parallel.fsdp import ParallelPolicy, make_mesh, parallelize
+from headway.trainer.parallel.ranks import Ranks
+from headway.trainer.parallel.sharding import fill
 from headway.trainer.policy import Policy
-from headway.trainer.ranks import Ranks
-from headway.trainer.sharding import fill
 
 
 @dataclass

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts, MicroBatch
-from headway.trainer.components import total_loss
 from headway.trainer.flops import FlopCounter
 from headway.trainer.inputs import check_counts, prepare
-from headway.trainer.losses import make_loss
-from headway.trainer.ranks import Ranks
-from headway.trainer.rules import Guard
-from headway.trainer.schedules import rate_at
-from headway.trainer.sharding import global_norm, scale_gradients
+from headway.trainer.losses.components import total_loss
+from headway.trainer.losses.policy_gradient import make_loss
+from headway.trainer.optimizers.rules import Guard
+from headway.trainer.optimizers.schedules import rate_at
+from headway.trainer.parallel.ranks import Ranks
+from headway.trainer.parallel.sharding import global_norm, scale_gradients
 from headway.trainer.state import TrainState
 from headway.transport.rollouts import RankBatch
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.envs.adapters.packages import require
+from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, EpisodeFailure, Policy
-from headway.envs.proxy import Proxy
 
 if TYPE_CHECKING:
     from headway.envs.adapters.verifiers_bridge import Client, Outcome

@@ -12,7 +12,7 @@ ENVIRONMENTS: dict[str, str] = {
     "kuhn-poker": f"{_HERE}.kuhn_poker:KuhnPoker",
     "proposer-solver": f"{_HERE}.proposer_solver:ProposerSolver",
     "needle": f"{_HERE}.needle:Needle",
-    "agent": "headway.envs.agent:AgentProgram",
+    "agent": "headway.envs.agents.agent:AgentProgram",
     "reasoning-gym": f"{_ADAPTERS}.reasoning_gym:ReasoningGym",
     "textarena": f"{_ADAPTERS}.textarena:TextArena",
     "verifiers": f"{_ADAPTERS}.verifiers:Verifiers",

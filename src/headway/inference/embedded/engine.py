@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.protocol import GenerateRequest
-from headway.inference.embedded.adapters import Adapters
-from headway.inference.embedded.cache import BlockCache, root_hash
-from headway.inference.embedded.flight import Flight
-from headway.inference.embedded.rows import Rows
-from headway.inference.embedded.runner import Runner
-from headway.inference.embedded.sampler import choice_seed
-from headway.inference.embedded.scheduler import Limits, Scheduler, Step
-from headway.inference.embedded.sequence import Sequence
-from headway.inference.embedded.store import KvStore
+from headway.inference.embedded.running.flight import Flight
+from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.running.runner import Runner
+from headway.inference.embedded.running.sampler import choice_seed
+from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
+from headway.inference.embedded.scheduling.scheduler import Limits, Scheduler, Step
+from headway.inference.embedded.scheduling.sequence import Sequence
+from headway.inference.embedded.updates.adapters import Adapters
 from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
 from headway.models import kernels
 from headway.models.decoder import DecoderLM
@@ -280,7 +280,7 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
     rows = Rows(limits.max_running, -(-limits.max_model_len // limits.block_size))
     if not on_device:
         return Runner(model, store, rows, ahead=ahead)
-    from headway.inference.embedded.device import DeviceRunner
+    from headway.inference.embedded.running.device import DeviceRunner
 
     runner = DeviceRunner(model, store, rows)
     try:

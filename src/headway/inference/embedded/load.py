@@ -7,14 +7,14 @@ import torch
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.service import EmbeddedService
-from headway.inference.embedded.store import KvStore
-from headway.models.checkpoint import load_config, read_tensors
+from headway.models.checkpoints.folders import load_config, read_tensors
+from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.native import library
 from headway.models.registry import build_model
-from headway.models.weights import hf_layout, hf_tensors, load_hf_tensors
 from headway.monitor.progress import progress
 from headway.transport.weights.fingerprint import fingerprint_of
 

@@ -10,7 +10,7 @@ from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.thread import EngineThread, Item
-from headway.inference.embedded.updates import Staged, Updater
+from headway.inference.embedded.updates.updates import Staged, Updater
 from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, Mode, RequestError, Result
 
 Ticket = asyncio.Queue[Item]

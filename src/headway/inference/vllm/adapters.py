@@ -12,7 +12,7 @@ from torch import Tensor
 from headway.config.shared import LoraSettings
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import UpdateError
-from headway.models.lora import CONFIG, WEIGHTS
+from headway.models.adapters.lora import CONFIG, WEIGHTS
 
 
 @dataclass(slots=True)

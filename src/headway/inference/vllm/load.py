@@ -25,7 +25,7 @@ from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats, logger_of
 from headway.inference.vllm.tether import SERVER
 from headway.inference.vllm.versions import counts_versions
-from headway.models.checkpoint import read_tensors
+from headway.models.checkpoints.folders import read_tensors
 from headway.transport.weights.fingerprint import Fingerprint
 
 

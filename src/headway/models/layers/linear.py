@@ -14,7 +14,7 @@ from headway.models.native.library import native
 
 class Linear(nn.Module):
     """`lora_A` (ranks, in) and `lora_B` (ranks, out) hold the adapters of all slots, one after the other along
-    the rank axis, and are None until `headway.models.lora` adds them.
+    the rank axis, and are None until `headway.models.adapters.lora` adds them.
 
     The gate of a forward pass scales every token's ranks: alpha / rank where the slot is the token's own, 0
     elsewhere. So one adapter or many in one batch, trained or served, are the same two matrix products, of

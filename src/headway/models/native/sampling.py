@@ -1,4 +1,4 @@
-"""Drawing tokens as `headway.inference.embedded.sampler` does, in one call."""
+"""Drawing tokens as `headway.inference.embedded.running.sampler` does, in one call."""
 
 import ctypes
 

@@ -1,0 +1,1 @@
+"""Agent programs: run unchanged against an OpenAI endpoint of their own episode."""

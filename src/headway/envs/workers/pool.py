@@ -1,0 +1,243 @@
+"""A pool of worker processes for one environment: every episode comes back exactly once, whatever happens to them."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.config.orchestrator import EnvSettings
+from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKind, Task
+from headway.core.errors import HeadwayError
+from headway.envs.episodes import blank_episode
+from headway.envs.workers.frames import Cancel, Run, Start
+from headway.envs.workers.process import WorkerProcess
+
+logger = logging.getLogger("headway.envs.workers.pool")
+
+GRACE_SECONDS = 10.0
+"""Time beyond an episode's limit after which its worker counts as stuck."""
+START_ATTEMPTS = 3
+"""Failed starts in a row after which waiting episodes are given up."""
+FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    number: int
+    request: EpisodeRequest
+    future: "asyncio.Future[Episode]"
+    worker: WorkerProcess | None = None
+    deadline: float = float("inf")
+
+
+class EnvPool:
+    """Workers of one environment, between `settings.workers.min` and `.max` of them as there is work.
+
+    A worker that dies or whose event loop hangs for `heartbeat` seconds is replaced, and its episodes come back
+    as errors of kind "worker".
+    """
+
+    def __init__(
+        self,
+        settings: EnvSettings,
+        *,
+        model: Path,
+        renderer: str = "auto",
+        heartbeat: float = 30.0,
+        start_timeout: float = 120.0,
+        idle_seconds: float = 30.0,
+    ) -> None:
+        self.name = settings.name or settings.id
+        self.tasks: list[Task] = []
+        self.restarts = 0
+        self._settings = settings
+        self._model, self._renderer = model, renderer
+        self._heartbeat, self._start_timeout, self._idle_seconds = heartbeat, start_timeout, idle_seconds
+        self._workers: list[WorkerProcess] = []
+        self._jobs: dict[int, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._numbers = itertools.count()
+        self._starting = 0
+        self._failures = 0
+        self._background: set[asyncio.Task[None]] = set()
+        self._stopping: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """Workers that serve now."""
+        return len(self._workers)
+
+    async def start(self) -> None:
+        """Start the first workers and learn the tasks. Raises HeadwayError where the environment can't serve."""
+        try:
+            self.tasks = await self._add_worker(tasks=True)
+            more = self._settings.workers.min - 1
+            async with asyncio.TaskGroup() as group:
+                for _ in range(more):
+                    group.create_task(self._add_worker())
+        except BaseExceptionGroup as failures:
+            await self.close()
+            raise failures.exceptions[0] from None
+        except BaseException:
+            await self.close()
+            raise
+        self._spawn(self._watch())
+
+    async def run(self, request: EpisodeRequest) -> Episode:
+        """The outcome of one episode, exactly once; errors are in it. Cancelling the call cancels the episode."""
+        if self._closed:
+            return self._failed(request, "worker", "the pool is closed")
+        job = Job(next(self._numbers), request, asyncio.get_running_loop().create_future())
+        self._jobs[job.number] = job
+        self._waiting.append(job)
+        self._dispatch()
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._cancel(job)
+            raise
+
+    async def close(self) -> None:
+        """Stop all workers. Episodes that still run come back as cancelled."""
+        self._closed = True
+        for task in self._background:
+            task.cancel()
+        if tasks := self._background | self._stopping:
+            await asyncio.wait(tasks)
+        for job in list(self._jobs.values()):
+            self._resolve(job, self._failed(job.request, "cancelled", "the pool was closed"))
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.stop() for worker in workers))
+
+    def finished(self, worker: WorkerProcess, number: int, episode: Episode) -> None:
+        job = self._jobs.get(number)
+        if job is not None:
+            self._resolve(job, episode)
+        self._dispatch()
+
+    def lost(self, worker: WorkerProcess, reason: str) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)
+        self.restarts += 1
+        logger.warning("%s: worker %d lost (%s) with %d episodes", self.name, worker.pid, reason, len(worker.jobs))
+        for number in worker.jobs:
+            if job := self._jobs.get(number):
+                self._resolve(job, self._failed(job.request, "worker", reason))
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Deal waiting episodes to the workers with the most room, and start workers where there are too few."""
+        capacity = self._settings.workers.episodes
+        while self._waiting and not self._closed:
+            open_workers = [w for w in self._workers if not w.retiring and len(w.jobs) < capacity]
+            if not open_workers:
+                break
+            job = self._waiting.popleft()
+            worker = min(open_workers, key=lambda w: len(w.jobs))
+            job.worker = worker
+            job.deadline = time.monotonic() + job.request.timeout + GRACE_SECONDS
+            worker.jobs.add(job.number)
+            try:
+                worker.send(Run(job.number, job.request))
+            except (TypeError, ValueError, OverflowError) as error:
+                worker.jobs.discard(job.number)
+                self._resolve(job, self._failed(job.request, "environment", f"the request can't be sent: {error}"))
+        self._resize()
+
+    def _resize(self) -> None:
+        if self._closed:
+            return
+        usable = sum(not worker.retiring for worker in self._workers) + self._starting
+        wanted = self._settings.workers.min
+        if self._waiting and not self._starting:
+            wanted = max(wanted, min(usable + 1, self._settings.workers.max))
+        for _ in range(wanted - usable):
+            self._starting += 1
+            self._spawn(self._replace())
+
+    async def _replace(self) -> None:
+        """Start one worker, after a pause where starting failed before."""
+        try:
+            if self._failures:
+                await asyncio.sleep(min(FIRST_BACKOFF * 2**self._failures, LONGEST_BACKOFF))
+            await self._add_worker()
+            self._failures = 0
+        except HeadwayError as error:
+            self._failures += 1
+            logger.error("%s: a worker could not be started: %s", self.name, error)
+            if self._failures >= START_ATTEMPTS and not self._workers:
+                self._give_up(str(error))
+        finally:
+            self._starting -= 1
+        self._dispatch()
+
+    def _give_up(self, reason: str) -> None:
+        while self._waiting:
+            job = self._waiting.popleft()
+            self._resolve(job, self._failed(job.request, "worker", f"no worker can be started: {reason}"))
+
+    async def _add_worker(self, tasks: bool = False) -> list[Task]:
+        settings = self._settings
+        worker = WorkerProcess(self, self.name)
+        start = Start(settings.id, settings.args, self.name, str(self._model), self._renderer, tasks)
+        known = await worker.start(start, settings.workers.memory_gb, self._start_timeout)
+        if self._closed:
+            await worker.stop()
+        else:
+            self._workers.append(worker)
+        return known
+
+    async def _watch(self) -> None:
+        """Look after the workers: heartbeats, stuck episodes, those that retire or idle."""
+        interval = min(1.0, self._heartbeat / 5)
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            for job in [j for j in self._jobs.values() if now > j.deadline]:
+                self._abandon(job)
+            for worker in list(self._workers):
+                if worker.ping(now) > self._heartbeat:
+                    await worker.kill(f"the worker hung for {self._heartbeat:g} s")
+                elif not worker.jobs and self._is_surplus(worker, now):
+                    self._workers.remove(worker)
+                    self._spawn(worker.stop(), self._stopping)
+            self._dispatch()
+
+    def _is_surplus(self, worker: WorkerProcess, now: float) -> bool:
+        spare = len(self._workers) > self._settings.workers.min
+        return worker.retiring or (spare and now - worker.idle_since > self._idle_seconds)
+
+    def _cancel(self, job: Job) -> None:
+        if job.worker is not None:  # it keeps its place there until the worker lets go of it
+            job.worker.send(Cancel(job.number))
+            job.deadline = time.monotonic() + GRACE_SECONDS
+        elif job in self._waiting:
+            self._waiting.remove(job)
+            del self._jobs[job.number]
+
+    def _abandon(self, job: Job) -> None:
+        """An episode that ignores its time limit is given up, and its worker takes no new ones."""
+        self._resolve(job, self._failed(job.request, "timeout", "the episode ignored its time limit"))
+        if job.worker is not None:
+            job.worker.retiring = True
+            job.worker.jobs.discard(job.number)
+
+    def _resolve(self, job: Job, episode: Episode) -> None:
+        self._jobs.pop(job.number, None)
+        if not job.future.done():
+            job.future.set_result(episode)
+
+    def _failed(self, request: EpisodeRequest, kind: ErrorKind, message: str) -> Episode:
+        return blank_episode(request, self.name, EpisodeError(kind, message))
+
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]] | None" = None) -> None:
+        tasks = self._background if tasks is None else tasks
+        task = asyncio.get_running_loop().create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)

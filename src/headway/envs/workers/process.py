@@ -1,0 +1,178 @@
+"""One worker process as the pool sees it: started, spoken to, watched, ended."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Protocol
+
+from headway.core.episodes import Episode, Task
+from headway.core.errors import HeadwayError
+from headway.envs.workers.frames import (
+    Done,
+    Failed,
+    FrameConnection,
+    Ping,
+    Ready,
+    Retiring,
+    Start,
+    Stop,
+    ToWorker,
+    from_worker,
+)
+from headway.envs.workers.output import OutputLog
+
+logger = logging.getLogger("headway.envs.workers.pool")
+
+STOP_SECONDS = 15.0
+
+
+class Owner(Protocol):
+    """Whom a worker reports to."""
+
+    def finished(self, worker: "WorkerProcess", job: int, episode: Episode) -> None: ...
+
+    def lost(self, worker: "WorkerProcess", reason: str) -> None: ...
+
+
+class WorkerProcess:
+    """A child process that speaks frames over a socket pair, in a session of its own with whatever it starts."""
+
+    def __init__(self, owner: Owner, name: str) -> None:
+        self._owner = owner
+        self._name = name
+        self._connection = FrameConnection(self._received, self._disconnected)
+        self._ready: asyncio.Future[list[Task]] = asyncio.get_running_loop().create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reaping: asyncio.Task[None] | None = None
+        self._serving = False
+        self._gone = False
+        self._reason: str | None = None
+        self.jobs: set[int] = set()
+        self.retiring = False
+        self._asked: float | None = None
+        self.idle_since = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else -1
+
+    async def start(self, start: Start, memory_gb: float | None, timeout: float) -> list[Task]:
+        """Returns the tasks that were asked for. Raises HeadwayError, the process ended, where it can't serve."""
+        try:
+            await self._spawn(memory_gb)
+            self._connection.send(start)
+            async with asyncio.timeout(timeout):
+                tasks = await self._ready
+            if self._gone:  # between its last word and ours
+                raise self._died_early()
+        except TimeoutError:
+            await self.kill("start")
+            raise HeadwayError(f'environment "{self._name}" did not start within {timeout:g} s') from None
+        except BaseException:
+            await self.kill("start")
+            raise
+        self._serving = True
+        self.idle_since = time.monotonic()
+        return tasks
+
+    def send(self, frame: ToWorker) -> None:
+        self._connection.send(frame)
+
+    def ping(self, now: float) -> float:
+        """Ask for a sign of life; returns for how long the worker has not answered."""
+        if self._asked is None:
+            self._asked = now
+            self._connection.send(Ping())
+        return now - self._asked
+
+    async def stop(self) -> None:
+        """End in good order, or by force after STOP_SECONDS."""
+        self._serving = False
+        self._connection.send(Stop())
+        await self._reap()
+
+    async def kill(self, reason: str) -> None:
+        """End at once, with all processes of its session; `reason` is what its episodes are told."""
+        self._reason = self._reason or reason
+        self._signal()
+        self._connection.close()
+        await self._reap()
+
+    def _signal(self) -> None:
+        """Kill the process and all that it started. Until it is reaped, its id can't belong to another."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _spawn(self, memory_gb: float | None) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._popen(theirs.fileno(), memory_gb)
+        loop = asyncio.get_running_loop()
+        assert self._process.stdout is not None
+        await loop.connect_read_pipe(lambda: OutputLog(f"{self._name}[{self.pid}]"), self._process.stdout)
+        await loop.create_connection(lambda: self._connection, sock=ours)
+
+    def _popen(self, handle: int, memory_gb: float | None) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "headway.envs.workers.worker", str(handle)]
+        if memory_gb is not None:
+            command.append(str(int(memory_gb * 2**30)))
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[handle],
+            start_new_session=True,
+            env=_environment(),
+        )
+
+    async def _reap(self) -> None:
+        process = self._process
+        deadline = time.monotonic() + STOP_SECONDS
+        while process is not None and process.poll() is None:
+            if time.monotonic() > deadline:
+                self._signal()
+            await asyncio.sleep(0.02)
+
+    def _received(self, data: bytes) -> None:
+        self._asked = None
+        match from_worker.decode(data):
+            case Done(job=job, episode=episode):
+                self.jobs.discard(job)
+                self.idle_since = time.monotonic()
+                self._owner.finished(self, job, episode)
+            case Ready(tasks=tasks) if not self._ready.done():
+                self._ready.set_result(tasks)
+            case Failed(message=message) if not self._ready.done():
+                self._ready.set_exception(HeadwayError(message))
+            case Retiring(reason=reason):
+                logger.warning("%s: worker %d is replaced: %s", self._name, self.pid, reason)
+                self.retiring = True
+
+    def _disconnected(self) -> None:
+        """The worker closes its end as the last thing it does, so what is left of it may be killed."""
+        self._gone = True
+        self._signal()
+        if not self._ready.done():
+            self._ready.set_exception(self._died_early())
+            self._ready.exception()  # whoever waited may have been cancelled
+        if self._serving:
+            self._serving = False
+            self._reaping = asyncio.get_running_loop().create_task(self._reap())
+            self._owner.lost(self, self._reason or "the worker died")
+
+    def _died_early(self) -> HeadwayError:
+        return HeadwayError(f'environment "{self._name}": its worker died while starting; the log has its output')
+
+
+def _environment() -> dict[str, str]:
+    """Variables of a worker: ours, but for the token that commands engines, which environments have no need of."""
+    kept = {name: value for name, value in os.environ.items() if name != "HEADWAY_TOKEN"}
+    return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,184 @@
+"""A worker process: runs the episodes of one environment for a pool, and ends with it.
+
+Started by the pool as `python -m headway.envs.workers.worker SOCKET [MEMORY]`.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Task
+from headway.core.errors import HeadwayError
+from headway.envs.base import Environment
+from headway.envs.engines import Engines
+from headway.envs.episodes import EpisodeRunner, blank_episode
+from headway.envs.failures import as_error
+from headway.envs.registry import load_environment
+from headway.envs.threads import abandoned
+from headway.envs.workers.frames import (
+    Cancel,
+    Done,
+    Failed,
+    FrameConnection,
+    Ping,
+    Pong,
+    Ready,
+    Retiring,
+    Run,
+    Start,
+    Stop,
+    to_worker,
+)
+from headway.rendering.load import load_renderer
+
+logger = logging.getLogger("headway.envs.workers.worker")
+
+RETIRE_AT = 8
+"""Hung threads after which a worker asks to be replaced."""
+CLOSE_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """Answers the pool's frames. Each episode is a task of the event loop."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._connection = FrameConnection(self._received, self._lost)
+        self._starting: asyncio.Future[Start] = loop.create_future()
+        self._stopped = asyncio.Event()
+        self._engines = Engines()
+        self._episodes: dict[int, asyncio.Task[Episode]] = {}
+        self._runner: EpisodeRunner | None = None
+        self._name = ""
+        self._retiring = False
+
+    async def serve(self, pool: socket.socket) -> None:
+        """Serve until the pool says stop or is gone."""
+        await asyncio.get_running_loop().create_connection(lambda: self._connection, sock=pool)
+        start = await self._starting
+        try:
+            environment, tasks = await self._open(start)
+            self._connection.send(Ready(tasks if start.tasks else []))
+        except Exception as error:
+            logger.debug("the environment failed to start", exc_info=True)
+            reason = f'environment "{start.env}" failed to start: {type(error).__name__}: {error}'
+            self._connection.send(Failed(str(error) if isinstance(error, HeadwayError) else reason))
+            self._connection.close()
+        else:
+            await self._stopped.wait()
+            await self._wind_down(environment)
+            self._connection.close()
+        await self._stopped.wait()
+
+    async def _open(self, start: Start) -> tuple[Environment, list[Task]]:
+        environment = load_environment(start.env, start.args)
+        environment.check()
+        tasks = list(environment.tasks())
+        _check_tasks(start.env, tasks)
+        renderer = load_renderer(Path(start.model), start.renderer)
+        await environment.open()
+        self._name = start.name
+        self._runner = EpisodeRunner(environment, start.name, renderer, self._engines)
+        return environment, tasks
+
+    async def _wind_down(self, environment: Environment) -> None:
+        running = list(self._episodes.values())
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CLOSE_SECONDS)
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await environment.close()
+                await self._engines.close()
+        except Exception:
+            logger.exception("closing the environment failed")
+
+    def _received(self, data: bytes) -> None:
+        match to_worker.decode(data):
+            case Run(job=job, request=request) if self._runner is not None:
+                task = asyncio.get_running_loop().create_task(self._runner.run(request))
+                task.add_done_callback(partial(self._finished, job, request))
+                self._episodes[job] = task
+            case Cancel(job=job) if job in self._episodes:
+                self._episodes[job].cancel()
+            case Ping():
+                self._connection.send(Pong())
+            case Start() as start:
+                self._starting.set_result(start)
+            case Stop():
+                self._stopped.set()
+
+    def _finished(self, job: int, request: EpisodeRequest, task: "asyncio.Task[Episode]") -> None:
+        del self._episodes[job]
+        if task.cancelled():  # before it took its first step
+            episode = blank_episode(request, self._name, EpisodeError("cancelled", "the episode was cancelled"))
+        elif error := task.exception():
+            episode = blank_episode(request, self._name, as_error(error))
+        else:
+            episode = task.result()
+        self._report(job, request, episode)
+        if not self._retiring and abandoned() >= RETIRE_AT:
+            self._retiring = True
+            self._connection.send(Retiring(f"{abandoned()} tool calls hang"))
+
+    def _report(self, job: int, request: EpisodeRequest, episode: Episode) -> None:
+        try:
+            self._connection.send(Done(job, episode))
+        except Exception as error:  # an environment put something into the episode that cannot be sent
+            self._connection.send(Done(job, blank_episode(request, self._name, as_error(error))))
+
+    def _lost(self) -> None:
+        self._starting.cancel()
+        self._stopped.set()
+
+
+def _check_tasks(env: str, tasks: list[Task]) -> None:
+    if not tasks:
+        raise HeadwayError(f'environment "{env}" has no tasks')
+    seen: set[str] = set()
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise HeadwayError(f'environment "{env}": tasks() must give Task objects, not {type(task).__name__}')
+        if task.id in seen:
+            raise HeadwayError(f'environment "{env}" has two tasks with the id {task.id!r}')
+        seen.add(task.id)
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when its parent dies, even while the event loop hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+async def _main(pool: socket.socket) -> None:
+    await Worker().serve(pool)
+    sys.stdout.flush()
+    os._exit(0)  # tasks and threads that hang must not keep the process
+
+
+def main(argv: list[str]) -> None:
+    die_with_parent()
+    if len(argv) > 1:
+        limit = int(argv[1])
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the pool, which stops its workers
+    asyncio.run(_main(socket.socket(fileno=int(argv[0]))))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)

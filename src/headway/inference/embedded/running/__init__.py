@@ -1,0 +1,1 @@
+"""Running a step: inputs, attention over the paged cache, CUDA graphs, sampling."""

@@ -1,0 +1,100 @@
+"""The runner of an accelerator: launches steps and does not wait for them."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.inference.embedded.running.device_pass import DevicePass
+from headway.inference.embedded.running.draws import Drawer
+from headway.inference.embedded.running.graphs import Graphs
+from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.recorded import RecordedSteps
+from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.running.runner import Runner
+from headway.inference.embedded.running.staging import to_device
+from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.running.tiles import make_tiles, prompt_queries
+from headway.inference.embedded.scheduling.scheduler import Step
+from headway.models.decoder import DecoderLM
+from headway.models.layers.experts import grouped_at_once
+
+Ints = NDArray[np.int64]
+
+
+class DeviceRunner(Runner):
+    """Decode steps, and those with a few tokens of prompts, are recorded as graphs; others run as they come. The last
+    block of the store belongs to nobody."""
+
+    depth = 1
+
+    def __init__(self, model: DecoderLM, store: KvStore, rows: Rows) -> None:
+        super().__init__(model, store, rows, ahead=True)
+        assert self._drawer.last is not None
+        max_running, max_blocks = rows.blocks.shape
+        self._pass = DevicePass(model, store, max_blocks, self._drawer.last, self._experts)
+        self.graphs = Graphs(enabled=self.device.type == "cuda" and _never_waits(model))
+        self._recorded = RecordedSteps(self._pass, self.graphs, max_running)
+
+    def try_out(self) -> None:
+        """Run and record steps of nobody's, so that kernels are compiled before the first request and it does not wait
+        for recordings. Raises whatever is wrong with them."""
+        with torch.inference_mode():
+            logits = self._recorded.rehearse()
+            self._drawer.draw(logits, np.array([0]), np.array([1]))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _make_drawer(self, ahead: bool) -> Drawer:
+        return Drawer(self.rows, self.device, keep=True, kernels=True)
+
+    def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
+        self._show_shared(step, layout)
+        if self.rows.scored[layout.rows].any():
+            return super()._logits(step, tokens, layout, drawing)
+        if len(tokens) == len(drawing):
+            slots, adapters = self._slots(layout.rows, layout), self._adapters(layout.rows)
+            return self._recorded.decode(np.array(tokens), layout.rows, layout.positions_T, slots, adapters)
+        if len(drawing) and self._recorded.takes(layout):
+            rows_T = np.repeat(layout.rows, layout.counts)
+            slots, adapters = self._slots(rows_T, layout), self._adapters(rows_T)
+            return self._recorded.mixed(np.array(tokens), slots, layout, drawing, adapters)
+        return super()._logits(step, tokens, layout, drawing)
+
+    def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
+        rows_T = np.repeat(layout.rows, layout.counts)
+        fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout)])
+        tokens_T, rows_sent_T, positions_T, slots_T = self._to_device(fields)
+        queries = prompt_queries(self._heads_per_kv, self.store.keys[0].dtype)
+        tiles = make_tiles(layout, queries, self.model.config.kv_heads, self.device)
+        adapters = self._adapters(rows_T)
+        adapters_T = None if adapters is None else self._to_device(adapters)
+        return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T)
+
+    def _to_device(self, values: NDArray[np.integer]) -> Tensor:
+        return to_device(values, self.device)
+
+    def _slots(self, rows_T: Ints, layout: Layout) -> Ints:
+        size, positions = self.store.block_size, layout.positions_T
+        slots: Ints = layout.blocks[rows_T, positions // size] * size + positions % size
+        return slots
+
+    def _adapters(self, rows_T: Ints) -> Ints | None:
+        """Tokens' slots in the bank; None where they are all the base model's."""
+        adapters = self.rows.adapter[rows_T]
+        return adapters if (adapters >= 0).any() else None
+
+    def _show_shared(self, step: Step, layout: Layout) -> None:
+        """Put blocks that hold a prefix already into the table on the device; others are put there by the step that
+        fills them."""
+        rows = np.array([s.row for s in step.admitted if s.computed], dtype=np.int64)
+        if len(rows):
+            used = -(-max(s.computed for s in step.admitted) // self.store.block_size)
+            sent = self._to_device(np.column_stack([rows, layout.blocks[rows, :used]]))
+            self._pass.table[:, :used].index_copy_(0, sent[:, 0], sent[:, 1:].int())
+
+
+def _never_waits(model: DecoderLM) -> bool:
+    """Whether a pass on the device never asks the host, which a recording must not."""
+    weight = model.head_weight()
+    return not model.config.experts or grouped_at_once(weight.dtype, model.config.expert_width, model.config.width)

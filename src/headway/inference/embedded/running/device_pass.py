@@ -1,0 +1,54 @@
+"""The model over tokens that are on the device: what every kind of step there has in common."""
+
+import torch
+from torch import Tensor
+
+from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.running.tiles import TilePlan
+from headway.models.decoder import DecoderLM
+from headway.models.kernels.paged_attention import Tiles
+from headway.models.packed import PackedTokens
+
+
+class DevicePass:
+    """Owns what outlasts a step there: the table of blocks, a row for each running sequence and one more, which belongs
+    to nobody, as the last block of the store does; the experts of all slots (None where the model has none); and, from
+    outside, the `last` token of every row."""
+
+    def __init__(self, model: DecoderLM, store: KvStore, max_blocks: int, last: Tensor, experts: Tensor | None) -> None:
+        self.model = model
+        self.store = store
+        self.table = torch.zeros((len(last), max_blocks), dtype=torch.int32, device=last.device)
+        self.table[-1] = store.num_blocks - 1
+        self._last = last
+        self._experts = experts
+
+    @property
+    def nobodys_slot(self) -> int:
+        return (self.store.num_blocks - 1) * self.store.block_size
+
+    @property
+    def nobodys_row(self) -> int:
+        return len(self.table) - 1
+
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        rows_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        tiles: list[Tiles],
+        *,
+        adapters_T: Tensor | None = None,
+        padded: bool = False,
+    ) -> Tensor:
+        """Hidden states (T, D). A token below 0 stands for its row's last one. `padded`: some tokens are in no tile."""
+        tokens_T = torch.where(tokens_T < 0, self._last[rows_T], tokens_T)
+        size = self.store.block_size
+        self.table.view(-1)[rows_T * self.table.shape[1] + positions_T // size] = (slots_T // size).int()
+        plan = TilePlan(self.store, self.table, slots_T, tiles, padded)
+        out = self.model(PackedTokens(tokens_T, positions_T, plan, adapters_T=adapters_T))
+        if self._experts is not None and out.routed_experts_TLk is not None:
+            self._experts.index_copy_(0, slots_T, out.routed_experts_TLk.to(self._experts.dtype))
+        hidden: Tensor = out.hidden_TD
+        return hidden

@@ -1,0 +1,84 @@
+"""A step's tokens as arrays. Most steps add one token to each sequence of the step before: then little has to be
+looked up again."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.scheduling.scheduler import Step
+from headway.inference.embedded.scheduling.sequence import Sequence
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """`tokens` end to end, -1 for those that only the device knows. The sequences at `drawing` get a token now: they
+    are in rows `which`, and it will stand at `positions`."""
+
+    tokens: list[int]
+    layout: Layout
+    drawing: Ints
+    which: Ints
+    positions: Ints
+
+
+class Packer:
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._settled = np.ones(len(rows.blocks), dtype=np.bool_)
+        self._sequences: list[Sequence] = []
+        self._packed: Packed | None = None
+        """The step before, where all its sequences had one token and got another."""
+
+    def pack(self, step: Step) -> Packed:
+        """Also writes new blocks of the step's sequences to their rows."""
+        if step.admitted:
+            self._rows.refresh(step.admitted)
+        self._rows.refresh(step.grown)
+        single = sum(step.counts) == len(step.sequences)
+        before = self._packed
+        if before is not None and single and self._follows(step, before):
+            packed = self._one_more(before)
+        else:
+            packed = self._anew(step)
+        self._sequences = step.sequences
+        self._packed = packed if single and len(packed.drawing) == len(step.sequences) else None
+        return packed
+
+    def _follows(self, step: Step, before: Packed) -> bool:
+        """Whether `before` has the very same sequences, one position earlier."""
+        if step.admitted or step.sequences != self._sequences:
+            return False
+        return bool(step.sequences[0].computed == before.positions[0])
+
+    def _one_more(self, before: Packed) -> Packed:
+        """As the step before, one position further."""
+        starts, layout = before.positions, before.layout
+        tokens = [-1 if s.ahead else s.tokens[-1] for s in self._sequences]
+        layout = Layout(layout.blocks, layout.rows, starts, layout.counts, starts, self._settled[: len(starts)])
+        return Packed(tokens, layout, before.drawing, before.which, starts + 1)
+
+    def _anew(self, step: Step) -> Packed:
+        sequences = step.sequences
+        which = np.array([s.row for s in sequences], dtype=np.int64)
+        starts = np.array([s.computed for s in sequences], dtype=np.int64)
+        counts = np.array(step.counts, dtype=np.int64)
+        tokens, positions = _flat(step, starts, counts)
+        settled = ~np.isin(which, [s.row for s in step.admitted])
+        layout = Layout(self._rows.blocks, which, starts, counts, positions, settled)
+        lengths = np.array([len(s.tokens) + s.ahead for s in sequences], dtype=np.int64)
+        drawing = np.flatnonzero(starts + counts == lengths)
+        return Packed(tokens, layout, drawing, which[drawing], lengths[drawing])
+
+
+def _flat(step: Step, starts: Ints, counts: Ints) -> tuple[list[int], Ints]:
+    """The step's token ids end to end, and each one's position."""
+    tokens: list[int] = []
+    for sequence, count in zip(step.sequences, step.counts, strict=True):
+        tokens += [-1] if sequence.ahead else sequence.tokens[sequence.computed : sequence.computed + count]
+    ends = np.cumsum(counts)
+    return tokens, np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)

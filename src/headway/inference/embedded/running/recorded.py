@@ -1,0 +1,144 @@
+"""Steps whose inputs lie at fixed addresses on the device, so that they can be recorded: decoding, with and without
+prompts beside it.
+
+Both fill up to a size from a ladder. What fills them up belongs to nobody: its row, its slot, no tile.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.inference.embedded.running.device_pass import DevicePass
+from headway.inference.embedded.running.graphs import Graphs, ladder
+from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.staging import Staging
+from headway.inference.embedded.running.tiles import cut, decode_splits, prompt_queries
+from headway.models.adapters.bank import AdapterBank
+from headway.models.kernels.paged_attention import Tiles
+
+Ints = NDArray[np.int64]
+
+_MIXED = (128, 256, 512, 1024, 1536, 2048)
+"""Tokens of steps with prompts that are recorded. Larger ones are worth the host's time to launch them."""
+_PROMPTS = 256
+"""Prompts in such a step, at most. Short ones, of which a cache has most, come in crowds."""
+_TOKENS = 5
+"""Numbers that say what and where a token is: its id, row, position, slot, adapter."""
+
+
+class RecordedSteps:
+    """Logits of up to `capacity` sequences per step, float32, valid until the next step.
+
+    In all steps a token below 0 is its row's last one on the device, and `adapters` are the tokens' slots in the bank,
+    None where no token has one.
+    """
+
+    def __init__(self, passes: DevicePass, graphs: Graphs, capacity: int) -> None:
+        self._pass = passes
+        self._graphs = graphs
+        self._bank: AdapterBank | None = None
+        self._adapted = Graphs(enabled=False)
+        self._sizes = ladder(capacity)
+        config = passes.model.config
+        self._kv_heads = config.kv_heads
+        head = passes.model.head_weight()
+        self._queries = prompt_queries(config.heads // config.kv_heads, head.dtype)
+        device = passes.table.device
+        self._decoding = Staging(_TOKENS, capacity, device)
+        self._mixed = Staging(_TOKENS + 9, max(_MIXED), device)
+        self._places = torch.arange(capacity, device=device)
+        self._ones = torch.ones(capacity, dtype=torch.int64, device=device)
+        self._logits = torch.empty((capacity, len(head)), dtype=torch.float32, device=device)
+
+    def decode(self, tokens: Ints, rows: Ints, positions: Ints, slots: Ints, adapters: Ints | None = None) -> Tensor:
+        """One token of each sequence."""
+        size = self._sizes[bisect_left(self._sizes, len(rows))]
+        self._fill(self._decoding.next(), (tokens, rows, positions, slots, adapters), size)
+        self._decoding.send()
+        adapted = adapters is not None
+        self._graphs_of(adapted).run(("decode", size), partial(self._decode, size, adapted))
+        return self._logits[: len(rows)]
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether a step with prompts is small enough for `mixed`."""
+        prompts = layout.counts[layout.counts > 1]
+        return len(layout.positions_T) <= _MIXED[-1] and len(prompts) <= _PROMPTS
+
+    def mixed(self, tokens: Ints, slots: Ints, layout: Layout, drawing: Ints, adapters: Ints | None = None) -> Tensor:
+        """Any number of tokens of each sequence; logits of the last token of those at `drawing`."""
+        size = _MIXED[bisect_left(_MIXED, len(tokens))]
+        ends = np.cumsum(layout.counts)
+        firsts = ends - layout.counts
+        single = layout.counts == 1
+        decoding = np.stack([layout.rows, firsts, layout.starts, layout.counts])[:, single]
+        prompts = cut(layout, firsts, np.flatnonzero(~single), self._queries)
+        fields = self._mixed.next()
+        rows_T = np.repeat(layout.rows, layout.counts)
+        self._fill(fields[:_TOKENS], (tokens, rows_T, layout.positions_T, slots, adapters), size)
+        others = fields[_TOKENS:]
+        others[:] = 0
+        others[:4, : decoding.shape[1]] = decoding
+        others[4:8, : prompts.shape[1]] = prompts
+        others[8, : len(drawing)] = ends[drawing] - 1
+        self._mixed.send()
+        adapted = adapters is not None
+        self._graphs_of(adapted).run(("mixed", size), partial(self._mix, size, adapted))
+        return self._logits[: len(drawing)]
+
+    def rehearse(self) -> Tensor:
+        """Record all sizes, a few hundredths of a second each, so that no request waits for it. Logits of one row."""
+        fields = self._mixed.next()
+        fields[:] = 0
+        self._fill(fields[:_TOKENS], [np.array([], dtype=np.int64)] * _TOKENS, _MIXED[-1])
+        self._mixed.send()
+        for size in _MIXED:
+            self._graphs.run(("mixed", size), partial(self._mix, size, False))
+        nobody = np.array([[0], [self._pass.nobodys_row], [0], [self._pass.nobodys_slot]])
+        for size in reversed(self._sizes):
+            logits = self.decode(*np.repeat(nobody, size, axis=1))
+        return logits
+
+    def _graphs_of(self, adapted: bool) -> Graphs:
+        """Graphs know adapters by their addresses, which are others in another bank."""
+        if not adapted:
+            return self._graphs
+        if self._bank is not self._pass.model.adapters:
+            self._bank = self._pass.model.adapters
+            self._adapted = Graphs(enabled=self._graphs.enabled)
+        return self._adapted
+
+    def _fill(self, fields: Ints, values: Sequence[Ints | None], size: int) -> None:
+        """Write what is there, and nobody's tokens up to `size`."""
+        nobody = (0, self._pass.nobodys_row, 0, self._pass.nobodys_slot, -1)
+        for field, value, filler in zip(fields, values, nobody, strict=True):
+            count = 0 if value is None else len(value)
+            if value is not None:
+                field[:count] = value
+            field[count:size] = filler
+
+    def _decode(self, size: int, adapted: bool) -> None:
+        tokens, rows, positions, slots, adapters = self._decoding.on_device[:, :size]
+        splits = decode_splits(size, self._kv_heads)
+        tiles = Tiles(rows, self._places[:size], positions, self._ones[:size], 1, splits)
+        gate = adapters if adapted else None
+        self._head(self._pass.hidden(tokens, rows, positions, slots, [tiles], adapters_T=gate))
+
+    def _mix(self, size: int, adapted: bool) -> None:
+        sent, most = self._mixed.on_device, min(size, len(self._logits))
+        tokens, rows, positions, slots, adapters = sent[:_TOKENS, :size]
+        others = sent[_TOKENS:]
+        decoding = Tiles.of(others[:4, :most], 1, decode_splits(most, self._kv_heads))
+        # Every prompt has two tokens at least, and a last tile that may not be full.
+        tiles = size // self._queries + min(_PROMPTS, size // 2)
+        prompts = Tiles.of(others[4:8, :tiles], self._queries)
+        gate = adapters if adapted else None
+        hidden = self._pass.hidden(tokens, rows, positions, slots, [decoding, prompts], adapters_T=gate, padded=True)
+        self._head(hidden[others[8, :most]])
+
+    def _head(self, hidden_ND: Tensor) -> None:
+        self._pass.model.logits(hidden_ND, out=self._logits[: len(hidden_ND)])

@@ -1,0 +1,150 @@
+"""Runs the model on a step's tokens: packs them, keeps their keys, values and experts, picks rows for logits."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.inference.embedded.running.draws import Drawer, Draws, Known
+from headway.inference.embedded.running.packing import Packer
+from headway.inference.embedded.running.paged import Layout, make_plan, run_whole
+from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.running.sampler import top_logprobs
+from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.running.window import Window
+from headway.inference.embedded.scheduling.scheduler import Step
+from headway.inference.embedded.scheduling.sequence import Sequence
+from headway.models.decoder import DecoderLM
+from headway.models.native.forward import Forward
+from headway.models.packed import PackedTokens
+from headway.models.serving import join_siblings
+
+Ints = NDArray[np.int64]
+
+
+class Runner:
+    """Holds the model and the KV store. One forward pass per step, over one flat axis of tokens.
+
+    `ahead`: steps may start before the host knows the tokens of the step before them.
+    """
+
+    depth = 0
+    """Steps in the air that serve it best."""
+
+    def __init__(self, model: DecoderLM, store: KvStore, rows: Rows, *, ahead: bool = False) -> None:
+        self.model = model
+        self.store = store
+        self.rows = rows
+        self.device = next(model.parameters()).device
+        config = model.config
+        join_siblings(model)
+        self._heads_per_kv = config.heads // config.kv_heads
+        self._packer = Packer(rows)
+        self._drawer = self._make_drawer(ahead)
+        self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
+        self._whole = Forward(model, store.keys, store.values, store.block_size, rows.blocks)
+        self._experts: Tensor | None = None
+        if config.experts:
+            slots = store.num_blocks * store.block_size
+            dtype = torch.uint8 if config.experts <= 256 and not config.dense_layers else torch.int16
+            shape = (slots, config.layers, config.experts_per_token)
+            self._experts = torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def enter(self, sequence: Sequence, adapter: int) -> None:
+        """A sequence starts, with its row and the slot of its adapter (-1 for none)."""
+        self.rows.enter(sequence, adapter)
+        if self.window is not None:
+            self.window.enter(sequence.row)
+
+    def run(self, step: Step) -> tuple[Tensor, Ints, Ints, Ints]:
+        """Logits (N, vocab) of the N sequences that get a token now; their places in the step; their rows; and the
+        positions at which their tokens will stand.
+
+        Prompt logprobs are added to the sequences that want them.
+        """
+        packed = self._packer.pack(step)
+        logits = self._logits(step, packed.tokens, packed.layout, packed.drawing)
+        return logits, packed.drawing, packed.which, packed.positions
+
+    def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> Draws | Known:
+        """One token for each row of what `run` returned."""
+        return self._drawer.draw(logits_NV, which, positions)
+
+    def experts_of(self, sequence: Sequence) -> NDArray[np.integer] | None:
+        """The experts (tokens, layers, k) of all tokens but the last, None where the model has none."""
+        if self._experts is None:
+            return None
+        places = np.arange(min(sequence.computed, len(sequence) - 1))
+        size = self.store.block_size
+        blocks = np.array(sequence.blocks, dtype=np.int64)
+        slots = blocks[places // size] * size + places % size
+        picked: NDArray[np.integer] = self._experts[self._to_device(slots)].cpu().numpy()
+        return picked
+
+    def _make_drawer(self, ahead: bool) -> Drawer:
+        return Drawer(self.rows, self.device, keep=ahead, kernels=False)
+
+    def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
+        """Logits of the last tokens of the step's sequences at `drawing`."""
+        ends = np.cumsum(layout.counts)
+        scored = bool(self.rows.scored[layout.rows].any())
+        everyone = scored or len(drawing) == len(tokens)
+        hidden = self._run_whole(tokens, layout, None if everyone else ends[drawing] - 1)
+        if hidden is None:
+            hidden = self._forward(tokens, layout)
+        if scored:
+            self._score_prompts(step, hidden, ends)
+        if len(drawing) < len(hidden):
+            hidden = hidden[self._to_device(ends[drawing] - 1)]
+        return self._whole.logits(hidden) if self._whole.takes(len(hidden)) else self.model.logits(hidden)
+
+    def _run_whole(self, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
+        """Hidden states of the tokens `wanted`, or all, where one call can do the whole pass."""
+        if not self._whole.takes(len(tokens)) or (self.rows.adapter[layout.rows] >= 0).any():
+            return None
+        return run_whole(self._whole, self._known(tokens, layout), layout, wanted)
+
+    def _known(self, tokens: list[int], layout: Layout) -> list[int]:
+        """With what was drawn in the step before, where that was not collected yet."""
+        if self._drawer.last is None or min(tokens) >= 0:
+            return tokens
+        last = self._drawer.last.tolist()
+        rows_T = np.repeat(layout.rows, layout.counts).tolist()
+        return [last[row] if token < 0 else token for token, row in zip(tokens, rows_T, strict=True)]
+
+    def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
+        adapters = self.rows.adapter[layout.rows]
+        adapted = bool((adapters >= 0).any())
+        plan = make_plan(self.store, self.window, layout, self._heads_per_kv)
+        packed = PackedTokens(
+            torch.tensor(self._known(tokens, layout), device=self.device),
+            self._to_device(layout.positions_T),
+            plan,
+            adapters_T=self._to_device(np.repeat(adapters, layout.counts)) if adapted else None,
+        )
+        out = self.model(packed)
+        if self._experts is not None and out.routed_experts_TLk is not None:
+            self._experts.index_copy_(0, plan.slots_T, out.routed_experts_TLk.to(self._experts.dtype))
+        hidden: Tensor = out.hidden_TD
+        return hidden
+
+    def _score_prompts(self, step: Step, hidden: Tensor, ends: Ints) -> None:
+        """Each prompt token is scored by the row before it. After a preemption only what is missing is added."""
+        for sequence, count, end in zip(step.sequences, step.counts, ends.tolist(), strict=True):
+            known = len(sequence.prompt_logprobs)
+            first = max(sequence.computed, known)
+            last = min(sequence.computed + count, sequence.prompt_len - 1)
+            if sequence.params.prompt_logprobs is None or first >= last:
+                continue
+            offset = end - count - sequence.computed
+            logprobs = torch.log_softmax(self.model.logits(hidden[offset + first : offset + last]), dim=-1)
+            targets = sequence.tokens[first + 1 : last + 1]
+            own = logprobs.gather(1, torch.tensor(targets, device=self.device)[:, None])[:, 0].tolist()
+            most = sequence.params.prompt_logprobs
+            top = top_logprobs(logprobs, np.full(len(targets), most)) if most else [[] for _ in targets]
+            sequence.prompt_logprobs.extend(
+                [(token, value), *others] for token, value, others in zip(targets, own, top, strict=True)
+            )
+
+    def _to_device(self, values: Ints) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)

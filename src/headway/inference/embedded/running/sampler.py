@@ -1,0 +1,121 @@
+"""From logits to tokens: temperature, filters, seeds, logprobs; all rows of a step at once."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.inference.embedded.running.rows import Rows
+from headway.inference.engine import TopLogprobs
+from headway.models.native import ops
+from headway.models.native.library import native
+
+Ints = NDArray[np.int64]
+_MASK = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One token per row of logits. `top[i]` are the most likely tokens of row i, where it asked for them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[TopLogprobs] | None
+
+
+def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Ints) -> Sampled:
+    """Draw one token from each row of float32 logits; row i belongs to sequence row `which[i]`.
+
+    `positions[i]` is where the token will stand in its sequence. The draw depends on (seed, position) and the
+    row's own distribution alone, so it is the same in any batch. Logprobs are those of the distribution that
+    was drawn from: after temperature and filters; of the plain one where decoding is greedy. Raises
+    FloatingPointError where the logits are not finite, as those of a model that has diverged.
+    """
+    if native(logits_NV) and not rows.special[which].any():
+        return _checked(*rows.sampling.draw(logits_NV, which, positions), None)
+    logits = logits_NV
+    if rows.tempered[which].any():
+        logits = logits / torch.from_numpy(rows.temperature[which]).to(logits.device)[:, None]
+    if rows.filtered[which].any():
+        logits = _filter(logits, rows, which)
+    noise = uniform(rows.seed[which], positions)
+    tokens, logprobs = _draw(logits, noise, rows.greedy[which])
+    most = rows.top_logprobs[which]
+    top = top_logprobs(torch.log_softmax(logits, dim=-1), most) if most.any() else None
+    return _checked(tokens.tolist(), logprobs.tolist(), top)
+
+
+def _checked(tokens: list[int], logprobs: list[float], top: list[TopLogprobs] | None) -> Sampled:
+    if math.isnan(sum(logprobs)):
+        raise FloatingPointError("the model's logits are not finite")
+    return Sampled(tokens, logprobs, top)
+
+
+def top_logprobs(logprobs_NV: Tensor, counts: Ints) -> list[TopLogprobs]:
+    """The `counts[i]` most likely tokens of row i with their logprobs, best first; impossible ones are left out."""
+    values, ids = logprobs_NV.topk(min(int(counts.max()), logprobs_NV.shape[-1]), dim=-1)
+    pairs = zip(ids.tolist(), values.tolist(), counts.tolist(), strict=True)
+    return [
+        [(i, v) for i, v in zip(row_ids[:n], row_values[:n], strict=True) if v > -np.inf]
+        for row_ids, row_values, n in pairs
+    ]
+
+
+def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:
+    """One number in [0, 1) for each (seed, position): two rounds of the splitmix64 finalizer.
+
+    23 bits, so that the product with a float32 total is always below that total.
+    """
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return ((mixed >> np.uint64(41)).astype(np.float64) / 2.0**23).astype(np.float32)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th choice of a request: unrelated streams from one number."""
+    return (seed + index * 0xD1342543DE82EF95) & _MASK
+
+
+def _draw(logits_NV: Tensor, noise_N: NDArray[np.float32], greedy_N: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+    """Tokens and their logprobs: where the cumulative probability first exceeds the noise, or the most likely one.
+
+    A token of probability 0 is never drawn.
+    """
+    if native(logits_NV):
+        return ops.draw(logits_NV, torch.from_numpy(np.where(greedy_N, np.float32(-1), noise_N)))
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    cumulative = logprobs_NV.exp().cumsum(-1)
+    target = torch.from_numpy(noise_N).to(logits_NV.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logprobs_NV.shape[-1] - 1)
+    if greedy_N.any():
+        tokens = torch.where(torch.from_numpy(greedy_N).to(logits_NV.device), logits_NV.argmax(-1), tokens)
+    return tokens, logprobs_NV.gather(1, tokens[:, None])[:, 0]
+
+
+def _filter(logits_NV: Tensor, rows: Rows, which: Ints) -> Tensor:
+    """Set logits to -inf outside min-p and top-k, then outside top-p of what is left."""
+    picked = torch.from_numpy(np.flatnonzero(rows.filtered[which])).to(logits_NV.device)
+    subset = which[rows.filtered[which]]
+    vocab = logits_NV.shape[-1]
+    values, ids = logits_NV[picked].sort(dim=-1, descending=True, stable=True)
+    top_k = np.where(rows.top_k[subset] > 0, np.minimum(rows.top_k[subset], vocab), vocab)
+    drop = torch.arange(vocab, device=values.device) >= torch.from_numpy(top_k).to(values.device)[:, None]
+    min_p = torch.from_numpy(rows.min_p[subset]).to(values.device)[:, None]
+    drop |= values < values[:, :1] + torch.log(min_p)
+    values = values.masked_fill(drop, -torch.inf)
+    probs = values.softmax(-1)
+    # A token stays if what is more likely than it does not yet make up top_p: the best one always stays.
+    top_p = torch.from_numpy(rows.top_p[subset]).to(values.device)[:, None]
+    values = values.masked_fill((probs.cumsum(-1) - probs >= top_p) & (top_p < 1), -torch.inf)
+    restored = torch.empty_like(values).scatter_(1, ids, values)
+    return logits_NV.index_copy(0, picked, restored)

@@ -1,0 +1,92 @@
+"""Attention over paged blocks on an accelerator: kernels read them in place, for prompts and decoding alike."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.staging import to_device
+from headway.inference.embedded.running.store import KvStore
+from headway.models.kernels.paged_attention import Tiles, paged_attention
+from headway.models.kernels.turn import turn_into_cache
+from headway.models.packed import CachePlan
+
+Ints = NDArray[np.int64]
+
+_ROWS, _ROWS_FLOAT32 = 64, 16
+"""Queries times heads of a tile of a prompt. In float32 its products are single multiplications: fewer will do."""
+_BUSY = 1024
+"""Programs that fill a device; fewer tiles than that are split along their keys."""
+_MOST_SPLITS = 16
+
+
+class TilePlan(CachePlan):
+    """Built once per step, shared by all layers. `table` is each sequence's row of blocks, on the device. In a step
+    that is `padded`, tokens in no tile get zeros: what is not a number would spread."""
+
+    def __init__(self, store: KvStore, table: Tensor, slots_T: Tensor, tiles: list[Tiles], padded: bool) -> None:
+        self.slots_T = slots_T
+        self._store = store
+        self._table = table
+        self._tiles = tiles
+        self._padded = padded
+
+    def attend_unturned(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        layer: int,
+    ) -> Tensor:
+        store = self._store
+        keys, values = store.keys[layer], store.values[layer]
+        q_THD = turn_into_cache(q_THD, k_TKD, v_TKD, norms, eps, cos, sin, self.slots_T, keys, values)
+        out = torch.zeros_like(q_THD) if self._padded else torch.empty_like(q_THD)
+        for tiles in self._tiles:
+            paged_attention(q_THD, keys, values, self._table, tiles, store.block_size, out)
+        return out
+
+
+def decode_splits(tiles: int, kv_heads: int) -> int:
+    """Into how many parts the keys of each of `tiles` decoding sequences are split: a power of two."""
+    splits = 1
+    while splits < _MOST_SPLITS and tiles * kv_heads * splits < _BUSY:
+        splits *= 2
+    return splits
+
+
+def prompt_queries(heads_per_kv: int, dtype: torch.dtype) -> int:
+    """Queries of a tile of a prompt."""
+    return max(1, (_ROWS_FLOAT32 if dtype is torch.float32 else _ROWS) // heads_per_kv)
+
+
+def make_tiles(layout: Layout, queries: int, kv_heads: int, device: torch.device) -> list[Tiles]:
+    """Decoding sequences by themselves, then prompts in tiles of `queries`."""
+    firsts = np.cumsum(layout.counts) - layout.counts
+    single = layout.counts == 1
+    made = []
+    if single.any():
+        fields = np.stack([layout.rows, firsts, layout.starts, layout.counts])[:, single]
+        made.append(_tiles(fields, 1, decode_splits(fields.shape[1], kv_heads), device))
+    if not single.all():
+        made.append(_tiles(cut(layout, firsts, np.flatnonzero(~single), queries), queries, 1, device))
+    return made
+
+
+def cut(layout: Layout, firsts: Ints, members: Ints, queries: int) -> Ints:
+    """Sequences of several tokens in tiles of `queries`: row, first packed token, its position, count."""
+    counts = layout.counts[members]
+    pieces = -(-counts // queries)
+    owner = np.repeat(members, pieces)
+    offset = queries * (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
+    left = np.minimum(queries, layout.counts[owner] - offset)
+    return np.stack([layout.rows[owner], firsts[owner] + offset, layout.starts[owner] + offset, left])
+
+
+def _tiles(fields: Ints, queries: int, splits: int, device: torch.device) -> Tiles:
+    return Tiles.of(to_device(fields, device), queries, splits)

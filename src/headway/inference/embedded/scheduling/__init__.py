@@ -1,0 +1,1 @@
+"""Scheduling: which sequences run in a step, and which cache blocks they hold."""

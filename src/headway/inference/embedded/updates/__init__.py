@@ -1,0 +1,1 @@
+"""Weight updates: receive, probe, switch; adapters."""

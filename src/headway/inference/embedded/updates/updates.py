@@ -1,0 +1,100 @@
+"""New weights, received beside the ones that serve and taken over between two steps, or not at all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headway.config.shared import LoraSettings
+from headway.core.errors import HeadwayError
+from headway.core.protocol import WeightUpdate
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.updates.probe import check_probe
+from headway.inference.embedded.updates.side_stream import SideStream
+from headway.inference.engine import UpdateError
+from headway.models.checkpoints.tensors import load_hf_tensors
+from headway.models.serving import SpareWeights
+from headway.transport.weights import make_receiver
+
+
+@dataclass(slots=True)
+class Staged:
+    """A whole, proven version that waits for its turn. `adapter` holds its tensors where it is an adapter's."""
+
+    update: WeightUpdate
+    bytes: int
+    adapter: dict[str, Tensor] | None = None
+
+
+class Updater:
+    """Receives into a second set of buffers, from which the live one is then replaced.
+
+    The buffers stay for the next update, so that a run neither allocates nor frees weights while it serves.
+    `lora` says how adapters are scaled where an update does not say it itself.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, lora: LoraSettings | None = None) -> None:
+        self._engine = engine
+        self._lora = lora
+        self._spare: SpareWeights | None = None
+        self._receiver = make_receiver(str(engine.runner.device))
+        self._side = SideStream(engine.runner.device)
+
+    def stage(self, update: WeightUpdate) -> Staged:
+        """Fetch and check; what serves is not touched. Raises UpdateError that says what was wrong."""
+        with self._side:
+            return self._stage(update)
+
+    def take_over(self, staged: Staged) -> None:
+        """Between two steps: make the staged version the one that serves. Raises UpdateError, nothing changed."""
+        update = staged.update
+        if update.adapter is None:
+            self._spare_weights().take_over()
+            self._side.wait_for_current()
+            self._engine.weights_changed(update.version)
+            return
+        assert staged.adapter is not None
+        try:
+            settings = self._adapter_settings(staged.adapter, update)
+            self._engine.adapters.load(update.adapter, update.version, staged.adapter, settings)
+        except HeadwayError as error:
+            raise UpdateError(f"adapter {update.adapter}, version {update.version}, was refused: {error}") from None
+        self._engine.adapter_changed(update.adapter)
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _stage(self, update: WeightUpdate) -> Staged:
+        staged = Staged(update, 0)
+        try:
+            if update.adapter is None:
+                spare = self._spare_weights()
+                targets = spare.targets
+                places = {name: target.place for name, target in targets.items()}
+                load_hf_tensors(spare.model, self._receive(staged, places), targets)
+                if update.probe is not None:
+                    check_probe(spare.model, update.probe)
+            else:
+                staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
+        except HeadwayError as error:
+            raise UpdateError(f"version {update.version} was refused: {error}") from None
+        return staged
+
+    def _receive(self, staged: Staged, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._receiver.receive(staged.update, into):
+            staged.bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+    def _spare_weights(self) -> SpareWeights:
+        if self._spare is None:
+            self._spare = SpareWeights(self._engine.model)
+        return self._spare
+
+    def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
+        ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}
+        if len(ranks) != 1:
+            raise HeadwayError("its lora_A tensors do not have one rank in common")
+        alpha = update.transport.get("alpha", self._lora.alpha if self._lora else None)
+        if not isinstance(alpha, int | float):
+            raise HeadwayError("its alpha is unknown; start the server with --model.lora.alpha or send transport.alpha")
+        return LoraSettings(rank=ranks.pop(), alpha=alpha)

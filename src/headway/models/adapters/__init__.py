@@ -1,0 +1,1 @@
+"""LoRA adapters: the bank of slots, and PEFT's names and folders."""

@@ -1,0 +1,180 @@
+"""Low-rank adapters: trained, served side by side, under PEFT's names and in PEFT's folders, merged on request."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headway.config.shared import LoraSettings
+from headway.core.errors import HeadwayError
+from headway.core.files import atomic_directory
+from headway.models.adapters.linears import adapted_linears, bank_of, drop_bank, init_adapters, resize_bank
+from headway.models.decoder import DecoderLM
+from headway.models.layers.linear import Linear
+from headway.models.layout import plain_name
+from headway.models.sharded import gathered
+
+__all__ = [
+    "Linear",
+    "adapter_tensors",
+    "apply_lora",
+    "drop_adapter",
+    "load_adapter",
+    "merge_adapter",
+    "read_adapter",
+    "reserve_adapters",
+    "save_adapter",
+]
+
+PREFIX = "base_model.model."
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+
+def apply_lora(model: DecoderLM, settings: LoraSettings, *, slots: int = 1, seed: int = 0) -> None:
+    """Freeze the model and give it adapters to train, which change nothing yet. Tokens without an index use slot 0.
+
+    Call it before the model is sharded. On the meta device the adapters stay unset: `bank.init_adapters` later.
+    """
+    model.requires_grad_(False)
+    resize_bank(model, settings.targets, rank=settings.rank, slots=slots, default=0)
+    for slot in range(slots):
+        bank_of(model).set_scale(slot, settings.alpha / settings.rank)
+    for _, linear, a, b in adapted_linears(model):
+        linear.adapter_dropout = settings.dropout
+        a.requires_grad_(True)
+        b.requires_grad_(True)
+    if not model.head_weight().is_meta:
+        init_adapters(model, seed)
+
+
+def reserve_adapters(model: DecoderLM, settings: LoraSettings, slots: int) -> None:
+    """Make room to serve `slots` adapters of up to `settings.rank`. Tokens without an index use the base model.
+
+    `load_adapter` makes room by itself; reserving it ahead keeps the bank's tensors where they are.
+    """
+    resize_bank(model, settings.targets, rank=settings.rank, slots=slots, default=None)
+
+
+def adapter_tensors(model: DecoderLM, slot: int = 0, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The adapter in `slot` under PEFT's names, whole where it is sharded (then all ranks must iterate alike).
+
+    `rank` is the adapter's own, where that is smaller than the bank's and the rest is padding.
+    """
+    bank = bank_of(model)
+    start = slot * bank.rank
+    own = slice(start, start + (bank.rank if rank is None else rank))
+    for name, _, a, b in adapted_linears(model):
+        yield f"{PREFIX}{name}.lora_A.weight", gathered(a)[own]
+        yield f"{PREFIX}{name}.lora_B.weight", gathered(b)[own].T.contiguous()
+
+
+def load_adapter(model: DecoderLM, slot: int, tensors: Iterable[tuple[str, Tensor]], settings: LoraSettings) -> None:
+    """Put an adapter, under PEFT's names, into `slot`, whose old content is gone. The bank grows where needed.
+
+    Raises HeadwayError, with the bank as it was, when a tensor does not fit or a half of a pair is missing.
+    """
+    pairs = _pairs(model, tensors, settings.rank)
+    bank = model.adapters
+    places = {name for name, *_ in adapted_linears(model)}
+    if bank is None or slot >= len(bank.scales) or settings.rank > bank.rank or not pairs.keys() <= places:
+        rank, slots = (0, 0) if bank is None else (bank.rank, len(bank.scales))
+        default = None if bank is None else bank.default
+        targets = {name.rpartition(".")[2] for name in pairs}
+        resize_bank(model, targets, rank=max(rank, settings.rank), slots=max(slots, slot + 1), default=default)
+        bank = bank_of(model)
+    drop_adapter(model, slot)
+    with torch.no_grad():
+        for name, _, a, b in adapted_linears(model):
+            if name in pairs:
+                own = slice(slot * bank.rank, slot * bank.rank + settings.rank)
+                a[own], b[own] = pairs[name]
+    bank.set_scale(slot, settings.alpha / settings.rank)
+
+
+def drop_adapter(model: DecoderLM, slot: int) -> None:
+    """Empty `slot`: its tokens get the base model."""
+    bank = bank_of(model)
+    with torch.no_grad():
+        for _, _, a, b in adapted_linears(model):
+            for parameter in (a, b):
+                parameter[slot * bank.rank : (slot + 1) * bank.rank].zero_()
+
+
+def merge_adapter(model: DecoderLM, slot: int = 0) -> None:
+    """Add the adapter in `slot` to the weights and take the bank away. Of a model that is not sharded."""
+    bank = bank_of(model)
+    own = slice(slot * bank.rank, (slot + 1) * bank.rank)
+    with torch.no_grad():
+        for _, linear, a, b in adapted_linears(model):
+            delta = bank.scales[slot] * (b[own].float().T @ a[own].float())
+            linear.weight.copy_(linear.weight.float() + delta)
+    drop_bank(model)
+
+
+def save_adapter(model: DecoderLM, folder: Path | str, settings: LoraSettings, base: str, *, slot: int = 0) -> None:
+    """Write the adapter as PEFT does, whole or not at all. `base` names the model that it belongs to."""
+    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model, slot, settings.rank)}
+    targets = {name.removesuffix(".weight").rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "peft_type": "LORA",
+        "r": settings.rank,
+        "target_modules": sorted(targets),
+        "task_type": "CAUSAL_LM",
+    }
+    with atomic_directory(Path(folder)) as aside:
+        save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
+        (aside / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+
+
+def read_adapter(folder: Path | str) -> tuple[LoraSettings, dict[str, Tensor]]:
+    """An adapter folder of PEFT's: what `load_adapter` takes. Refuses variants that compute something else."""
+    folder = Path(folder)
+    try:
+        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
+        tensors = load_file(folder / WEIGHTS)
+    except FileNotFoundError as error:
+        raise HeadwayError(f"{folder} is no adapter folder: it has no {Path(error.filename).name}") from None
+    for key, plain in {"peft_type": "LORA", "bias": "none"}.items():
+        if config.get(key, plain) != plain:
+            raise HeadwayError(f"{folder}: {key} {config[key]!r} is not supported (only {plain!r})")
+    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out"):
+        if config.get(key):
+            raise HeadwayError(f"{folder}: an adapter with {key} is not supported")
+    targets = config["target_modules"]
+    settings = LoraSettings(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        dropout=config.get("lora_dropout", 0.0),
+        targets=[targets] if isinstance(targets, str) else list(targets),
+    )
+    return settings, tensors
+
+
+def _pairs(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """A (rank, in) and B (rank, out) by layer, checked against the model."""
+    linears = {f"model.{plain_name(n)}": m for n, m in model.model.named_modules() if isinstance(m, Linear)}
+    halves: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors:
+        name, found, half = full_name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
+        linear = linears.get(name)
+        if not found or linear is None or half not in ("A", "B"):
+            raise HeadwayError(f"the adapter has a tensor that the model has no place for: {full_name}")
+        outputs, inputs = linear.weight.shape
+        expected = (rank, inputs) if half == "A" else (outputs, rank)
+        if tensor.shape != expected:
+            raise HeadwayError(f"{full_name} is {tuple(tensor.shape)}, expected {expected}")
+        halves.setdefault(name, {})[half] = tensor if half == "A" else tensor.T
+    if lonely := [name for name, pair in halves.items() if len(pair) == 1]:
+        raise HeadwayError(f"the adapter has only one of lora_A and lora_B for: {', '.join(lonely)}")
+    return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}

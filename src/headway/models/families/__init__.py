@@ -1,0 +1,1 @@
+"""Model families: one folder each, holding everything that a family is."""

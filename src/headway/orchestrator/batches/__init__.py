@@ -1,0 +1,1 @@
+"""Batches: packing samples into micro-batches and sending them."""

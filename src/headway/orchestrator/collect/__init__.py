@@ -1,0 +1,1 @@
+"""Collect: finished groups become scored, filtered training samples."""

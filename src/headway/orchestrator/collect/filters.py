@@ -1,0 +1,87 @@
+"""What of a scored group is trained: nothing without signal, and no samples that only teach bad habits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.algorithms.base import Group
+from headway.config.orchestrator import FilterSettings
+from headway.core.samples import Sample
+from headway.orchestrator.dispatch.curriculum import import_object
+
+NGRAM = 8
+Gate = Callable[[Group], bool]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """`samples` are what is left, `episodes` how many rollouts they come from, `dropped` counts samples by cause.
+
+    `cause` says why the whole group is refused.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    episodes: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    cause: str | None = None
+
+
+def judge(group: Group, settings: FilterSettings, seq_len: int, gates: Sequence[Gate] = ()) -> Verdict:
+    """Apply all filters, then the gates, which may refuse the group as it is."""
+    verdict = Verdict()
+    if settings.zero_advantage and not any(has_signal(sample) for _, sample in group.parts()):
+        verdict.cause = "zero_advantage"
+        return verdict
+    for rollout in group.rollouts:
+        kept = []
+        for trace, sample in rollout.parts:
+            cause = "truncated" if settings.truncated and trace.truncated else _sample_cause(sample, settings, seq_len)
+            if cause is None:
+                kept.append(sample)
+            else:
+                verdict.dropped[cause] = verdict.dropped.get(cause, 0) + 1
+        verdict.samples += kept
+        verdict.episodes += bool(kept)
+    if not verdict.samples:
+        verdict.cause = max(verdict.dropped, key=lambda cause: verdict.dropped[cause], default="empty")
+    elif not all(gate(group) for gate in gates):
+        verdict.cause = "gate"
+    return verdict
+
+
+def has_signal(sample: Sample) -> bool:
+    """Whether any token moves any loss. Advantages within rounding of 0 don't."""
+    rl = (sample.rl_weight != 0) & (np.abs(sample.advantages) > 1e-9)
+    return bool(rl.any() or sample.ce_weight.any() or sample.ref_kl_weight.any())
+
+
+def _sample_cause(sample: Sample, settings: FilterSettings, seq_len: int) -> str | None:
+    if len(sample) > seq_len:
+        return "too_long"
+    if not (sample.rl_weight.any() or sample.ce_weight.any() or sample.ref_kl_weight.any()):
+        return "empty"
+    if settings.gibberish is not None and mean_logprob(sample) < settings.gibberish:
+        return "gibberish"
+    if settings.repetition is not None and repeated_share(sample.token_ids[sample.sampled]) > settings.repetition:
+        return "repetition"
+    return None
+
+
+def mean_logprob(sample: Sample) -> float:
+    """Over what the policy sampled; 0 where it sampled nothing."""
+    return float(sample.logprobs[sample.sampled].mean()) if sample.sampled.any() else 0.0
+
+
+def repeated_share(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
+    """Share of the 8-grams that occurred before; 0 for texts too short to have two."""
+    count = len(tokens) - NGRAM + 1
+    if count < 2:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
+    return 1.0 - len(np.unique(windows, axis=0)) / count
+
+
+def load_gates(paths: Sequence[str]) -> list[Gate]:
+    """Functions of a group that say whether it may be trained."""
+    return [import_object(path) for path in paths]

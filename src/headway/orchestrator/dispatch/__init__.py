@@ -1,0 +1,1 @@
+"""Dispatch: which episodes start when, and how many run."""

@@ -1,0 +1,1 @@
+"""The fleet: engines, membership, weight updates."""

@@ -1,0 +1,1 @@
+"""Losses: components, policy-gradient losses, the LM head."""

@@ -1,0 +1,1 @@
+"""Trading compute and host memory for device memory."""

@@ -1,0 +1,1 @@
+"""Optimizers: update rules, Muon, learning-rate schedules."""

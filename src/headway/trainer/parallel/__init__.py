@@ -1,0 +1,1 @@
+"""Parallel training: ranks, FSDP2, sharded tensors."""

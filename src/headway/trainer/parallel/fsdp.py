@@ -1,0 +1,61 @@
+"""Parallelism, applied from outside: model files contain no process groups."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from headway.config.trainer import ActivationSettings
+from headway.models.layers.block import Block
+from headway.trainer.memory.activations import checkpoint_blocks
+from headway.trainer.parallel.ranks import Ranks
+from headway.trainer.policy import Policy
+from headway.trainer.precision import compute_in
+
+MESH_DIMS = ("replicate", "shard", "context", "expert")
+
+
+@dataclass(frozen=True)
+class ParallelPolicy:
+    """How a policy is laid out. `compute_dtype` is what weights are gathered as; reductions are float32."""
+
+    compute_dtype: torch.dtype
+    activations: ActivationSettings
+    compile: bool = False
+
+
+def make_mesh(ranks: Ranks, replicas: int) -> DeviceMesh:
+    """All ranks, by name: replicas of groups that shard. Context and expert have room and size 1."""
+    sizes = (replicas, ranks.size // replicas, 1, 1)
+    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=MESH_DIMS)
+
+
+def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
+    """Checkpoint, compile and shard the blocks of `policy`, in place; gradients then add up over all ranks.
+
+    One rank is left a plain module: sharding over one would only copy.
+    """
+    blocks = [block for block in policy.model.layers if isinstance(block, Block)]
+    checkpoint_blocks(blocks, plan.activations)
+    if plan.compile and plan.activations.checkpoint == "off":
+        for block in blocks:
+            # Attention's shapes change with every packing, and each would be compiled anew.
+            block.get_submodule("mlp").compile(dynamic=True)
+    if mesh.size() == 1:
+        compute_in(policy.model.model, plan.compute_dtype)
+    else:
+        shard(policy, mesh, plan.compute_dtype)
+
+
+def shard(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    """FSDP2, block by block."""
+    sharded = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for module in [*policy.model.layers, policy]:
+        fully_shard(module, mesh=sharded, mp_policy=precision)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are divided by global counts already, so gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

