@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from headway.algorithms.grpo import Grpo
 from headway.algorithms.rae import Rae
 from headway.cli import rollouts as rollouts_command
 from headway.config.orchestrator import FilterSettings
-from headway.config.shared import FilesystemRollouts
+from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Node, Task, Trace
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message
@@ -22,7 +23,7 @@ from headway.core.protocol import SamplingParams
 from headway.core.runs import RunPaths
 from headway.envs.samples import episode_samples
 from headway.orchestrator.batches.batching import make_batch
-from headway.orchestrator.batches.outbox import BatchOutbox, complete_checkpoints
+from headway.orchestrator.batches.outbox import BatchOutbox
 from headway.orchestrator.batches.packing import Cost
 from headway.orchestrator.collect.collector import LEAST_SHARE, Collector
 from headway.orchestrator.collect.filters import judge, load_gates, repeated_share
@@ -281,20 +282,58 @@ def test_the_outbox_packs_records_and_prunes_what_checkpoints_cover(tmp_path: Pa
         group = ready(make_episode(1.0), make_episode(0.0))
         asyncio.run(outbox.send(step, [group], {"reward/mean": 0.5}, b"%d" % step, created_at=7.0))
         if step % 2 == 0:
-            paths.checkpoint(step).mkdir(parents=True)
-            (paths.checkpoint(step) / "COMPLETE").touch()
+            finish_checkpoint(paths, step)
     assert outbox.last_step() == 6 and outbox.load_state() == b"6"
-    assert complete_checkpoints(paths) == [2, 4, 6]
+    assert paths.complete_checkpoints() == [2, 4, 6]
     assert sorted(p.name for p in paths.batches.iterdir()) == ["step_000002", *(f"step_00000{s}" for s in (3, 4, 5, 6))]
     part = make_receiver(FilesystemRollouts(), paths, 1, 2).receive(6, timeout=0)
     assert part is not None and part.metrics == {"reward/mean": 0.5} and part.created_at == 7.0 and part.counts.rl == 6
     assert sorted(p.name for p in paths.rollouts.iterdir())[-1] == "step_000006.jsonl.gz"
 
 
+def finish_checkpoint(paths: RunPaths, step: int) -> None:
+    paths.checkpoint(step).mkdir(parents=True)
+    (paths.checkpoint(step) / "COMPLETE").touch()
+
+
+@pytest.mark.parametrize("transport", [FilesystemRollouts(), ZmqRollouts()], ids=["filesystem", "zmq"])
+def test_a_trainer_can_fall_back_on_the_checkpoint_before_the_newest(
+    tmp_path: Path, transport: RolloutTransport
+) -> None:
+    """Every batch is sent once: what the trainer asks for again was kept, or is refused at once."""
+    paths = RunPaths(tmp_path)
+    sender = make_sender(transport, paths)
+    receiver = make_receiver(transport, paths, 0, 1)
+    outbox = BatchOutbox(sender, paths, seq_len=16, ranks=1, cost=Cost(), record=False)
+    for step in range(1, 10):
+        asyncio.run(outbox.send(step, [ready(make_episode(1.0), make_episode(0.0))], {}, b"{}", created_at=7.0))
+        if step in (3, 6, 8):
+            finish_checkpoint(paths, step)
+    shutil.rmtree(paths.checkpoint(8))  # as the error about a damaged checkpoint advises
+    assert all(receiver.receive(step, timeout=10) is not None for step in (7, 8, 9))
+    shutil.rmtree(paths.checkpoint(6))
+    with pytest.raises(HeadwayError, match=r"step_000004 was removed, though batch 9 exists.*--resume"):
+        receiver.receive(4, timeout=None)
+    receiver.close()
+    sender.close()
+
+
+def test_batches_are_also_pruned_for_a_trainer_that_keeps_one_checkpoint(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    outbox = BatchOutbox(
+        make_sender(FilesystemRollouts(), paths), paths, seq_len=16, ranks=1, cost=Cost(), record=False
+    )
+    for step in range(1, 10):
+        asyncio.run(outbox.send(step, [ready(make_episode(1.0), make_episode(0.0))], {}, b"{}", created_at=7.0))
+        if step % 2 == 0:
+            finish_checkpoint(paths, step)
+            shutil.rmtree(paths.checkpoint(step - 2), ignore_errors=True)
+    assert paths.spooled_batches() == [7, 8, 9]
+
+
 def test_a_run_that_began_from_anothers_checkpoint_counts_on_from_there(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    paths.checkpoint(7).mkdir(parents=True)
-    (paths.checkpoint(7) / "COMPLETE").touch()
+    finish_checkpoint(paths, 7)
     outbox = BatchOutbox(make_sender(FilesystemRollouts(), paths), paths, seq_len=8, ranks=1, cost=Cost(), record=False)
     assert outbox.last_step() == 7 and outbox.load_state() is None
 

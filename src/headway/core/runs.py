@@ -1,7 +1,10 @@
 """The layout of a run directory: every name in one place, so that processes find each other's files."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+_STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class RunPaths:
 
     @property
     def batches(self) -> Path:
-        """Batches on their way to the trainer, kept until a checkpoint covers them."""
+        """Batches on their way to the trainer. The orchestrator removes what two complete checkpoints cover."""
         return self.root / "batches"
 
     @property
@@ -75,7 +78,13 @@ class RunPaths:
 
     def complete_checkpoints(self) -> list[int]:
         """Steps whose checkpoint is whole, in order: the marker is written last."""
-        return sorted(int(mark.parent.name.removeprefix("step_")) for mark in self.checkpoints.glob("step_*/COMPLETE"))
+        found = (_STEP.fullmatch(marker.parent.name) for marker in self.checkpoints.glob("step_*/COMPLETE"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def spooled_batches(self) -> list[int]:
+        """Steps of the batches on disk, in order."""
+        found = (_STEP.fullmatch(folder.name) for folder in self.batches.glob("step_*"))
+        return sorted(int(match[1]) for match in found if match)
 
     def version(self, version: int) -> Path:
         return self.weights / f"v{version:06d}"

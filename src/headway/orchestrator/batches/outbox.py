@@ -1,7 +1,6 @@
 """The way of a batch out of the orchestrator: recorded, packed and spooled, off the event loop."""
 
 import asyncio
-import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,7 +12,8 @@ from headway.orchestrator.collect.records import record_batch
 from headway.transport.rollouts import BatchSender
 
 KEPT_CHECKPOINTS = 2
-"""Batches stay until this many newer checkpoints cover them: a trainer may fall back on the one before the newest."""
+"""Batches stay until this many newer checkpoints cover them: a trainer may fall back on the one before the newest.
+Nobody else removes batches."""
 
 
 class Outbox(Protocol):
@@ -34,6 +34,7 @@ class BatchOutbox:
     ) -> None:
         self._sender, self._paths = sender, paths
         self._seq_len, self._ranks, self._cost, self._record = seq_len, ranks, cost, record
+        self._checkpoints: list[int] = []
 
     async def send(
         self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes, created_at: float
@@ -49,19 +50,22 @@ class BatchOutbox:
         if self._record:
             record_batch(self._paths, step, groups)  # first, so that no trained batch lacks its record
         self._sender.send(batch, state)
-        covered = complete_checkpoints(self._paths)[-KEPT_CHECKPOINTS:]
-        if len(covered) == KEPT_CHECKPOINTS:
-            self._sender.prune(covered[0])
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove the batches that the newest checkpoints no longer need.
+
+        A trainer that keeps a single checkpoint is handled by remembering the one it replaced.
+        """
+        complete = self._paths.complete_checkpoints()
+        known = complete if len(complete) >= KEPT_CHECKPOINTS else sorted({*self._checkpoints, *complete})
+        self._checkpoints = known[-KEPT_CHECKPOINTS:]
+        if len(self._checkpoints) == KEPT_CHECKPOINTS:
+            self._sender.prune(self._checkpoints[0])
 
     def last_step(self) -> int:
         """The newest batch, or checkpoint where a run began from another's."""
-        return max([self._sender.last_step(), *complete_checkpoints(self._paths)])
+        return max([self._sender.last_step(), *self._paths.complete_checkpoints()])
 
     def load_state(self) -> bytes | None:
         return self._sender.load_state()
-
-
-def complete_checkpoints(paths: RunPaths) -> list[int]:
-    """Steps of the trainer's whole checkpoints, in order."""
-    found = (re.fullmatch(r"step_(\d+)", mark.parent.name) for mark in paths.checkpoints.glob("step_*/COMPLETE"))
-    return sorted(int(match[1]) for match in found if match)

@@ -33,7 +33,7 @@ class BatchSender(Protocol):
         ...
 
     def prune(self, up_to_step: int) -> None:
-        """Forget the batches up to this step, which a checkpoint covers. The newest one always stays."""
+        """Remove the batches up to this step, which checkpoints cover. The newest one always stays."""
         ...
 
     def close(self) -> None: ...
@@ -43,7 +43,10 @@ class BatchReceiver(Protocol):
     """Lives in one rank of the trainer. A batch may be asked for again, as long as it isn't pruned."""
 
     def receive(self, step: int, timeout: float | None) -> RankBatch | None:
-        """This rank's part of batch `step`; None when it hasn't come within `timeout` seconds (None: wait on)."""
+        """Return this rank's part of batch `step`; None when it hasn't come within `timeout` seconds (None: wait on).
+
+        Raises HeadwayError at once if the batch was pruned or packed for another number of ranks.
+        """
         ...
 
     def close(self) -> None: ...

@@ -13,13 +13,13 @@ LONGEST_POLL_SECONDS = 0.05
 
 class FilesystemSender:
     def __init__(self, paths: RunPaths) -> None:
-        self._spool = Spool(paths)
+        self._paths, self._spool = paths, Spool(paths)
 
     def send(self, batch: Batch, state: bytes) -> None:
         self._spool.write(batch, state)
 
     def last_step(self) -> int:
-        return max(self._spool.steps(), default=0)
+        return max(self._paths.spooled_batches(), default=0)
 
     def load_state(self) -> bytes | None:
         step = self.last_step()
@@ -41,6 +41,8 @@ class FilesystemReceiver:
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_POLL_SECONDS
         while (data := self._spool.read_part(step, self._rank, self._ranks)) is None:
+            if pause == FIRST_POLL_SECONDS:  # once is enough: what has yet to come cannot have been removed
+                self._spool.check_not_pruned(step)
             if deadline is not None and (left := deadline - time.monotonic()) < pause:
                 if left <= 0:
                     return None

@@ -1,6 +1,5 @@
 """Batches on disk: one atomic folder per step, with each rank's part and the orchestrator's state after it."""
 
-import re
 import shutil
 
 import msgspec
@@ -11,8 +10,6 @@ from headway.core.files import atomic_directory
 from headway.core.runs import RunPaths
 from headway.core.wire import decode, encode
 from headway.transport.rollouts.base import RankBatch
-
-_STEP = re.compile(r"step_(\d{6,})")
 
 
 class Spool:
@@ -28,11 +25,11 @@ class Spool:
                 (folder / _part_name(rank, len(batch.ranks))).write_bytes(encode(part))
             (folder / "state.json").write_bytes(state)
 
-    def has(self, step: int) -> bool:
-        return self._paths.batch(step).is_dir()
-
     def read_part(self, step: int, rank: int, ranks: int) -> bytes | None:
-        """The encoded RankBatch; None while the batch isn't there. Raises HeadwayError if it fits another group."""
+        """Read the encoded RankBatch; None while there is no such batch.
+
+        Raises HeadwayError if the batch was packed for another number of ranks.
+        """
         folder = self._paths.batch(step)
         try:
             return (folder / _part_name(rank, ranks)).read_bytes()
@@ -45,19 +42,26 @@ class Spool:
             "set placement.trainer_ranks to the same number for both, or remove the batch"
         )
 
+    def check_not_pruned(self, step: int) -> None:
+        """Raise HeadwayError if batch `step` is absent while a newer one is there: it will never come.
+
+        Batches are written in order, so a batch older than the newest was removed.
+        """
+        newest = max(self._paths.spooled_batches(), default=0)
+        if step < newest and not self._paths.batch(step).is_dir():
+            raise HeadwayError(
+                f"{self._paths.batch(step)} was removed, though batch {newest} exists: batches are kept for the two "
+                "newest checkpoints only, and the trainer continues from an older one. To go on from there, stop "
+                f"the run, remove the batches after {step - 1} in {self._paths.batches}, and continue with --resume: "
+                "the orchestrator then collects them again"
+            )
+
     def read_state(self, step: int) -> bytes:
         return (self._paths.batch(step) / "state.json").read_bytes()
 
-    def steps(self) -> list[int]:
-        """Steps of the batches on disk, in order."""
-        if not self._paths.batches.is_dir():
-            return []
-        matches = (_STEP.fullmatch(entry.name) for entry in self._paths.batches.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
-
     def prune(self, up_to_step: int) -> None:
-        """The newest batch stays, and those of checkpoints do: a run may start anew from there with their state."""
-        for step in self.steps()[:-1]:
+        """Remove the batches up to this step, except the newest and those of checkpoints, whose state a fork needs."""
+        for step in self._paths.spooled_batches()[:-1]:
             if step <= up_to_step and not self._paths.checkpoint(step).is_dir():
                 shutil.rmtree(self._paths.batch(step), ignore_errors=True)
 

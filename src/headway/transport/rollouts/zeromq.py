@@ -97,6 +97,8 @@ class ZmqSender(FilesystemSender):
     def _answer(self, ask: Ask) -> Answer | None:
         try:
             part = self._spool.read_part(ask.step, ask.rank, ask.ranks)
+            if part is None:
+                self._spool.check_not_pruned(ask.step)
         except HeadwayError as error:
             return Answer(ask.step, error=str(error))
         return None if part is None else Answer(ask.step, part=part)
