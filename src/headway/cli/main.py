@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 from headway import __version__
 from headway.core.errors import HeadwayError, UsageError
-from headway.launch.leash import tie_to_parent
+from headway.core.processes import die_with_parent_if_asked
 
 COMMANDS = {
     "Start here": {
@@ -52,7 +52,7 @@ DISK_ERRORS = {
 
 def main() -> None:
     """The console entry point."""
-    tie_to_parent()
+    die_with_parent_if_asked()
     sys.exit(run(sys.argv[1:]))
 
 

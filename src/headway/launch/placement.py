@@ -5,6 +5,7 @@ import subprocess
 from dataclasses import dataclass
 
 from headway.config.shared import PlacementSettings
+from headway.core.devices import resolve_device
 from headway.core.errors import UsageError
 
 
@@ -19,9 +20,7 @@ class Placement:
 
 def place(settings: PlacementSettings, gpus: list[str], cores: int) -> Placement:
     """On CPU the cores are shared evenly; with enough GPUs everyone gets its own, with fewer they are shared."""
-    if settings.device == "cuda" and not gpus:
-        raise UsageError('placement.device is "cuda" but no GPU is visible; set it to "auto" or "cpu"')
-    if settings.device == "cpu" or not gpus:
+    if resolve_device(settings.device, bool(gpus)) == "cpu":
         threads = max(1, cores // (settings.trainer_ranks + settings.engines))
         environment = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
         text = f"CPU: {cores} cores, {threads} thread(s) for each of {settings.trainer_ranks} trainer rank(s) and "
@@ -69,7 +68,3 @@ def visible_gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return found.stdout.split() if found.returncode == 0 else []
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

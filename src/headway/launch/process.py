@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.core.errors import UsageError
-from headway.launch.leash import leashed_environment
+from headway.core.processes import die_with_parent_environment
 from headway.launch.restarts import RestartBudget
 from headway.monitor.logs import SUPERVISED, next_log
 
@@ -45,7 +45,8 @@ class ManagedProcess:
         self.log = next_log(self.logs, self.spec.name)
         self._start_again_at = None
         self._started_at = time.monotonic()
-        environment = {**os.environ, **self.spec.environment, **leashed_environment(), SUPERVISED: str(self.log)}
+        environment = {**os.environ, **self.spec.environment, **die_with_parent_environment()}
+        environment[SUPERVISED] = str(self.log)
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
                 self.spec.argv,

@@ -13,10 +13,9 @@ from pathlib import Path
 from headway.config.inference import ServeSettings
 from headway.config.loader import write_settings
 from headway.core.errors import UsageError
+from headway.core.processes import consecutive_ports, die_with_parent_command, free_port, usable_cores
 from headway.core.runs import RunPaths
-from headway.launch.leash import leashed_command
-from headway.launch.placement import available_cores, place_engines, visible_gpus
-from headway.launch.ports import free_port, neighbouring_ports
+from headway.launch.placement import place_engines, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 
@@ -79,7 +78,7 @@ def plan(host: str, port: int, count: int, *, router: bool) -> Layout:
     """A router takes the port that was asked for, and engines the ones after it. Port 0 means any that are free."""
     if count < 1:
         raise UsageError(f"--replicas must be at least 1 (got {count})")
-    ports = neighbouring_ports(host, port, count + router)
+    ports = consecutive_ports(host, port, count + router)
     return Layout(host, ports[router:], ports[0] if router else None)
 
 
@@ -89,7 +88,7 @@ def engine_specs(
     vllm = settings.inference.vllm
     devices = vllm.get("tensor_parallel_size", 1) * vllm.get("pipeline_parallel_size", 1)
     cuda = [] if settings.placement.device == "cpu" else visible_gpus()
-    environments = place_engines(len(layout.engines), cuda, available_cores(), devices)
+    environments = place_engines(len(layout.engines), cuda, usable_cores(), devices)
     serve = [sys.executable, "-m", "headway.cli.main", "serve", "@", str(file)]
     join = [] if run is None else ["--join", str(run.root)]
     return [
@@ -108,7 +107,7 @@ def router_spec(command: str, layout: Layout) -> ProcessSpec:
     argv += ["--prometheus-port", str(free_port("127.0.0.1")), "--prometheus-host", "127.0.0.1"]
     argv += ["--worker-urls", *map(layout.url, layout.engines)]
     # Without the variable it logs every request, whatever the level.
-    return ProcessSpec("router", leashed_command(argv), {"RUST_LOG": "warn"})
+    return ProcessSpec("router", die_with_parent_command(argv), {"RUST_LOG": "warn"})
 
 
 def find_router() -> str | None:

@@ -12,9 +12,9 @@ from headway.config.processes import write_process_settings
 from headway.config.rl import RlSettings
 from headway.core.errors import UsageError
 from headway.core.files import write_atomic
+from headway.core.processes import free_port, usable_cores
 from headway.core.runs import RunPaths
-from headway.launch.placement import Placement, available_cores, gpus_of, place, visible_gpus
-from headway.launch.ports import free_port
+from headway.launch.placement import Placement, gpus_of, place, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.sharing import MemoryPlan, gpu_memory, plan_memory
 from headway.launch.supervisor import Supervisor
@@ -28,7 +28,7 @@ def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None
     if not settings.orchestrator.envs:
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
     console = console or Console()
-    placement = place(settings.placement, visible_gpus(), available_cores())
+    placement = place(settings.placement, visible_gpus(), usable_cores())
     memory = _plan_memory(settings, placement)
     write_process_settings(settings, paths.config)
     _write_token(paths)

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from headway.config.shared import RunSettings
 from headway.core.errors import UsageError
+from headway.core.processes import consecutive_ports, free_port
 from headway.launch.placement import place_engines
-from headway.launch.ports import free_port, neighbouring_ports
 from headway.launch.replicas import find_router, plan
 from headway.monitor.runs import create_run
 
@@ -41,7 +41,7 @@ def test_a_port_in_use_and_no_engines_at_all_are_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="choose another --port"):
         plan("127.0.0.1", taken.getsockname()[1], 1, router=False)
     with pytest.raises(UsageError, match="free ones in a row"):
-        neighbouring_ports("127.0.0.1", 65535, 2)
+        consecutive_ports("127.0.0.1", 65535, 2)
     with pytest.raises(UsageError, match="at least 1"):
         plan("127.0.0.1", 0, 0, router=False)
 
@@ -175,7 +175,7 @@ def _free_row(count: int) -> int:
     while True:
         first = free_port("127.0.0.1")
         try:
-            neighbouring_ports("127.0.0.1", first, count)
+            consecutive_ports("127.0.0.1", first, count)
         except UsageError:
             continue
         return first

@@ -1,6 +1,5 @@
 """Which processors there are, and whether torch can use them."""
 
-import os
 import platform
 import re
 import shutil
@@ -8,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from headway.core.processes import usable_cores
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.packages import torch_build
 from headway.monitor.doctor.pins import release
@@ -30,15 +30,6 @@ def _cpu() -> Finding:
     return Finding(
         "cpu", "ok", text + (", bfloat16 instructions" if bfloat16 else ", float32 (no bfloat16 instructions)")
     )
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, and the container's quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return cores
 
 
 def _gpus() -> Iterator[Finding]:

@@ -6,13 +6,14 @@ start and give ranks half a minute to write their checkpoint when the run is sto
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from headway.core.processes import die_with_parent_environment, free_port
 
 # How long ranks have to end by themselves after one of them failed: NCCL's may wait for it forever.
 GRACE_SECONDS = 10.0
@@ -33,7 +34,7 @@ def run_group(ranks: int, argv: list[str]) -> int:
 
     SIGTERM and SIGINT are passed on, and the ranks take the time they need. When one fails, the others end too.
     """
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank in range(ranks):
         place = {
@@ -44,7 +45,7 @@ def run_group(ranks: int, argv: list[str]) -> int:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             # Ranks end with this process, even when it is killed.
-            "HEADWAY_LEASH": "1",
+            **die_with_parent_environment(),
         }
         command = [sys.executable, "-m", "headway.cli.main", *argv]
         processes.append(subprocess.Popen(command, env={**os.environ, **place}))
@@ -86,9 +87,3 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
