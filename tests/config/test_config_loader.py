@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from headway.config import renamed
+from headway.config.commands import COMMAND_SETTINGS
+from headway.config.flags import locate
 from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
+from headway.config.schema import Kind
 from headway.config.trainer import AdamW, Muon
 from headway.core.errors import UsageError
 
@@ -167,6 +171,25 @@ def test_unknown_flags_name_the_nearest_setting() -> None:
     assert refusal("--group-size", "4") == "--group-size: no such setting; did you mean --orchestrator.group_size?"
     assert refusal("--no-seed").startswith("--no-seed: no such setting")
     assert refusal("--zzzzzz") == "--zzzzzz: no such setting"
+
+
+def test_former_names_are_refused_with_the_present_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(renamed.SETTINGS, "orchestrator.old_size", "orchestrator.group_size")
+    monkeypatch.setitem(renamed.SETTINGS, "orchestrator.envs.N.old", "orchestrator.envs.N.id")
+    monkeypatch.setitem(renamed.VALUES, ("rollouts.type", "sockets"), "zmq")
+    monkeypatch.setitem(renamed.VALUES, ("log.level", "NOISY"), "DEBUG")
+    message = "--orchestrator.old-size: this setting is now called --orchestrator.group_size"
+    assert refusal("--orchestrator.old-size", "4") == message
+    file = layer(tmp_path, "a.toml", "[[orchestrator.envs]]\nold = 'x'\n")
+    assert refusal(*file) == f"{tmp_path / 'a.toml'}: orchestrator.envs.0.old is now called orchestrator.envs.0.id"
+    assert refusal("--rollouts.type", "sockets") == '--rollouts.type "sockets" is now called "zmq"'
+    assert refusal("--log.level", "NOISY") == '--log.level "NOISY" is now called "DEBUG"'
+
+
+@pytest.mark.parametrize("former", sorted(renamed.SETTINGS))
+def test_renamed_settings_name_one_that_exists(former: str) -> None:
+    present = renamed.SETTINGS[former].replace(".N.", ".0.")
+    assert any(locate(Kind(kind), present) for kind in COMMAND_SETTINGS.values()), present
 
 
 def test_a_key_of_another_branch_says_which() -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from headway.config.renamed import present_name
 from headway.config.schema import Kind, is_none_text
 from headway.config.tree import Tree, opened, plant, put_item
 from headway.core.errors import UsageError
@@ -77,6 +78,8 @@ def _find(kind: Kind, name: str, aliases: Mapping[str, str]) -> tuple[list[str],
         found = found if negated else None
     if found is None and name == "help":
         raise UsageError("--help comes right after the command, as in `headway rl --help`")
+    if found is None and (present := present_name(name.replace("-", "_"))):
+        raise UsageError(f"--{name}: this setting is now called --{present}")
     if found is None:
         raise UsageError(f"--{name}: no such setting{suggestion(kind, name, '--', tuple(aliases))}")
     return *found, negated

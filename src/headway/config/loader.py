@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from headway.config.base import Settings
 from headway.config.flags import parse_arguments, suggestion
+from headway.config.renamed import present_name, present_value
 from headway.config.schema import Kind
 from headway.config.toml import to_toml
 from headway.config.tree import DEFAULT, Leaf, Tree, defaults, leaves, merge, plain, plant
@@ -93,6 +94,8 @@ def _refuse_unknown(tree: Tree, kind: Kind, path: tuple[str, ...] = ()) -> None:
 def _unknown(key: str, below: Tree, kind: Kind, branch: Kind, path: tuple[str, ...]) -> str:
     origin = next((f"{leaf.origin}: " for _, leaf in leaves(below)), "")
     name = ".".join((*path, key))
+    if present := present_name(name):
+        return f"{origin}{name} is now called {present}"
     owners = [tag for tag, model in kind.tags.items() if key in model.model_fields]
     if owners and branch is not kind:
         chosen = branch.models[0].model_fields["type"].default
@@ -117,8 +120,13 @@ def _explain(details: ErrorDetails, tree: Tree, kind: Kind) -> str:
             return f"{_subject(path, tree)} is missing; set it in a file or with --{'.'.join(path)}"
         case "union_tag_not_found" | "union_tag_invalid":
             tag = given.get("type") if isinstance(given, dict) else None
-            wanted = f"{_subject([*path, 'type'], tree)} must be one of {', '.join(place.tags)}"
+            path = [*path, "type"]
+            if present := present_value(".".join(path), tag):
+                return f'{_subject(path, tree)} "{tag}" is now called "{present}"'
+            wanted = f"{_subject(path, tree)} must be one of {', '.join(place.tags)}"
             return wanted if tag is None else f"{wanted} (got {tag!r})"
+    if present := present_value(".".join(path), given):
+        return f'{_subject(path, tree)} "{given}" is now called "{present}"'
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{_subject(path, tree)} {message} (got {_short(given)})"
 
