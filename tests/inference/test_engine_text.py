@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.inference.server.openai import Text
+from headway.inference.server.text import Text
 from headway.rendering.base import Renderer
 from headway.rendering.load import load_renderer
 from headway.rendering.tiny import save_tiny_tokenizer

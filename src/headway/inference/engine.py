@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError
+from headway.core.openai import RequestError as RequestError
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
 
 POLICY = "policy"
@@ -17,15 +18,6 @@ FinishReason = Literal["stop", "length", "abort"]
 Mode = Literal["keep", "wait", "abort"]
 TopLogprobs = list[tuple[int, float]]
 """The most likely tokens of one place with their logprobs, best first."""
-
-
-class RequestError(HeadwayError):
-    """The request can't be served as it is; `param` names the field at fault."""
-
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.param = param
-        self.status = status
 
 
 class BusyError(HeadwayError):

@@ -10,18 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import msgspec
 from aiohttp import web
 
 from headway.core.episodes import Trace
 from headway.core.messages import Message
-from headway.envs.agents.openai_chat import (
-    Completion,
-    completion_body,
-    error_body,
-    parse_request,
-    stream_events,
-)
+from headway.core.openai import ChatRequest, Completion, RequestError, decode, error_body
 from headway.envs.failures import ContextLimit, EpisodeFailure
 from headway.envs.policy import Policy
 
@@ -111,13 +104,16 @@ class Proxy:
 
     async def _answer(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         try:
-            asked, messages, tools = parse_request(await request.read())
-        except (ValueError, msgspec.DecodeError) as error:
-            return _error(400, str(error), "invalid_request_error")
+            asked = decode(await request.read(), ChatRequest)
+            if asked.n not in (None, 1):
+                raise RequestError("n must be 1: an episode has one reply per call", "n")
+            messages, tools = asked.conversation(), asked.functions()
+        except RequestError as error:
+            return _error(400, str(error), "invalid_request_error", param=error.param)
         policy = endpoint.speaker(request.headers.get("X-Session-ID", ""))
         endpoint.calls += 1
         try:
-            message = await policy.chat(messages, tools, max_tokens=asked.limit)
+            message = await policy.chat(messages, tools, max_tokens=asked.token_limit)
         except ContextLimit as failure:
             endpoint.failure = failure
             policy.trace.truncated = True
@@ -127,10 +123,10 @@ class Proxy:
             return _error(503, failure.message, "server_error")
         completion = _completion(policy.trace, message, asked.model)
         if not asked.stream:
-            return web.json_response(completion_body(completion))
+            return web.json_response(completion.body())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for event in stream_events(completion, usage=bool((asked.stream_options or {}).get("include_usage"))):
+        for event in completion.events(with_usage=asked.wants_usage):
             await response.write(event)
         await response.write_eof()
         return response
@@ -147,5 +143,5 @@ def _completion(trace: Trace, message: Message, model: str) -> Completion:
     return Completion(message, node.finish_reason or "stop", before, len(node.token_ids), model)
 
 
-def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
-    return web.json_response(error_body(message, kind, code), status=status)
+def _error(status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> web.Response:
+    return web.json_response(error_body(message, kind, param, code=code), status=status)

@@ -6,12 +6,22 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from headway.core.protocol import WeightUpdate
-from headway.inference.engine import RequestError
-from headway.inference.server.checks import read_body
+from headway.core.openai import RequestError
+from headway.core.protocol import EngineState, WeightUpdate
 from headway.inference.server.context import context_of
-from headway.inference.server.errors import Handler, json_response
-from headway.inference.server.metrics import prometheus
+from headway.inference.server.requests import read_body
+from headway.inference.server.responses import Handler, json_response
+
+_METRICS = (
+    ("running", "gauge", "Sequences in the batch"),
+    ("waiting", "gauge", "Requests in line"),
+    ("kv_usage", "gauge", "Share of the KV cache in use"),
+    ("kv_capacity_tokens", "gauge", "Tokens the KV cache holds"),
+    ("preemptions", "counter", "Sequences that gave up their blocks"),
+    ("tokens_per_second", "gauge", "Tokens sampled per second, lately"),
+    ("generated_tokens", "counter", "Tokens sampled since the start"),
+    ("version", "gauge", "Policy version that is served"),
+)
 
 
 class PauseRequest(msgspec.Struct):
@@ -22,19 +32,19 @@ class AbortRequest(msgspec.Struct):
     request_id: str
 
 
-def guarded(handler: Handler) -> Handler:
-    """Demand the run's bearer token."""
+def require_token(handler: Handler) -> Handler:
+    """Let only callers with the run's bearer token through to `handler`."""
 
-    async def guard(request: web.Request) -> web.StreamResponse:
+    async def checked(request: web.Request) -> web.StreamResponse:
         token = context_of(request).token
         if token is None:
             raise RequestError("admin routes are closed: the server was started without HEADWAY_TOKEN", status=401)
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(), token.encode()):
-            raise RequestError("this route demands the run's bearer token", status=401)
+            raise RequestError("this route requires the run's bearer token", status=401)
         return await handler(request)
 
-    return guard
+    return checked
 
 
 async def health(request: web.Request) -> web.Response:
@@ -49,7 +59,13 @@ async def state(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    return web.Response(text=prometheus(context_of(request).engine.state()))
+    """The engine's state as Prometheus text."""
+    current: EngineState = context_of(request).engine.state()
+    lines = []
+    for name, kind, text in _METRICS:
+        full = f"headway_{name}_total" if kind == "counter" else f"headway_{name}"
+        lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {getattr(current, name)}"]
+    return web.Response(text="\n".join(lines) + "\n")
 
 
 async def get_weights(request: web.Request) -> web.Response:

@@ -8,8 +8,8 @@ from headway.inference.server import admin
 from headway.inference.server.chat import chat_completions
 from headway.inference.server.completions import completions
 from headway.inference.server.context import KEY, ServerContext, context_of
-from headway.inference.server.errors import errors_as_json, json_response
 from headway.inference.server.generate import generate
+from headway.inference.server.responses import errors_as_json, json_response
 
 MAX_BODY = 64 * 2**20
 
@@ -28,12 +28,12 @@ def build_app(context: ServerContext) -> web.Application:
             web.post("/v1/completions", completions),
             web.post("/inference/v1/generate", generate),
             web.post("/v1/abort", admin.abort),
-            web.get("/weights", admin.guarded(admin.get_weights)),
-            web.post("/weights", admin.guarded(admin.post_weights)),
-            web.post("/adapters", admin.guarded(admin.post_adapter)),
-            web.delete("/adapters/{name}", admin.guarded(admin.delete_adapter)),
-            web.post("/pause", admin.guarded(admin.pause)),
-            web.post("/resume", admin.guarded(admin.resume)),
+            web.get("/weights", admin.require_token(admin.get_weights)),
+            web.post("/weights", admin.require_token(admin.post_weights)),
+            web.post("/adapters", admin.require_token(admin.post_adapter)),
+            web.delete("/adapters/{name}", admin.require_token(admin.delete_adapter)),
+            web.post("/pause", admin.require_token(admin.pause)),
+            web.post("/resume", admin.require_token(admin.resume)),
         ]
     )
     return app

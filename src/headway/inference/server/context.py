@@ -1,6 +1,5 @@
 """What the handlers share: the engine, the renderer, the token that admin routes demand."""
 
-import random
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -43,8 +42,3 @@ KEY = web.AppKey("context", ServerContext)
 
 def context_of(request: web.Request) -> ServerContext:
     return request.app[KEY]
-
-
-def new_id(prefix: str) -> str:
-    # Not uuid4, which asks the system every time and lets another thread take the interpreter meanwhile.
-    return f"{prefix}-{random.getrandbits(128):032x}"

@@ -7,6 +7,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
+from headway.core.openai import new_id
 from headway.core.protocol import (
     GenerateChoice,
     GenerateChunk,
@@ -19,10 +20,9 @@ from headway.core.protocol import (
     Usage,
 )
 from headway.inference.engine import Choice, Result, TopLogprobs
-from headway.inference.server.checks import check_request, read_body
-from headway.inference.server.context import context_of, new_id
-from headway.inference.server.errors import json_response
-from headway.inference.server.events import EventStream
+from headway.inference.server.context import context_of
+from headway.inference.server.requests import check_request, read_body
+from headway.inference.server.responses import EventStream, json_response
 
 
 async def generate(http: web.Request) -> web.StreamResponse:

@@ -1,32 +1,23 @@
-"""Reading and checking requests, so that nothing malformed reaches the engine."""
+"""Read and check requests, so that nothing malformed reaches the engine."""
 
 import math
-import re
 from typing import TypeVar
 
-import msgspec
 from aiohttp import web
 
+from headway.core.openai import RequestError, decode
 from headway.core.protocol import GenerateRequest, SamplingParams
-from headway.inference.engine import Engine, RequestError
+from headway.inference.engine import Engine
 
 Body = TypeVar("Body")
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-_PLACE = re.compile(r" - at `\$\.?(.*?)`$")
 
 
 async def read_body(request: web.Request, kind: type[Body]) -> Body:
-    """The body as a `kind`. Raises RequestError that names the field where there is one."""
-    content = await request.read()
-    try:
-        return msgspec.json.decode(content or b"{}", type=kind)
-    except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        raise RequestError(str(error), place[1] if place else None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+    """The request's body as a `kind`. Raises RequestError that names the field where there is one."""
+    return decode(await request.read(), kind)
 
 
 def check_request(request: GenerateRequest, engine: Engine) -> None:
@@ -51,19 +42,19 @@ def check_request(request: GenerateRequest, engine: Engine) -> None:
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    _demand(params.temperature >= 0 and math.isfinite(params.temperature), "temperature", "must be 0 or more")
-    _demand(0 < params.top_p <= 1, "top_p", "must be above 0 and at most 1")
-    _demand(params.top_k >= -1, "top_k", "must be positive, or 0 or -1 for no limit")
-    _demand(0 <= params.min_p <= 1, "min_p", "must be 0 to 1")
-    _demand(params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "must be 1 or more")
-    _demand(1 <= params.n <= MAX_CHOICES, "n", f"must be 1 to {MAX_CHOICES}")
+    _require(params.temperature >= 0 and math.isfinite(params.temperature), "temperature", "must be 0 or more")
+    _require(0 < params.top_p <= 1, "top_p", "must be above 0 and at most 1")
+    _require(params.top_k >= -1, "top_k", "must be positive, or 0 or -1 for no limit")
+    _require(0 <= params.min_p <= 1, "min_p", "must be 0 to 1")
+    _require(params.max_tokens is None or params.max_tokens >= 1, "max_tokens", "must be 1 or more")
+    _require(1 <= params.n <= MAX_CHOICES, "n", f"must be 1 to {MAX_CHOICES}")
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(params, name)
-        _demand(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be 0 to {MAX_LOGPROBS}")
+        _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be 0 to {MAX_LOGPROBS}")
     valid = all(0 <= token < vocab_size for token in params.stop_token_ids)
-    _demand(valid, "stop_token_ids", f"must be 0 to {vocab_size - 1}")
+    _require(valid, "stop_token_ids", f"must be 0 to {vocab_size - 1}")
 
 
-def _demand(holds: bool, param: str, rule: str) -> None:
+def _require(holds: bool, param: str, rule: str) -> None:
     if not holds:
         raise RequestError(f"{param} {rule}", param)

@@ -1,0 +1,263 @@
+"""OpenAI's JSON for servers and clients of its API: requests in; completions, usage, errors and stream events out.
+
+No sockets: `inference.server`, the agents' proxy and the chat endpoint's client send and receive what is made here.
+"""
+
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from headway.core.errors import HeadwayError
+from headway.core.messages import Message, Tool, as_messages
+from headway.core.protocol import GenerateRequest, SamplingParams
+
+Body = TypeVar("Body")
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream."""
+MAX_STOPS = 16
+_UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias")
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 503: "overloaded_error"}
+_FIELD = re.compile(r" - at `\$\.?(.*?)`$")
+
+
+class RequestError(HeadwayError):
+    """The request can't be served as it is; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields of both kinds of completion. Null means the default, as clients send it.
+
+    Fields of OpenAI's that are not listed here are accepted and have no effect.
+    """
+
+    model: str = "policy"
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_salt: str | None = None
+    priority: int = 0
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def stops(self) -> list[str]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise RequestError(f"stop takes up to {MAX_STOPS} strings, none of them empty", "stop")
+        return stops
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def generate_request(
+        self,
+        token_ids: list[int],
+        *,
+        request_id: str,
+        max_tokens: int | None,
+        logprobs: int | None,
+        stop_ids: Sequence[int] = (),
+    ) -> GenerateRequest:
+        """The same request in the inference protocol. Raises RequestError on fields that would be ignored silently."""
+        for name in _UNSUPPORTED:
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported", name)
+        sampling = SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            min_p=self.min_p or 0.0,
+            max_tokens=max_tokens,
+            stop_token_ids=(*stop_ids, *(self.stop_token_ids or ())),
+            seed=self.seed,
+            logprobs=logprobs,
+            n=1 if self.n is None else self.n,
+            ignore_eos=self.ignore_eos,
+        )
+        stream = bool(self.stream or self.stops())
+        return GenerateRequest(token_ids, self.model, sampling, self.cache_salt, self.priority, request_id, stream)
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    messages: list[Json]
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: Json | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def conversation(self) -> list[Message]:
+        """Raises RequestError where there is no message, or one is malformed."""
+        if not self.messages:
+            raise RequestError("there are no messages", "messages")
+        try:
+            return as_messages([_as_system(message) for message in self.messages])
+        except ValueError as error:
+            raise RequestError(str(error), "messages") from None
+
+    def functions(self) -> list[Tool]:
+        """The tools that the model may call. Raises RequestError."""
+        if self.tool_choice == "none":
+            return []
+        try:
+            return [Tool.from_openai(tool) for tool in self.tools or ()]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RequestError(f"a tool is {{type: function, function: {{name, ...}}}}: {error!r}", "tools") from None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """One prompt per request: text, or its token ids."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
+def _as_system(message: Json) -> Json:
+    """OpenAI renamed the system role of its newer models; templates know the old name."""
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def decode(content: bytes, kind: type[Body]) -> Body:
+    """A request's body as a `kind`. Raises RequestError that names the field where there is one."""
+    try:
+        return msgspec.json.decode(content or b"{}", type=kind)
+    except msgspec.ValidationError as error:
+        field = _FIELD.search(str(error))
+        raise RequestError(str(error), field[1] if field else None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def chat_body(messages: Sequence[Message], tools: Sequence[Tool], **fields: object) -> Json:
+    """The body of a chat request, without the `fields` that are None."""
+    body: Json = {"messages": [message.to_openai() for message in messages]}
+    if tools:
+        body["tools"] = [tool.to_openai() for tool in tools]
+    return body | {name: value for name, value in fields.items() if value is not None}
+
+
+def read_reply(body: Any) -> tuple[Message, str]:
+    """The first choice of a chat completion and its finish reason. Raises ValueError where `body` is none."""
+    try:
+        choice = body["choices"][0]
+        return Message.from_openai(choice["message"]), str(choice.get("finish_reason"))
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(repr(error)) from error
+
+
+def new_id(prefix: str) -> str:
+    # Not uuid4, which asks the system every time and lets another thread take the interpreter meanwhile.
+    return f"{prefix}-{random.getrandbits(128):032x}"
+
+
+def envelope(kind: str, request_id: str, model: str) -> Json:
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(prompt: int, completion: int, cached: int | None = None) -> Json:
+    counts: Json = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+    return counts if cached is None else counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def reply_body(message: Message) -> Json:
+    """An assistant's message: its content is null where it only calls tools."""
+    body = message.to_openai()
+    if message.tool_calls and not message.content:
+        body["content"] = None
+    return body
+
+
+def finish_reason(message: Message, reason: str) -> str:
+    return "tool_calls" if message.tool_calls else reason
+
+
+def error_body(message: str, kind: str, param: str | None = None, **more: object) -> Json:
+    return {"error": {"message": message, "type": kind, "param": param, **more}}
+
+
+def error_type(status: int) -> str:
+    return _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "internal_error")
+
+
+def event(body: object) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One whole reply, with what a client is told about it."""
+
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    model: str
+
+    def body(self) -> Json:
+        reason = finish_reason(self.message, self.finish_reason)
+        choice = {"index": 0, "message": reply_body(self.message), "finish_reason": reason, "logprobs": None}
+        head = envelope("chat.completion", new_id("chatcmpl"), self.model)
+        return {**head, "choices": [choice], "usage": usage(self.prompt_tokens, self.completion_tokens)}
+
+    def events(self, *, with_usage: bool) -> Iterator[bytes]:
+        """The reply as a stream: role, text, calls, end, and usage where asked for."""
+        head = envelope("chat.completion.chunk", new_id("chatcmpl"), self.model)
+        deltas: list[Json] = [{"role": "assistant", "content": ""}]
+        if self.message.reasoning is not None:
+            deltas.append({"reasoning_content": self.message.reasoning})
+        if self.message.content:
+            deltas.append({"content": self.message.content})
+        for index, call in enumerate(self.message.to_openai().get("tool_calls", ())):
+            deltas.append({"tool_calls": [{"index": index, **call}]})
+        for delta in deltas:
+            yield event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        reason = finish_reason(self.message, self.finish_reason)
+        yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        if with_usage:
+            yield event({**head, "choices": [], "usage": usage(self.prompt_tokens, self.completion_tokens)})
+        yield DONE
