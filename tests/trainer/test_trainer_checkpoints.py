@@ -14,7 +14,7 @@ from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_sett
 
 from headway.config.trainer import CheckpointSettings
 from headway.core.runs import RunPaths
-from headway.trainer.checkpoints import Checkpoints, complete_steps, superseded
+from headway.trainer.checkpoints import Checkpoints, superseded
 from headway.trainer.loop import train
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import local
@@ -67,7 +67,7 @@ def test_killed_at_random_moments_it_always_resumes_from_a_complete_checkpoint(t
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-        reached = max(complete_steps(paths), default=0)
+        reached = max(paths.complete_checkpoints(), default=0)
     assert resumed and reached
 
 

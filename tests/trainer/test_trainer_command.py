@@ -10,7 +10,6 @@ import pytest
 
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
-from headway.trainer.checkpoints import complete_steps
 
 COMMAND = [sys.executable, "-m", "headway.cli.main", "train", "--placement.device", "cpu", "--seq_len", "64"]
 FAKE = ["--trainer.fake_data.micro_batches", "1", "--trainer.fake_data.mean_len", "20"]
@@ -37,7 +36,7 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, rank
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    assert complete_steps(paths)[-1] == steps_of(paths)[-1]
+    assert paths.complete_checkpoints()[-1] == steps_of(paths)[-1]
 
 
 def test_wrong_usage_is_one_line(tmp_path: Path) -> None:

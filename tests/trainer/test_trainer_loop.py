@@ -16,7 +16,6 @@ from headway.core.wire import decode
 from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.monitor.metrics import read_metrics
-from headway.trainer.checkpoints import complete_steps
 from headway.trainer.loop import train
 from headway.transport.rollouts import RankBatch, make_sender
 from headway.transport.weights import make_receiver
@@ -38,7 +37,7 @@ def test_a_run_publishes_every_version_and_leaves_checkpoint_export_and_metrics(
     initial = dict(published(paths, 0))
     for name, tensor in initial.items():
         assert torch.equal(tensor, dict(_hf("tiny"))[name])
-    assert complete_steps(paths) == [2, 3]
+    assert paths.complete_checkpoints() == [2, 3]
     exported = load_model(paths.exports / "step_000003")
     for name, tensor in published(paths, 3).items():
         assert torch.equal(tensor, dict(exported.named_parameters())[name])
@@ -60,12 +59,11 @@ def _hf(model: str) -> list[tuple[str, torch.Tensor]]:
     return [(name, p.detach()) for name, p in load_model(resolve_model(model)).named_parameters()]
 
 
-def test_batches_that_a_checkpoint_covers_leave_the_spool_unless_it_needs_their_state(tmp_path: Path) -> None:
+def test_batches_stay_in_the_spool_until_the_orchestrator_prunes_them(tmp_path: Path) -> None:
     paths = run_paths(tmp_path)
     spool(paths, range(1, 6))
-    keep = {"interval": 2, "keep_last": 1}
-    train(small_settings(max_steps=4, trainer__checkpoints=keep, **QUICK), paths)
-    assert sorted(folder.name for folder in paths.batches.glob("step_*")) == ["step_000004", "step_000005"]
+    train(small_settings(max_steps=4, trainer__checkpoints__interval=2, **QUICK), paths)
+    assert [int(folder.name[5:]) for folder in sorted(paths.batches.glob("step_*"))] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -100,11 +98,9 @@ def test_a_run_killed_after_publishing_goes_back_to_its_checkpoint_and_replays(t
     settings = small_settings(
         max_steps=5, trainer__checkpoints__interval=100, trainer__checkpoints__keep_last=9, **QUICK
     )
-    spool(paths, range(3, 6))
     train(settings, paths)
     first = latest(paths)
     (paths.checkpoint(5) / "COMPLETE").unlink()
-    spool(paths, range(3, 6))
     train(settings, paths)
     again = latest(paths)
     assert first is not None and again is not None and first.fingerprint == again.fingerprint
@@ -119,20 +115,20 @@ def test_a_half_written_checkpoint_is_ignored_and_removed(tmp_path: Path) -> Non
     half.mkdir(parents=True)
     (half / "__0_0.distcp").write_bytes(b"half")
     train(small_settings(max_steps=3, **QUICK), paths)
-    assert complete_steps(paths)[-1] == 3 and not half.exists()
+    assert paths.complete_checkpoints()[-1] == 3 and not half.exists()
 
 
-def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+def test_a_run_without_its_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: Path) -> None:
     paths = run_paths(tmp_path)
-    spool(paths, range(1, 4))
-    train(small_settings(max_steps=2, trainer__checkpoints__interval=1, **QUICK), paths)
-    (paths.checkpoint(2) / "trainer" / "__0_0.distcp").unlink()
-    with pytest.raises(HeadwayError, match=r"step_000002 is damaged .* remove it to continue from the checkpoint"):
-        train(small_settings(max_steps=3, **QUICK), paths)
-    shutil.rmtree(paths.checkpoint(2))
-    spool(paths, range(2, 4))
-    train(small_settings(max_steps=3, **QUICK), paths)
-    assert complete_steps(paths)[-1] == 3
+    spool(paths, range(1, 7))  # once: nobody sends an old batch again
+    train(small_settings(max_steps=4, trainer__checkpoints__interval=2, **QUICK), paths)
+    (paths.checkpoint(4) / "trainer" / "__0_0.distcp").unlink()
+    with pytest.raises(HeadwayError, match=r"step_000004 is damaged .* remove it to continue from the checkpoint"):
+        train(small_settings(max_steps=6, **QUICK), paths)
+    shutil.rmtree(paths.checkpoint(4))
+    train(small_settings(max_steps=6, **QUICK), paths)
+    assert paths.complete_checkpoints() == [2, 6]
+    assert [line["step"] for line in read_metrics(paths.metrics / "trainer.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -150,7 +146,7 @@ def test_checkpoints_are_kept_by_number_and_interval(tmp_path: Path) -> None:
     spool(paths, range(1, 8))
     keep = {"interval": 1, "keep_last": 2, "keep_interval": 3, "export_interval": 4}
     train(small_settings(max_steps=7, trainer__checkpoints=keep, **QUICK), paths)
-    assert complete_steps(paths) == [3, 6, 7]
+    assert paths.complete_checkpoints() == [3, 6, 7]
     assert sorted(folder.name for folder in paths.exports.iterdir()) == ["step_000004", "step_000007"]
 
 
@@ -198,4 +194,4 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     train(small_settings(max_steps=2, **QUICK), paths)
     (paths.control / "stop").touch()
     train(small_settings(max_steps=9, **QUICK), paths)
-    assert complete_steps(paths) == [2] and not (paths.exports / "step_000009").exists()
+    assert paths.complete_checkpoints() == [2] and not (paths.exports / "step_000009").exists()

@@ -4,6 +4,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+CHECKPOINT_MARKER = "COMPLETE"
+"""File that a checkpoint gets last: without it the folder is half-written, and nobody reads it."""
+
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -78,7 +81,7 @@ class RunPaths:
 
     def complete_checkpoints(self) -> list[int]:
         """Steps whose checkpoint is whole, in order: the marker is written last."""
-        found = (_STEP.fullmatch(marker.parent.name) for marker in self.checkpoints.glob("step_*/COMPLETE"))
+        found = (_STEP.fullmatch(marker.parent.name) for marker in self.checkpoints.glob(f"step_*/{CHECKPOINT_MARKER}"))
         return sorted(int(match[1]) for match in found if match)
 
     def spooled_batches(self) -> list[int]:

@@ -4,7 +4,6 @@ A checkpoint is a folder that torch's distributed checkpointing fills, any numbe
 marker comes last: a folder without one is half-written, and never read.
 """
 
-import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,13 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from headway.config.trainer import CheckpointSettings, TrainSettings
 from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
-from headway.core.runs import RunPaths
+from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
-MARKER = "COMPLETE"
 FOLDER = "trainer"
-_STEP = re.compile(r"step_(\d{6,})")
 
 
 class Marker(msgspec.Struct):
@@ -38,11 +35,6 @@ class Marker(msgspec.Struct):
     bad_steps: int
     seed: int
     origin: dict[str, Any]
-
-
-def complete_steps(paths: RunPaths) -> list[int]:
-    """Steps that have a complete checkpoint, in order."""
-    return [step for step in _all_steps(paths) if (paths.checkpoint(step) / MARKER).is_file()]
 
 
 class Checkpoints:
@@ -64,7 +56,7 @@ class Checkpoints:
         if self._ranks.is_main:
             _remove_unfinished(self._paths)
         self._ranks.barrier()
-        steps = complete_steps(self._paths)
+        steps = self._paths.complete_checkpoints()
         if steps:
             self.load(state, steps[-1])
         return bool(steps)
@@ -73,7 +65,7 @@ class Checkpoints:
         """Load the complete checkpoint of `step` into `state`. Only reads, so the run may be going on."""
         folder = self._paths.checkpoint(step)
         try:
-            marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+            marker = msgspec.json.decode((folder / CHECKPOINT_MARKER).read_bytes(), type=Marker)
             _refuse_others(folder, marker.origin, origin_of(state, self._settings))
             load(_tensors(state), storage_reader=FileSystemReader(folder / FOLDER), process_group=self._group)
         except (CheckpointException, msgspec.DecodeError, OSError) as error:
@@ -86,7 +78,7 @@ class Checkpoints:
         """Take a copy of the state now and write it in the background, after the one that is being written."""
         self.wait()
         folder = self._paths.checkpoint(state.step)
-        if (folder / MARKER).is_file():
+        if (folder / CHECKPOINT_MARKER).is_file():
             return
         if self._ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -116,17 +108,14 @@ class Checkpoints:
         # Returns on the first rank when all ranks have written and the index of what they wrote is on disk.
         save(dict(tensors), storage_writer=writer, process_group=self._group)
         if self._ranks.is_main:
-            write_atomic(folder / MARKER, msgspec.json.encode(marker))
-            self._forget_older(marker.step)
+            write_atomic(folder / CHECKPOINT_MARKER, msgspec.json.encode(marker))
+            self._remove_superseded()
 
-    def _forget_older(self, step: int) -> None:
-        from headway.transport.rollouts.spool import Spool
-
-        for old in superseded(complete_steps(self._paths), self._keep):
+    def _remove_superseded(self) -> None:
+        for old in superseded(self._paths.complete_checkpoints(), self._keep):
             folder = self._paths.checkpoint(old)
-            (folder / MARKER).unlink(missing_ok=True)
+            (folder / CHECKPOINT_MARKER).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
-        Spool(self._paths).prune(step)
 
 
 def superseded(steps: list[int], keep: CheckpointSettings) -> list[int]:
@@ -178,13 +167,7 @@ def _tensors(state: TrainState) -> dict[str, Tensor]:
     return weights | {f"optimizer.{name}": tensor for name, tensor in state.optimizer.state_tensors().items()}
 
 
-def _all_steps(paths: RunPaths) -> list[int]:
-    if not paths.checkpoints.is_dir():
-        return []
-    matches = (_STEP.fullmatch(entry.name) for entry in paths.checkpoints.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
-
-
 def _remove_unfinished(paths: RunPaths) -> None:
-    for step in set(_all_steps(paths)) - set(complete_steps(paths)):
-        shutil.rmtree(paths.checkpoint(step), ignore_errors=True)
+    for folder in paths.checkpoints.glob("step_*"):
+        if folder.name.removeprefix("step_").isdigit() and not (folder / CHECKPOINT_MARKER).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
