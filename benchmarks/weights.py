@@ -23,10 +23,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights, WeightTransport
+from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights, WeightTransport
 from headway.core.runs import RunPaths
-from headway.transport.weights import checksum_device, fingerprint, make_receiver, make_sender
-from headway.transport.weights.checksum_device import DeviceCount, Parts
+from headway.transport.weights import fingerprint, make_receiver, make_sender
+from headway.transport.weights.fingerprint import device as checksum_device
+from headway.transport.weights.fingerprint.device import DeviceCount, Parts
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 2
@@ -86,7 +87,7 @@ def _copy_many(parts: Parts) -> Any:
     if not parts.copies:
         return None
     # There is no Triton without a GPU.
-    from headway.transport.weights.checksum_triton import pass_by_triton
+    from headway.transport.weights.fingerprint.triton_kernel import pass_by_triton
 
     return pass_by_triton(parts, count=False)
 
@@ -159,7 +160,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu", help="where the trainer's and the engine's weights are")
-    parser.add_argument("--transports", nargs="+", default=["shared_memory", "collective", "filesystem"])
+    parser.add_argument("--transports", nargs="+", default=["shared_memory", "point_to_point", "filesystem"])
     parser.add_argument("--output", type=Path, default=RESULTS / "weights.json")
     options = parser.parse_args()
     named = tensors_of(options.megabytes, options.device)
@@ -171,7 +172,7 @@ def main() -> None:
         "bytes": sum(tensor.nbytes for tensor in named.values()),
         "transports": {},
     }
-    for settings in (SharedMemoryWeights(), CollectiveWeights(), FilesystemWeights()):
+    for settings in (SharedMemoryWeights(), PointToPointWeights(), FilesystemWeights()):
         if settings.type in options.transports:
             result["transports"][settings.type] = measure(settings, named, target, options.rounds)
     options.output.parent.mkdir(exist_ok=True)

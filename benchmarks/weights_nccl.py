@@ -1,4 +1,4 @@
-"""Weights from a trainer's process to an engine's by the collective transport, both on one GPU.
+"""Weights from a trainer's process to an engine's by the point_to_point transport, both on one GPU.
 
     python benchmarks/weights_nccl.py
 
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headway.config.shared import CollectiveWeights
+from headway.config.shared import PointToPointWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import make_receiver, make_sender
@@ -77,7 +77,7 @@ def _ask(other: tuple[Any, Connection], message: Any) -> Any:
 
 def _train(pipe: Connection, megabytes: int, folder: str) -> None:
     named = tensors_of(megabytes, "cuda")
-    sender = make_sender(CollectiveWeights(), RunPaths(Path(folder)))
+    sender = make_sender(PointToPointWeights(), RunPaths(Path(folder)))
     while True:
         version = pipe.recv()
         torch.cuda.synchronize()

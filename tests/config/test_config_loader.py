@@ -204,6 +204,7 @@ def test_wrong_values_say_where_and_what(tmp_path: Path) -> None:
     assert refusal(*wrong).endswith("(got 'long')")
     assert refusal("--placement.device", "tpu").startswith("--placement.device should be 'auto', 'cpu' or 'cuda'")
     assert refusal("--trainer.optim.type", "adam").startswith("--trainer.optim.type must be one of adamw, muon")
+    assert refusal("--weights.type", "collective") == '--weights.type "collective" is now called "point_to_point"'
     assert refusal("--inference.port", "70000").startswith("--inference.port should be less than or equal to 65535")
     assert "should be a valid list" in refusal(*layer(tmp_path, "b.toml", '[orchestrator.envs]\nid = "a"\n'))
 

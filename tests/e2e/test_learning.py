@@ -42,7 +42,7 @@ def test_on_policy(run_rl: RunRl, flags: tuple[str, ...]) -> None:
 
 
 def test_off_policy_by_up_to_eight_versions(run_rl: RunRl) -> None:
-    run = run_rl("--max_steps", "40", "--orchestrator.max_lag", "8", "--weights.type", "collective")
+    run = run_rl("--max_steps", "40", "--orchestrator.max_lag", "8", "--weights.type", "point_to_point")
     assert_learned(run, by=0.1)
     assert 0 < max(run.column("orchestrator", "lag/max")) <= 8
 

@@ -18,7 +18,7 @@ from headway.monitor.runs import create_run
 from headway.orchestrator.collect.records import read_records, rollout_file
 from headway.rendering.tiny import save_tiny_tokenizer
 from headway.transport.rollouts import make_receiver
-from headway.transport.weights.announce import announce
+from headway.transport.weights.announcements import announce
 
 SETTINGS = """
 max_steps = 5

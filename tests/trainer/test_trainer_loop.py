@@ -19,7 +19,7 @@ from headway.monitor.metrics import read_metrics
 from headway.trainer.loop import train
 from headway.transport.rollouts import RankBatch, make_sender
 from headway.transport.weights import make_receiver
-from headway.transport.weights.announce import announced, latest, read
+from headway.transport.weights.announcements import announced, latest, read
 
 QUICK = {"trainer__optim__lr": 1e-3}
 

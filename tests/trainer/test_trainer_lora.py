@@ -12,7 +12,7 @@ from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
 from headway.trainer.loop import train
 from headway.transport.weights import make_receiver
-from headway.transport.weights.announce import latest, read
+from headway.transport.weights.announcements import latest, read
 
 LORA = {"model__lora__rank": 4, "model__lora__alpha": 8.0, "trainer__optim__lr": 1e-2}
 

@@ -19,7 +19,7 @@ from headway.trainer.publisher import Publisher
 from headway.trainer.state import TrainState, build_state
 from headway.trainer.step import Stepper
 from headway.transport.rollouts import RankBatch
-from headway.transport.weights.announce import latest
+from headway.transport.weights.announcements import latest
 
 MODELS = ["tiny", "tiny-llama", "tiny-moe"]
 
@@ -107,7 +107,7 @@ def published(folder: Path, **changes: Any) -> WeightProbe | None:
     return update.probe
 
 
-@pytest.mark.parametrize("transport", ["filesystem", "shared_memory", "collective"])
+@pytest.mark.parametrize("transport", ["filesystem", "shared_memory", "point_to_point"])
 def test_every_transport_announces_the_probe(tmp_path: Path, transport: str) -> None:
     settings = small_settings()
     with joined(settings.placement) as ranks:

@@ -15,7 +15,7 @@ from headway.trainer.parallel.ranks import joined
 from headway.trainer.publisher import Publisher
 from headway.trainer.state import build_state
 from headway.transport.weights import make_receiver
-from headway.transport.weights.announce import latest
+from headway.transport.weights.announcements import latest
 
 MODELS = ["tiny", "tiny-llama", "tiny-moe"]
 
@@ -53,7 +53,7 @@ def test_every_layout_publishes_the_same_weights(tmp_path: Path) -> None:
                 assert torch.equal(got[name].view(tensor.shape), tensor), name
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+@pytest.mark.parametrize("transport", ["point_to_point", "shared_memory"])
 def test_the_other_transports_take_what_the_publisher_gives(tmp_path: Path, transport: str) -> None:
     settings = small_settings(weights={"type": transport})
     paths = run_paths(tmp_path)

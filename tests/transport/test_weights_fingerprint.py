@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.transport.weights import checksum_host
-from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Tally, tally
-from headway.transport.weights.checksum_device import DeviceCount, count_by_torch, in_one_pass
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
+from headway.transport.weights.fingerprint import host as checksum_host
+from headway.transport.weights.fingerprint.device import DeviceCount, count_by_torch, in_one_pass
+from headway.transport.weights.fingerprint.reference import KEYS, MASK, ROW, ROW_BYTES, Tally, tally
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights, WeightTransport
+from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights, WeightTransport
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
@@ -87,7 +87,7 @@ def test_another_process_gets_what_a_trainer_published_on_its_gpu(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "settings", [FilesystemWeights(), SharedMemoryWeights(), CollectiveWeights()], ids=lambda settings: settings.type
+    "settings", [FilesystemWeights(), SharedMemoryWeights(), PointToPointWeights()], ids=lambda settings: settings.type
 )
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_every_transport_takes_weights_from_a_gpu(settings: WeightTransport, device: str, tmp_path: Path) -> None:

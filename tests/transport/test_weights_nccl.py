@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.config.shared import CollectiveWeights
+from headway.config.shared import PointToPointWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights import collective, make_receiver, make_sender, pairing
-from headway.transport.weights.announce import latest
+from headway.transport.weights import make_receiver, make_sender, pairing, point_to_point
+from headway.transport.weights.announcements import latest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ STEPS = 3
 SETTINGS = {
     "model": {"path": "tiny", "dtype": "float32"},
     "seq_len": 64,
-    "weights": {"type": "collective"},
+    "weights": {"type": "point_to_point"},
     "trainer": {"optim": {"type": "sgd", "lr": 0.05}},
 }
 LENGTHS = [[9, 17, 4], [24, 5], [30], [3, 3, 12, 8]]
@@ -90,7 +90,7 @@ def _weights(seed: int) -> dict[str, Tensor]:
 
 
 def _publish(pipe: Connection, root: str) -> None:
-    sender = make_sender(CollectiveWeights(), RunPaths(Path(root)))
+    sender = make_sender(PointToPointWeights(), RunPaths(Path(root)))
     while (version := pipe.recv()) is not None:
         on_gpu = {name: tensor.cuda() for name, tensor in _weights(version).items()}
         pipe.send(msgspec.json.encode(sender.publish(version, on_gpu.items())))
@@ -98,13 +98,13 @@ def _publish(pipe: Connection, root: str) -> None:
 
 def _fetch(pipe: Connection, places: dict[str, Tensor]) -> None:
     """An engine: what an update brought, and the backends that it came by."""
-    used, paired = set(), collective.paired
+    used, paired = set(), point_to_point.paired
 
     def noted(*args: Any) -> Any:
         used.add(args[-1])
         return paired(*args)
 
-    collective.paired = noted
+    point_to_point.paired = noted
     places = {name: tensor.cuda() for name, tensor in places.items()}
     receiver = make_receiver("cuda")
     while (body := pipe.recv()) is not None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights
+from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import make_receiver, make_sender
-from headway.transport.weights.announce import latest
+from headway.transport.weights.announcements import latest
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.shards import Shard as WeightShard
 from headway.transport.weights.shards import parts_of, shards
@@ -25,7 +25,7 @@ from headway.transport.weights.shards import parts_of, shards
 SETTINGS = {
     "filesystem": FilesystemWeights(),
     "shared_memory": SharedMemoryWeights(),
-    "collective": CollectiveWeights(),
+    "point_to_point": PointToPointWeights(),
 }
 
 

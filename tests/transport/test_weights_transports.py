@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.config.shared import CollectiveWeights, FilesystemWeights, SharedMemoryWeights, WeightTransport
+from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights, WeightTransport
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import make_receiver, make_sender, pairing, segments, shared_memory
-from headway.transport.weights.announce import announced, latest, withdraw
+from headway.transport.weights.announcements import announced, latest, withdraw
 from headway.transport.weights.channels import backend_between
-from headway.transport.weights.collective import CollectiveSender
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.mappings import Mappings
+from headway.transport.weights.point_to_point import PointToPointSender
 
-TRANSPORTS = [FilesystemWeights(), SharedMemoryWeights(), CollectiveWeights()]
+TRANSPORTS = [FilesystemWeights(), SharedMemoryWeights(), PointToPointWeights()]
 every_transport = pytest.mark.parametrize("settings", TRANSPORTS, ids=lambda settings: settings.type)
 
 
@@ -115,7 +115,7 @@ def test_where_tensors_lie_is_worked_out_once_as_long_as_they_lie_alike(paths: R
     sender.close()
 
 
-@pytest.mark.parametrize("settings", [SharedMemoryWeights(), CollectiveWeights()], ids=lambda settings: settings.type)
+@pytest.mark.parametrize("settings", [SharedMemoryWeights(), PointToPointWeights()], ids=lambda settings: settings.type)
 def test_a_version_in_memory_does_not_wait_for_the_disk(
     settings: WeightTransport, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,14 +358,14 @@ def test_segments_of_a_killed_trainer_are_readable_until_the_next_start_sweeps_t
 
 
 @pytest.fixture
-def collective(paths: RunPaths) -> Iterator[CollectiveSender]:
-    sender = CollectiveSender(CollectiveWeights(), paths, slab_bytes=4096)
+def sender(paths: RunPaths) -> Iterator[PointToPointSender]:
+    sender = PointToPointSender(PointToPointWeights(), paths, slab_bytes=4096)
     yield sender
     sender.close()
 
 
-def test_several_engines_fetch_at_once(collective: CollectiveSender) -> None:
-    update = collective.publish(1, _weights(1).items())
+def test_several_engines_fetch_at_once(sender: PointToPointSender) -> None:
+    update = sender.publish(1, _weights(1).items())
     got: list[bool] = []
     engines = [threading.Thread(target=lambda: got.append(_same(_receive(update), _weights(1)))) for _ in range(4)]
     for engine in engines:
@@ -381,22 +381,22 @@ def _take_one_and_die(update: bytes) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_engine_that_dies_halfway_disturbs_nobody(collective: CollectiveSender) -> None:
-    update = collective.publish(1, [("big", torch.ones(40_000)), *_weights(1).items()])
+def test_an_engine_that_dies_halfway_disturbs_nobody(sender: PointToPointSender) -> None:
+    update = sender.publish(1, [("big", torch.ones(40_000)), *_weights(1).items()])
     body = json.dumps({"version": 1, "fingerprint": update.fingerprint, "transport": update.transport}).encode()
     engine = multiprocessing.get_context("spawn").Process(target=_take_one_and_die, args=(body,))
     engine.start()
     engine.join()
     assert engine.exitcode == -signal.SIGKILL
     for version in range(2, 6):
-        assert _same(_receive(collective.publish(version, _weights(version).items())), _weights(version))
+        assert _same(_receive(sender.publish(version, _weights(version).items())), _weights(version))
 
 
-def test_a_reader_of_an_old_version_is_not_disturbed_by_new_ones(collective: CollectiveSender) -> None:
-    reading = make_receiver().receive(collective.publish(1, _weights(1).items()))
+def test_a_reader_of_an_old_version_is_not_disturbed_by_new_ones(sender: PointToPointSender) -> None:
+    reading = make_receiver().receive(sender.publish(1, _weights(1).items()))
     received = [next(reading)]
     for version in range(2, 5):
-        collective.publish(version, _weights(version).items())
+        sender.publish(version, _weights(version).items())
     received += list(reading)
     assert _same(dict(received), _weights(1))
 
@@ -407,21 +407,21 @@ def test_two_gpus_are_connected_by_nccl_and_everything_else_by_gloo() -> None:
 
 
 def test_tensors_that_straddle_chunks_arrive_in_their_places(
-    collective: CollectiveSender, monkeypatch: pytest.MonkeyPatch
+    sender: PointToPointSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.transport.weights.collective.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("headway.transport.weights.point_to_point.CHUNK_BYTES", 1024)
     weights = _weights(1) | {"long": torch.randn(3000, generator=torch.Generator().manual_seed(3))}
     places = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
     receiver = make_receiver()
     for version in (1, 2):
-        received = dict(receiver.receive(collective.publish(version, weights.items()), places))
+        received = dict(receiver.receive(sender.publish(version, weights.items()), places))
         assert _same(received, weights) and _same(places, weights)
     assert received["long"].data_ptr() == places["long"].data_ptr()
-    assert _same(dict(receiver.receive(collective.publish(3, weights.items()))), weights)
+    assert _same(dict(receiver.receive(sender.publish(3, weights.items()))), weights)
 
 
 def test_fetching_from_a_trainer_that_is_gone_fails_in_bounded_time(paths: RunPaths) -> None:
-    sender = CollectiveSender(CollectiveWeights(), paths)
+    sender = PointToPointSender(PointToPointWeights(), paths)
     update = sender.publish(1, _weights(1).items())
     sender.close()
     with pytest.raises(HeadwayError, match="could not be fetched"):

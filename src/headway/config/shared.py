@@ -101,29 +101,29 @@ class ZmqRollouts(Settings):
 
 
 class FilesystemWeights(Settings):
-    """As checkpoints in the run folder."""
+    """As safetensors files in the run folder."""
 
     type: Literal["filesystem"] = "filesystem"
     keep_last: int = Field(default=2, ge=1)
-    """Published versions kept on disk."""
+    """Published versions kept on disk, at least two."""
 
 
-class CollectiveWeights(Settings):
-    """By broadcast, from memory to memory."""
+class PointToPointWeights(Settings):
+    """From the memory of each trainer process to each engine: NCCL between two GPUs, gloo otherwise."""
 
-    type: Literal["collective"] = "collective"
+    type: Literal["point_to_point"] = "point_to_point"
     host: str = "127.0.0.1"
-    """Address at which the trainer meets the engines."""
+    """Address at which the trainer listens for engines."""
 
 
 class SharedMemoryWeights(Settings):
-    """Through shared memory on one machine."""
+    """Through shared memory of one host, or of one GPU."""
 
     type: Literal["shared_memory"] = "shared_memory"
 
 
 RolloutTransport = Annotated[FilesystemRollouts | ZmqRollouts, Field(discriminator="type")]
-WeightTransport = Annotated[FilesystemWeights | CollectiveWeights | SharedMemoryWeights, Field(discriminator="type")]
+WeightTransport = Annotated[FilesystemWeights | PointToPointWeights | SharedMemoryWeights, Field(discriminator="type")]
 
 
 class SharedSettings(Settings):

@@ -117,7 +117,7 @@ class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
 class WeightUpdate(msgspec.Struct, omit_defaults=True):
     """The body of POST /weights, and what the trainer announces.
 
-    `transport` has a `type` ("filesystem", "collective", "shared_memory") and what that one needs to fetch
+    `transport` has a `type` ("filesystem", "point_to_point", "shared_memory") and what that one needs to fetch
     the tensors. `adapter` names the LoRA adapter that is updated; None updates the base weights. An engine that
     can't reproduce `probe` with what it received refuses the version.
     """

@@ -138,7 +138,7 @@ async def _catch_up(engine: Engine, run: RunPaths | None) -> None:
     """An engine that joins a run late starts from its latest weights. The orchestrator sends later ones."""
     if run is None:
         return
-    from headway.transport.weights.announce import latest
+    from headway.transport.weights.announcements import latest
 
     update = latest(run)
     if update is None:

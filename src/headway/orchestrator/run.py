@@ -36,7 +36,7 @@ from headway.orchestrator.parts import Parts
 from headway.rendering.base import Renderer
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
-from headway.transport.weights.announce import latest
+from headway.transport.weights.announcements import latest
 
 log = logging.getLogger("headway.orchestrator")
 T = TypeVar("T")

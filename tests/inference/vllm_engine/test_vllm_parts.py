@@ -21,10 +21,10 @@ from vllm_harness import TIED, make
 
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import (
-    CollectiveWeights,
     FilesystemWeights,
     LoraSettings,
     ModelSettings,
+    PointToPointWeights,
     SharedMemoryWeights,
     WeightTransport,
 )
@@ -242,7 +242,7 @@ def test_only_a_whole_version_of_this_model_is_staged(tmp_path: Path) -> None:
         Stager(shapes).weights(msgspec.structs.replace(update, fingerprint="f" * 32))
 
 
-@pytest.mark.parametrize("transport", [FilesystemWeights(), SharedMemoryWeights(), CollectiveWeights()])
+@pytest.mark.parametrize("transport", [FilesystemWeights(), SharedMemoryWeights(), PointToPointWeights()])
 def test_versions_come_by_every_transport(tmp_path: Path, transport: WeightTransport) -> None:
     tensors = dict(hf_tensors(make(TIED, 1)))
     sender = make_sender(transport, RunPaths(tmp_path))

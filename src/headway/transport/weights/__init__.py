@@ -15,13 +15,13 @@ def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "polic
         from headway.transport.weights.shared_memory import SharedMemorySender
 
         return SharedMemorySender(paths, policy)
-    from headway.transport.weights.collective import CollectiveSender
+    from headway.transport.weights.point_to_point import PointToPointSender
 
-    return CollectiveSender(settings, paths, policy)
+    return PointToPointSender(settings, paths, policy)
 
 
 def make_receiver(device: str = "cpu") -> WeightReceiver:
     """An engine's side: takes updates of any transport to `device` and proves each by its fingerprint there."""
-    from headway.transport.weights.receiver import Receiver
+    from headway.transport.weights.receive import Receiver
 
     return Receiver(device)

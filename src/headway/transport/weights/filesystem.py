@@ -15,7 +15,7 @@ from headway.core.errors import HeadwayError
 from headway.core.files import sync_directory, write_atomic
 from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights.announce import announce, announced, withdraw
+from headway.transport.weights.announcements import announce, announced, withdraw
 from headway.transport.weights.base import NamedTensors
 from headway.transport.weights.fingerprint import Fingerprint, TensorSum, dtype_name
 from headway.transport.weights.layout import Arrival, Layout, Part, RankParts, gather_layout

@@ -23,7 +23,7 @@ from headway.core.files import write_atomic
 from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import segments
-from headway.transport.weights.announce import announce, announced, withdraw
+from headway.transport.weights.announcements import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES
 from headway.transport.weights.base import NamedTensors
 from headway.transport.weights.buffers import Buffer
@@ -159,7 +159,7 @@ def fetch(update: WeightUpdate, mappings: Mappings) -> tuple[Layout, Iterator[Ar
     if host != socket.gethostname():
         raise HeadwayError(
             f"weights are in the memory of {host}, this engine runs on {socket.gethostname()}; "
-            'set weights.type = "collective" or "filesystem"'
+            'set weights.type = "point_to_point" or "filesystem"'
         )
     table = segments.table(prefix, buffer)
     posted = _posted(table, update)

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from headway.transport.weights.checksum import MIX, ROW, ROW_BYTES, STEP, Words
-from headway.transport.weights.checksum_device import UNIT, Parts, Pending, keys_on, signed, words_of
+from headway.transport.weights.fingerprint.device import UNIT, Parts, Pending, keys_on, signed, words_of
+from headway.transport.weights.fingerprint.reference import MIX, ROW, ROW_BYTES, STEP, Words
 
 Ints = NDArray[np.int64]
 

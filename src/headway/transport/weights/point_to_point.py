@@ -15,11 +15,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.config.shared import CollectiveWeights
+from headway.config.shared import PointToPointWeights
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights.announce import announce, announced, withdraw
+from headway.transport.weights.announcements import announce, announced, withdraw
 from headway.transport.weights.arena import SLAB_BYTES
 from headway.transport.weights.base import NamedTensors
 from headway.transport.weights.channels import AHEAD, backend_between, gpu_name, receive, send
@@ -45,11 +45,11 @@ class _Request(msgspec.Struct, frozen=True):
     gpu: str = ""
 
 
-class CollectiveSender:
+class PointToPointSender:
     """Rank 0 holds the store; every rank holds and sends its own shards."""
 
     def __init__(
-        self, settings: CollectiveWeights, paths: RunPaths, policy: str = "policy", slab_bytes: int = SLAB_BYTES
+        self, settings: PointToPointWeights, paths: RunPaths, policy: str = "policy", slab_bytes: int = SLAB_BYTES
     ) -> None:
         self._paths = paths
         self._policy = policy
@@ -79,7 +79,7 @@ class CollectiveSender:
         layout = gather_layout(mine, self._ranks)
         self._shelf.put(version, layout, arena)
         barrier()  # an engine that reads the announcement finds every rank ready
-        transport = {"type": "collective", "host": self._host, "port": self._port}
+        transport = {"type": "point_to_point", "host": self._host, "port": self._port}
         update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter, probe=probe)
         on_rank_zero(lambda: self._post(update, layout))
         self._last = update

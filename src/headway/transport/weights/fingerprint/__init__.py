@@ -16,9 +16,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import Tally
-from headway.transport.weights.checksum_device import DeviceCount, in_one_pass
-from headway.transport.weights.checksum_host import begin
+from headway.transport.weights.fingerprint.device import DeviceCount, in_one_pass
+from headway.transport.weights.fingerprint.host import begin
+from headway.transport.weights.fingerprint.reference import Tally
 
 _AT_ONCE = 1024
 """Parts that are counted before their results are worked up together, which bounds what they hold."""

@@ -18,7 +18,7 @@ Fetched = tuple[Layout, Iterator[Arrival]]
 Fetch = Callable[[WeightUpdate, Mappings], Fetched]
 """What every transport's module offers: what is to come, and the parts as they come."""
 
-WAYS = ("filesystem", "shared_memory", "collective")
+WAYS = ("filesystem", "shared_memory", "point_to_point")
 _NAMED = 5
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.transport.weights.checksum import KEYS, MIX, ROW, ROW_BYTES, STEP, Tally, Words, tally
+from headway.transport.weights.fingerprint.reference import KEYS, MIX, ROW, ROW_BYTES, STEP, Tally, Words, tally
 
 _CHUNK = 1 << 13
 """Rows per round (32 MiB), which bounds what torch's operations write on their way."""
@@ -115,7 +115,7 @@ def in_one_pass(data: Tensor, copy: Tensor, offset: int) -> bool:
 def count_many(parts: Parts) -> Pending:
     """Begin to count, and to copy where there are copies."""
     if parts.data[0].is_cuda and _triton_installed():
-        from headway.transport.weights.checksum_triton import pass_by_triton
+        from headway.transport.weights.fingerprint.triton_kernel import pass_by_triton
 
         with torch.cuda.device(parts.data[0].device):
             return pass_by_triton(parts)

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from headway.core.compiler import shared_library
 from headway.core.errors import HeadwayError
-from headway.transport.weights.checksum import KEYS, MASK, ROW, ROW_BYTES, Sums, Tally, Words, scramble, tally
+from headway.transport.weights.fingerprint.reference import (
+    KEYS,
+    MASK,
+    ROW,
+    ROW_BYTES,
+    Sums,
+    Tally,
+    Words,
+    scramble,
+    tally,
+)
 
 _log = logging.getLogger("headway.weights")
 _SPAN = 64 * ROW_BYTES
