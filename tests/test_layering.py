@@ -23,7 +23,7 @@ FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 PROCESSES = {"trainer", "inference", "orchestrator"}
 KNOWN_CIRCLES = {
     ("orchestrator.run", "orchestrator.loop"),
-    ("transport.weights.checksum_triton", "transport.weights.checksum_device"),
+    ("transport.weights.fingerprint.triton_kernel", "transport.weights.fingerprint.device"),
     ("transport.weights.base", "transport.weights.shards"),
 }
 """Imports that close a circle today. This set only shrinks."""
