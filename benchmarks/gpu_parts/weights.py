@@ -56,7 +56,7 @@ def check() -> list[dict[str, Any]]:
         service = _service(SHAPES["qwen3-0.6b"])
         update, _ = publish(1, True)
         staged = service._updater.stage(update)
-        service._updater.take_over(staged)
+        service._updater.switch(staged)
         served = fingerprint_of((name, tensor.cpu()) for name, tensor in hf_tensors(service._engine.model)).hexdigest()
         service._updater.close()
     return [{"name": "served weights differ", "error": float(served != update.fingerprint), "tolerance": 0.0}]

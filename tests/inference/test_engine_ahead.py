@@ -48,7 +48,7 @@ def test_who_stops_is_noticed_a_step_late_and_gets_nothing_more() -> None:
     assert ended.finish_reason == "stop"
     assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
     assert len(ended.logprobs) == len(ended.token_ids) == ended.versions[0][1]
-    assert engine.settle() == []
+    assert engine.drain() == []
     again = run_one(engine, prompt(9) + ended.token_ids, 12, temperature=0.0)
     assert again.token_ids == free.token_ids[len(ended.token_ids) :][:12]
 
@@ -60,7 +60,7 @@ def test_the_length_of_a_sequence_is_known_ahead() -> None:
         assert engine.step() == []
     ((_, result),) = engine.step()
     assert len(result.choices[0].token_ids) == 3
-    assert not engine._flights, "no step is launched for nothing"
+    assert not engine._launched, "no step is launched for nothing"
 
 
 def test_tokens_carry_the_version_that_they_were_launched_with() -> None:

@@ -118,7 +118,7 @@ def test_a_stop_ends_a_sequence_although_the_next_step_is_in_the_air() -> None:
     engine = make_engine(model)
     ended = run_one(engine, prompt(9), 30, temperature=0.0, stop_token_ids=(free.token_ids[7],))
     assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[7]) + 1]
-    assert engine.settle() == []
+    assert engine.drain() == []
     assert engine.cache.free_blocks == engine.cache.num_blocks
 
 

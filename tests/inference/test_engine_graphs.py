@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.inference.embedded.running.graphs import Graphs, ladder
+from headway.inference.embedded.running.graphs import Graphs, capture_sizes
 
 
 @given(st.integers(1, 3000), st.data())
 def test_every_step_has_a_size_that_is_little_larger(most: int, data: st.DataObject) -> None:
-    sizes = ladder(most)
+    sizes = capture_sizes(most)
     count = data.draw(st.integers(1, most))
     size = sizes[bisect_left(sizes, count)]
     assert sizes == sorted(set(sizes)) and sizes[-1] == most

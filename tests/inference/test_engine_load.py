@@ -109,4 +109,4 @@ def test_ten_thousand_requests_leave_memory_flat(embedded: EmbeddedServer) -> No
 
     before, after = asyncio.run(body())
     assert after - before < 16e6
-    assert embedded.service.state().kv_usage == 0 and not embedded.service._engine.jobs
+    assert embedded.service.state().kv_usage == 0 and not embedded.service._engine.active

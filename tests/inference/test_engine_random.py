@@ -47,8 +47,8 @@ def test_random_workloads(
             requests[name] = request(tokens, chance.randrange(1, 24), priority=chance.randrange(2), **fields)
             engine.add(requests[name], name)
         events = engine.step()
-        if chance.random() < 0.03 and engine.jobs:
-            name = chance.choice(sorted(engine.jobs))
+        if chance.random() < 0.03 and engine.active:
+            name = chance.choice(sorted(engine.active))
             aborted.add(name)
             events = events + engine.abort(name)
         results |= {job.request_id: event for job, event in events if isinstance(event, Result)}

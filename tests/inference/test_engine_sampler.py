@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.protocol import SamplingParams
-from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.sampler import Sampled, choice_seed, sample, uniform
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.native import library
@@ -14,8 +14,8 @@ from headway.models.native import library
 VOCAB = 23
 
 
-def rows_for(params: list[SamplingParams], seeds: list[int]) -> Rows:
-    rows = Rows(len(params), 4)
+def rows_for(params: list[SamplingParams], seeds: list[int]) -> InputBatch:
+    rows = InputBatch(len(params), 4)
     for index, (own, seed) in enumerate(zip(params, seeds, strict=True)):
         fields = {"request_id": "r", "index": 0, "order": (0, 0, 0), "tokens": [0], "prompt_len": 1}
         sequence = Sequence(**fields, params=own, seed=seed, limit=9, stops=frozenset(), row=index)

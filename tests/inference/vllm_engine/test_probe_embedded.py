@@ -10,7 +10,7 @@ from proof_helpers import Updates
 from headway.core.errors import HeadwayError
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
 from headway.inference.embedded.updates.probe import check_probe
-from headway.inference.embedded.updates.updates import Updater
+from headway.inference.embedded.updates.updater import Updater
 from headway.inference.engine import UpdateError
 from headway.models.checkpoints.folders import load_model
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
@@ -27,7 +27,7 @@ def test_what_the_trainer_publishes_passes(tmp_path: Path, model: str) -> None:
     with Updates(tmp_path, model) as updates:
         update = updates.next()
         assert update.probe is not None
-        updater.take_over(updater.stage(update))
+        updater.switch(updater.stage(update))
     assert engine.version == 1
 
 
@@ -58,5 +58,5 @@ def test_an_update_without_a_probe_is_taken_as_before(tmp_path: Path) -> None:
     engine = EmbeddedEngine(load_model(resolve_model("tiny")).eval(), LIMITS)
     updater = Updater(engine)
     with Updates(tmp_path, "tiny") as updates:
-        updater.take_over(updater.stage(msgspec.structs.replace(updates.next(), probe=None)))
+        updater.switch(updater.stage(msgspec.structs.replace(updates.next(), probe=None)))
     assert engine.version == 1

@@ -1,4 +1,4 @@
-"""The engine itself: requests in, tokens out, step by step. Knows neither threads nor sockets."""
+"""The engine: requests in, tokens out, step by step. It has no threads and no sockets."""
 
 import logging
 import random
@@ -10,26 +10,26 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.protocol import GenerateRequest
-from headway.inference.embedded.running.flight import Flight
-from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.running.drawer import HostTokens, PendingTokens
+from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.running.sampler import choice_seed
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
-from headway.inference.embedded.scheduling.scheduler import Limits, Scheduler, Step
+from headway.inference.embedded.scheduling.scheduler import Scheduler, SchedulerLimits, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
-from headway.inference.embedded.updates.adapters import Adapters
+from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
 from headway.models import kernels
 from headway.models.decoder import DecoderLM
 
-logger = logging.getLogger("headway.inference")
+logger = logging.getLogger(__name__)
 
 _RATE_WINDOW = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class ActiveRequest:
     """One request and its sequences, one for each of its `n` choices."""
 
     request_id: str
@@ -37,7 +37,16 @@ class Job:
     unfinished: int
 
 
-Event = tuple[Job, Chunk | Result]
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step in flight: `sequences` get one token each, sampled by the weights of `versions`."""
+
+    sequences: list[Sequence]
+    versions: list[int]
+    tokens: PendingTokens | HostTokens | None
+
+
+Event = tuple[ActiveRequest, Chunk | Result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +64,24 @@ class EngineLimits:
 class EmbeddedEngine:
     """Continuous batching over a paged cache. `version` tags every token sampled from now on.
 
-    `depth` is how many steps stay in the air when a step returns: 0 where the host does the work itself, 1 on an
-    accelerator, which then never waits for the host. Whoever stops is noticed that many steps late, and what it got in
-    them is dropped.
+    `depth` is the number of steps in flight when `step` returns: 0 on a CPU, 1 on an accelerator, which then never
+    waits for the host. A finished sequence is noticed that many steps late; its extra tokens are dropped.
     """
 
     def __init__(self, model: DecoderLM, limits: EngineLimits, *, version: int = 0, depth: int | None = None) -> None:
         config = model.config
         self.limits = limits
         self.version = version
-        self.adapters = Adapters(model)
+        self.adapters = ServedAdapters(model)
         self.generated_tokens = 0
-        self.jobs: dict[str, Job] = {}
+        self.active: dict[str, ActiveRequest] = {}
         self.cache = BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
-        self.scheduler = Scheduler(self.cache, Limits(limits.max_running, limits.max_batched_tokens), self._root_of)
+        self.scheduler = Scheduler(
+            self.cache, SchedulerLimits(limits.max_running, limits.max_batched_tokens), self._root_of
+        )
         self.runner = make_runner(model, limits, ahead=bool(depth))
         self.depth = self.runner.depth if depth is None else depth
-        self._flights: deque[Flight] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._eos = frozenset(config.eos_ids)
         self._arrivals = 0
         # Not `secrets`, which asks the system every time and lets another thread take the interpreter meanwhile.
@@ -87,16 +97,16 @@ class EmbeddedEngine:
 
     @property
     def idle(self) -> bool:
-        return not self.jobs
+        return not self.active
 
     @property
     def drained(self) -> bool:
-        """Nothing that had started is unfinished."""
+        """True when every request that had started has finished."""
         return not self.scheduler.running and not any(s.preemptions for s in self.scheduler.waiting)
 
-    def add(self, request: GenerateRequest, request_id: str) -> Job:
-        """Put a checked request in line. Raises RequestError where its adapter is gone or its id is taken."""
-        if request_id in self.jobs:
+    def add(self, request: GenerateRequest, request_id: str) -> ActiveRequest:
+        """Queue a validated request. Raise RequestError if its adapter is gone or its id is taken."""
+        if request_id in self.active:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
         adapter = request.model if request.model in self.adapters else None
         if adapter is None and request.model != POLICY:
@@ -105,69 +115,69 @@ class EmbeddedEngine:
         self._arrivals += 1
         for sequence in sequences:
             self.scheduler.add(sequence)
-        job = self.jobs[request_id] = Job(request_id, sequences, len(sequences))
-        return job
+        active = self.active[request_id] = ActiveRequest(request_id, sequences, len(sequences))
+        return active
 
     def step(self) -> list[Event]:
-        """Launch what is scheduled, and collect what was launched `depth` steps before; returns what requests got."""
-        if self._flights and self.scheduler.crowded():
-            # Someone will give up blocks in the next step, and must not have tokens on their way then.
-            return self.settle()
+        """Launch the next step, collect the one launched `depth` steps before, and return its outputs."""
+        if self._launched and self.scheduler.may_preempt():
+            # A sequence may be preempted in the next step, and must not have tokens in flight then.
+            return self.drain()
         step = self.scheduler.schedule()
         if step.sequences:
-            self._flights.append(self._launch(step))
-        return self._collect() if len(self._flights) > (self.depth if step.sequences else 0) else []
+            self._launched.append(self._launch(step))
+        return self._collect() if len(self._launched) > (self.depth if step.sequences else 0) else []
 
-    def settle(self) -> list[Event]:
-        """Collect all that was launched: what follows sees no step in the air."""
+    def drain(self) -> list[Event]:
+        """Collect every launched step, so that no step is in flight afterwards."""
         events: list[Event] = []
-        while self._flights:
+        while self._launched:
             events += self._collect()
         return events
 
     def abort(self, request_id: str) -> list[Event]:
-        """End a request where it is; its choices finish with "abort"."""
-        job = self.jobs.get(request_id)
-        if job is None:
+        """Stop a request; its unfinished choices end with "abort"."""
+        request = self.active.get(request_id)
+        if request is None:
             return []
-        return self._finish([s for s in job.sequences if s.finish_reason is None], "abort")
+        return self._finish([s for s in request.sequences if s.finish_reason is None], "abort")
 
     def abort_all(self) -> list[Event]:
-        return [event for request_id in list(self.jobs) for event in self.abort(request_id)]
+        return [event for request_id in list(self.active) for event in self.abort(request_id)]
 
-    def reset(self) -> list[Job]:
-        """After a step that failed: forget every request and all that is cached. Returns the requests."""
-        self._flights.clear()
-        jobs = list(self.jobs.values())
-        for job in jobs:
-            for sequence in job.sequences:
+    def reset(self) -> list[ActiveRequest]:
+        """Drop all requests and the whole cache after a failed step. Returns the requests."""
+        self._launched.clear()
+        active = list(self.active.values())
+        for request in active:
+            for sequence in request.sequences:
                 if sequence.finish_reason is None:
                     self.scheduler.remove(sequence)
-        self.jobs.clear()
+        self.active.clear()
         self.cache.forget_all()
-        return jobs
+        return active
 
     def weights_changed(self, version: int) -> None:
-        """Tokens carry `version` from now on. Running sequences keep their KV; new ones never see it."""
+        """Tag tokens with `version` from now on. Running sequences keep their KV; new ones do not reuse it."""
         self.version = version
         self._epoch += 1
         self.cache.forget_all()
 
     def adapter_changed(self, name: str) -> None:
-        """Running sequences of adapter `name` go on with what is in its slot now."""
+        """Point running sequences of adapter `name` to its current slot."""
         for sequence in self.scheduler.running:
             if sequence.adapter == name:
                 self.runner.rows.adapter[sequence.row] = self.adapters.slot(name)
 
     def drop_adapter(self, name: str) -> list[Event]:
-        """Requests that use it are aborted."""
-        users = {s.request_id for job in self.jobs.values() for s in job.sequences if s.adapter == name}
+        """Remove adapter `name` and abort the requests that use it."""
+        users = {s.request_id for request in self.active.values() for s in request.sequences if s.adapter == name}
         events = [event for request_id in users for event in self.abort(request_id)]
         self.adapters.drop(name)
         return events
 
     def tokens_per_second(self) -> float:
-        """Over the last seconds; 0 when nothing was sampled in them. May be asked from another thread."""
+        """Sampling rate over the last seconds; 0 if nothing was sampled. Safe to call from another thread."""
         return self._rate if time.monotonic() - self._counted_at < _RATE_WINDOW else 0.0
 
     def _sequence(self, request: GenerateRequest, request_id: str, index: int, adapter: str | None) -> Sequence:
@@ -194,33 +204,33 @@ class EmbeddedEngine:
         adapter = sequence.adapter
         return root_hash(sequence.salt, adapter, self.adapters.epoch(adapter), self._epoch)
 
-    def _launch(self, step: Step) -> Flight:
-        """Run the model and draw tokens."""
+    def _launch(self, step: Step) -> LaunchedStep:
+        """Run the model and sample tokens."""
         for sequence in step.admitted:
             self.runner.enter(sequence, self.adapters.slot(sequence.adapter))
         with torch.inference_mode():
             logits, drawing, which, positions = self.runner.run(step)
-            draws = self.runner.draw(logits, which, positions) if len(drawing) else None
+            tokens = self.runner.draw(logits, which, positions) if len(drawing) else None
         for sequence, count in zip(step.sequences, step.counts, strict=True):
             sequence.computed += count
         grown = step.sequences if len(drawing) == len(step.sequences) else [step.sequences[i] for i in drawing.tolist()]
         for sequence in grown:
             sequence.ahead += 1
         versions = [self.version if s.adapter is None else self.adapters.version(s.adapter) for s in grown]
-        return Flight(grown, versions, draws)
+        return LaunchedStep(grown, versions, tokens)
 
     def _collect(self) -> list[Event]:
-        """Hand out the tokens of the step that was launched first. What ended since then gets none."""
-        flight = self._flights.popleft()
-        if flight.draws is None:
+        """Append the tokens of the oldest launched step. Sequences that finished since then get none."""
+        launched = self._launched.popleft()
+        if launched.tokens is None:
             return []
-        sampled = flight.draws.result()
+        sampled = launched.tokens.result()
         ended: list[Sequence] = []
         events: list[Event] = []
         grown = 0
-        tops = sampled.top or [[]] * len(flight.sequences)
+        tops = sampled.top or [[]] * len(launched.sequences)
         for sequence, version, token, logprob, top in zip(
-            flight.sequences, flight.versions, sampled.tokens, sampled.logprobs, tops, strict=True
+            launched.sequences, launched.versions, sampled.tokens, sampled.logprobs, tops, strict=True
         ):
             if sequence.finish_reason is not None:
                 continue
@@ -232,25 +242,25 @@ class EmbeddedEngine:
             if last:
                 ended.append(sequence)
             elif sequence.streamed:
-                events.append((self.jobs[sequence.request_id], _chunk(sequence)))
+                events.append((self.active[sequence.request_id], _chunk(sequence)))
         self._count(grown)
         return events + self._finish(ended)
 
     def _finish(self, sequences: Iterable[Sequence], reason: str | None = None) -> list[Event]:
-        """Take sequences out; a request whose last one this is gets its result."""
+        """Remove sequences; a request without unfinished ones gets its result."""
         events: list[Event] = []
         for sequence in sequences:
             if reason == "abort":
                 sequence.finish_reason = "abort"
-            job = self.jobs[sequence.request_id]
+            request = self.active[sequence.request_id]
             sequence.experts = self.runner.experts_of(sequence)
             self.scheduler.remove(sequence)
             if sequence.streamed:
-                events.append((job, _chunk(sequence)))
-            job.unfinished -= 1
-            if job.unfinished == 0:
-                del self.jobs[job.request_id]
-                events.append((job, _result(job)))
+                events.append((request, _chunk(sequence)))
+            request.unfinished -= 1
+            if request.unfinished == 0:
+                del self.active[request.request_id]
+                events.append((request, _result(request)))
         return events
 
     def _count(self, tokens: int) -> None:
@@ -265,7 +275,7 @@ class EmbeddedEngine:
 
 
 def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runner:
-    """The runner of the model's device, with its store of blocks."""
+    """Build the runner for the model's device, with its KV store."""
     weight, config = model.head_weight(), model.config
     on_device = kernels.fused(weight)
     store = KvStore(
@@ -277,16 +287,16 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         dtype=weight.dtype,
         device=weight.device,
     )
-    rows = Rows(limits.max_running, -(-limits.max_model_len // limits.block_size))
+    rows = InputBatch(limits.max_running, -(-limits.max_model_len // limits.block_size))
     if not on_device:
         return Runner(model, store, rows, ahead=ahead)
-    from headway.inference.embedded.running.device import DeviceRunner
+    from headway.inference.embedded.running.device_runner import DeviceRunner
 
     runner = DeviceRunner(model, store, rows)
     try:
-        runner.try_out()
+        runner.warm_up()
     except Exception:
-        logger.exception("fused kernels do not work here; serving with torch's own operations, which is slower")
+        logger.exception("fused kernels failed on this device; serving with slower torch operations instead")
         kernels.give_up()
         return Runner(model, store, rows, ahead=ahead)
     return runner
@@ -305,12 +315,12 @@ def _chunk(sequence: Sequence) -> Chunk:
     )
 
 
-def _result(job: Job) -> Result:
+def _result(request: ActiveRequest) -> Result:
     choices = []
-    for s in job.sequences:
+    for s in request.sequences:
         assert s.finish_reason is not None
         output = s.tokens[s.prompt_len :]
         choices.append(Choice(s.index, output, s.logprobs, s.top_logprobs, s.versions, s.finish_reason, s.experts))
-    first = job.sequences[0]
+    first = request.sequences[0]
     prompt = [None, *first.prompt_logprobs] if first.wants_prompt_logprobs else None
-    return Result(job.request_id, choices, first.cached, prompt)
+    return Result(request.request_id, choices, first.cached, prompt)

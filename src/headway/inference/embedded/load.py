@@ -1,4 +1,4 @@
-"""From a checkpoint folder and settings to an engine that is ready to start."""
+"""Load a checkpoint folder into an engine that is ready to start."""
 
 from pathlib import Path
 
@@ -21,11 +21,11 @@ from headway.transport.weights.fingerprint import fingerprint_of
 _CPU_SHARE = 0.25
 _CUDA_SHARE = 0.85
 _CUDA_BATCH = 8192
-"""Tokens in one step on a GPU where no setting says it: passes over prompts cost the host the same at any size."""
+"""Default tokens per step on a GPU: prefill costs the host the same at any size."""
 
 
 def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
-    """Raises HeadwayError that names what does not fit: files, tensors, memory."""
+    """Load the model and size the engine. Raise HeadwayError naming the file, tensor or memory that does not fit."""
     device = pick_device(settings.placement.device)
     dtype = pick_dtype(settings.model.dtype, device)
     inference = settings.inference
@@ -68,7 +68,7 @@ def free_memory(device: torch.device) -> int:
 def size_engine(
     settings: InferenceSettings, config: ModelConfig, seq_len: int, dtype: torch.dtype, memory: int
 ) -> EngineLimits:
-    """How long sequences may be and how many blocks there are: what fits, and no more than can ever be used."""
+    """Choose the longest sequence and the number of KV blocks that fit, and no more than can ever be used."""
     size = settings.block_size
     max_len = min(seq_len, config.max_len)
     per_token = KvStore.bytes_per_token(config.layers, config.kv_heads, config.head_dim, dtype)

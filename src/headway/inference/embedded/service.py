@@ -1,4 +1,4 @@
-"""The embedded engine as the server sees it: requests wait for their results, updates for their turn."""
+"""The embedded engine behind the server's `Engine` interface: requests await results, updates await a step's end."""
 
 import asyncio
 import random
@@ -10,17 +10,16 @@ from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.thread import EngineThread, Item
-from headway.inference.embedded.updates.updates import Staged, Updater
+from headway.inference.embedded.updates.updater import StagedUpdate, Updater
 from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, Mode, RequestError, Result
 
-Ticket = asyncio.Queue[Item]
+ResultQueue = asyncio.Queue[Item]
 
 
 class EmbeddedService:
     """Implements `inference.engine.Engine` in the event loop, over an engine that steps in a thread of its own.
 
-    Results of a step reach the event loop in one call, so that a token wakes nobody who waits for the whole.
-    `lora` says how adapters are scaled where an update does not say it itself.
+    All results of a step reach the event loop in one call. `lora` gives the scale of adapters whose update names none.
     """
 
     def __init__(
@@ -41,9 +40,9 @@ class EmbeddedService:
         self._adapter_prints: dict[str, tuple[int, str]] = {}
         self._down: str | None = "starting"
         self._updating: str | None = None
-        self._tickets: dict[str, Ticket] = {}
+        self._queues: dict[str, ResultQueue] = {}
         self._in_line = 0
-        """Sequences that were asked for and have not ended."""
+        """Sequences that were submitted and have not finished."""
         self._update_lock = asyncio.Lock()
         self._updates: set[asyncio.Task[WeightReply]] = set()
 
@@ -66,9 +65,9 @@ class EmbeddedService:
 
     async def generate(self, request: GenerateRequest) -> Result:
         item: Item | None = None
-        request_id, ticket = self._submit(request)
+        request_id, queue = self._submit(request)
         try:
-            item = await ticket.get()
+            item = await queue.get()
         finally:
             self._forget(request_id, request, ended=item is not None)
         if isinstance(item, Exception):
@@ -78,10 +77,10 @@ class EmbeddedService:
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         ended = False
-        request_id, ticket = self._submit(request)
+        request_id, queue = self._submit(request)
         try:
             while not ended:
-                item = await ticket.get()
+                item = await queue.get()
                 ended = not isinstance(item, Chunk)
                 if isinstance(item, Exception):
                     raise item
@@ -91,7 +90,7 @@ class EmbeddedService:
             self._forget(request_id, request, ended=ended)
 
     def abort(self, request_id: str) -> bool:
-        known = request_id in self._tickets
+        known = request_id in self._queues
         if known:
             self._post_abort(request_id)
         return known
@@ -119,7 +118,7 @@ class EmbeddedService:
         return self._weights
 
     async def update(self, update: WeightUpdate) -> WeightReply:
-        # Who asked may go away in the middle; the update must not, for the next one uses the same buffers.
+        # The client may disconnect meanwhile; the update must still finish, since the next one uses the same buffers.
         task = asyncio.create_task(self._update(update))
         self._updates.add(task)
         task.add_done_callback(self._updates.discard)
@@ -129,7 +128,7 @@ class EmbeddedService:
         async with self._update_lock:
             known = name in self._engine.adapters
             if known:
-                await self._thread.ask(lambda: self._thread.deliver(self._engine.drop_adapter(name)))
+                await self._thread.call(lambda: self._thread.deliver(self._engine.drop_adapter(name)))
                 self._adapter_prints.pop(name, None)
             return known
 
@@ -137,26 +136,26 @@ class EmbeddedService:
         await self._between_steps(lambda: self._set_paused(True), mode)
 
     async def resume(self) -> None:
-        await self._thread.ask(lambda: self._set_paused(False))
+        await self._thread.call(lambda: self._set_paused(False))
 
-    def _submit(self, request: GenerateRequest) -> tuple[str, Ticket]:
+    def _submit(self, request: GenerateRequest) -> tuple[str, ResultQueue]:
         if down := self._down or self._thread.failure:
             raise FailedError(f"the engine does not serve: {down}")
         sequences = request.sampling_params.n
         if self._in_line + sequences > self._engine.limits.max_running + self._max_waiting:
-            raise BusyError(f"{self._max_waiting} requests are waiting already; try again later")
+            raise BusyError(f"the queue is full: {self._max_waiting} requests are waiting; try again later")
         request_id = request.request_id or f"gen-{random.getrandbits(128):032x}"
-        if request_id in self._tickets:
+        if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
-        ticket: Ticket = asyncio.Queue()
-        self._tickets[request_id] = ticket
+        queue: ResultQueue = asyncio.Queue()
+        self._queues[request_id] = queue
         self._in_line += sequences
         self._thread.post(lambda: self._add(request, request_id))
-        return request_id, ticket
+        return request_id, queue
 
     def _forget(self, request_id: str, request: GenerateRequest, *, ended: bool) -> None:
-        """Nobody waits for the request any more: if it goes on, it is aborted."""
-        del self._tickets[request_id]
+        """Drop the request's queue and abort the request if it is still running."""
+        del self._queues[request_id]
         self._in_line -= request.sampling_params.n
         if not ended:
             self._post_abort(request_id)
@@ -170,7 +169,7 @@ class EmbeddedService:
             if self._serves(update):
                 return WeightReply(update.version, update.fingerprint, 0.0, 0)
             staged = await asyncio.to_thread(self._updater.stage, update)
-            await self._between_steps(lambda: self._take_over(staged), update.mode)
+            await self._between_steps(lambda: self._switch(staged), update.mode)
             seconds = time.perf_counter() - started
             return WeightReply(update.version, update.fingerprint, seconds, staged.bytes)
 
@@ -181,22 +180,22 @@ class EmbeddedService:
         return (self._weights.version, self._weights.fingerprint) == wanted
 
     async def _between_steps(self, work: Callable[[], None], mode: Mode) -> None:
-        """Run `work` in the thread: at once (keep), after what runs has ended (wait) or was aborted (abort)."""
+        """Run `work` in the thread: at once (keep), after requests finish (wait) or are aborted (abort)."""
         if mode == "wait" and not self._thread.paused:
-            self._updating = "waiting for requests to end before it stops or updates"
+            self._updating = "waiting for running requests to finish before a pause or weight update"
             try:
-                await self._thread.ask_when_drained(work)
+                await self._thread.call_when_drained(work)
             finally:
                 self._updating = None
             return
         if mode == "abort":
-            await self._thread.ask(lambda: self._thread.deliver(self._engine.abort_all()))
-        await self._thread.ask(work)
+            await self._thread.call(lambda: self._thread.deliver(self._engine.abort_all()))
+        await self._thread.call(work)
 
     def _receive(self, items: list[tuple[str, Item]]) -> None:
         for request_id, item in items:
-            if (ticket := self._tickets.get(request_id)) is not None:
-                ticket.put_nowait(item)
+            if (queue := self._queues.get(request_id)) is not None:
+                queue.put_nowait(item)
 
     # From here on: called in the engine's thread.
 
@@ -209,9 +208,9 @@ class EmbeddedService:
         except HeadwayError as error:
             self._send([(request_id, error)])
 
-    def _take_over(self, staged: Staged) -> None:
-        self._updater.take_over(staged)
-        self._thread.forgive()
+    def _switch(self, staged: StagedUpdate) -> None:
+        self._updater.switch(staged)
+        self._thread.clear_failures()
         update = staged.update
         if update.adapter is not None:
             self._adapter_prints[update.adapter] = (update.version, update.fingerprint)

@@ -1,4 +1,4 @@
-"""The thread that steps an engine, and how others get a word in between two steps."""
+"""The thread that steps an engine, and runs what others post to it between two steps."""
 
 import asyncio
 import logging
@@ -11,19 +11,19 @@ from typing import TypeVar
 from headway.inference.embedded.engine import EmbeddedEngine, Event
 from headway.inference.engine import Chunk, FailedError, Result
 
-logger = logging.getLogger("headway.inference")
+logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 Item = Chunk | Result | Exception
-"""What a request is sent: pieces of it, its end, or why there is none."""
+"""An output of a request: a chunk, its result, or its error."""
 
 _FAILURES_IN_A_ROW = 3
 
 
 class EngineThread:
-    """Owns the engine: everything that touches it is posted here and runs between two steps.
+    """Owner of the engine: all work that touches it is posted here and runs between two steps.
 
-    `send` gets what a step had for requests, in one call from this thread. `failure` says why the engine is
-    given up, None while it works.
+    `send` receives all outputs of a step in one call from this thread. `failure` is the reason why the engine stopped
+    serving, None while it works.
     """
 
     def __init__(self, engine: EmbeddedEngine, send: Callable[[list[tuple[str, Item]]], None]) -> None:
@@ -42,30 +42,30 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Abort what is in flight and wait for the end."""
+        """Abort all requests and join the thread."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have `work` done soon."""
+        """Run `work` before the next step."""
         self._inbox.append(work)
         self._wake.set()
 
-    async def ask(self, work: Callable[[], Answer]) -> Answer:
-        """Have `work` done, with no step in the air, and get what it returns or raises."""
+    async def call(self, work: Callable[[], Answer]) -> Answer:
+        """Run `work` while no step is in flight; return its result or raise its error."""
         future: Future[Answer] = Future()
 
-        def settled() -> None:
-            self._settle()
+        def drained() -> None:
+            self._drain()
             _complete(future, work)
 
-        self.post(settled)
+        self.post(drained)
         return await asyncio.wrap_future(future)
 
-    async def ask_when_drained(self, work: Callable[[], None]) -> None:
-        """Have `work` done once all that had started has ended; nothing new starts before it."""
+    async def call_when_drained(self, work: Callable[[], None]) -> None:
+        """Run `work` once all running requests have finished; no new request starts before."""
         future: Future[None] = Future()
 
         def hold() -> None:
@@ -76,12 +76,12 @@ class EngineThread:
         await asyncio.wrap_future(future)
 
     def deliver(self, events: list[Event]) -> None:
-        """Send what the engine had for requests. Called in this thread."""
+        """Send outputs to their requests. Called in this thread."""
         if events:
-            self._send([(job.request_id, item) for job, item in events])
+            self._send([(request.request_id, item) for request, item in events])
 
-    def forgive(self) -> None:
-        """Try again in spite of failures: what caused them was replaced."""
+    def clear_failures(self) -> None:
+        """Serve again after failures, since the weights were replaced."""
         self._failures, self.failure = 0, None
 
     def _run(self) -> None:
@@ -93,13 +93,13 @@ class EngineThread:
         self.deliver(self._engine.abort_all())
 
     def _turn(self) -> None:
-        """Everything that was asked for, then one step; waits where there is nothing to do."""
+        """Run posted work, then one step; wait if there is nothing to do."""
         self._wake.clear()
         while self._inbox:
             self._inbox.popleft()()
         if self._when_drained and self._engine.drained:
             self._engine.scheduler.hold = False
-            self._settle()
+            self._drain()
             while self._when_drained:
                 self._when_drained.pop(0)()
         if self.paused or self._engine.idle:
@@ -108,25 +108,25 @@ class EngineThread:
         self.deliver(self._engine.step())
         self._failures = 0
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         try:
-            self.deliver(self._engine.settle())
+            self.deliver(self._engine.drain())
         except Exception as error:
             self._recover(error)
 
     def _recover(self, error: Exception) -> None:
-        """A step failed: its requests fail, the engine goes on; several in a row mean that it can't."""
-        logger.exception("a step failed", exc_info=error)
+        """Fail all requests after a failed step and go on; give up after several failures in a row."""
+        logger.exception("an engine step failed; its requests fail with it", exc_info=error)
         self._failures += 1
         if self._failures >= _FAILURES_IN_A_ROW:
             self.failure = f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {error}"
         failed = FailedError(f"the engine failed: {type(error).__name__}: {error}")
-        if jobs := self._engine.reset():
-            self._send([(job.request_id, failed) for job in jobs])
+        if active := self._engine.reset():
+            self._send([(request.request_id, failed) for request in active])
 
 
 def _complete(future: "Future[Answer]", work: Callable[[], Answer]) -> None:
-    """Do the work, unless who asked for it is gone."""
+    """Run the work unless its caller has gone."""
     if not future.set_running_or_notify_cancel():
         return
     try:

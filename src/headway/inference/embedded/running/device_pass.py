@@ -24,11 +24,11 @@ class DevicePass:
         self._experts = experts
 
     @property
-    def nobodys_slot(self) -> int:
+    def padding_slot(self) -> int:
         return (self.store.num_blocks - 1) * self.store.block_size
 
     @property
-    def nobodys_row(self) -> int:
+    def padding_row(self) -> int:
         return len(self.table) - 1
 
     def hidden(

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: recorded at their first use, replayed with new inputs at the same addresses."""
+"""CUDA graphs of steps: captured at their first use, replayed with new inputs at the same addresses."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger("headway.inference")
+logger = logging.getLogger(__name__)
 
 
-def ladder(most: int) -> list[int]:
-    """The sizes that are recorded: few, and from 16 up none more than half larger than what it is used for."""
+def capture_sizes(most: int) -> list[int]:
+    """List the batch sizes to capture: few, and from 16 up none more than 1.5 times the batch it serves."""
     sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 129, 16), *range(160, 257, 32), *range(320, 513, 64)]
     sizes += range(640, most + 128, 128)
     return [size for size in sizes if size < most] + [most]
 
 
 class Graphs:
-    """Where recording fails it says so once, and steps run without graphs from then on."""
+    """A cache of captured graphs. If a capture fails, it logs once and steps run without graphs from then on."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -28,30 +28,30 @@ class Graphs:
         return len(self._graphs)
 
     def run(self, name: Hashable, work: Callable[[], None]) -> None:
-        """`work` must do the same when it is run twice, and keep its inputs and results in tensors that outlast it."""
+        """Run `work` or replay its graph. It must be repeatable and keep inputs and outputs in lasting tensors."""
         graph = self._graphs.get(name)
         if graph is None and self.enabled:
-            graph = self._record(name, work)
+            graph = self._capture_after_warm_up(name, work)
         if graph is None:
             work()
         else:
             graph.replay()
 
-    def _record(self, name: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _capture_after_warm_up(self, name: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         try:
-            # Compiles kernels and warms libraries up, which must not happen in a recording.
+            # Compiles kernels and warms libraries up, which must not happen during capture.
             work()
             graph = self._capture(work)
         except Exception:
-            logger.exception("the step %s can't be recorded; serving without CUDA graphs", name)
+            logger.exception("cannot capture a CUDA graph of step %s; serving without CUDA graphs", name)
             self.enabled = False
             return None
         self._graphs[name] = graph
         return graph
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """As torch's own context manager does it, but without a collection of garbage, which would take most of the
-        time. All graphs share one pool of memory, for they run one after the other."""
+        """Capture as torch's context manager does, without its slow garbage collection. All graphs share one memory
+        pool, since they run one after the other."""
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # has no types

@@ -1,13 +1,12 @@
-"""A step's tokens as arrays. Most steps add one token to each sequence of the step before: then little has to be
-looked up again."""
+"""A step's tokens as flat arrays. Most steps extend every sequence of the last step by one token, which is cheap."""
 
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.paged import Layout
-from headway.inference.embedded.running.rows import Rows
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 
@@ -16,8 +15,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """`tokens` end to end, -1 for those that only the device knows. The sequences at `drawing` get a token now: they
-    are in rows `which`, and it will stand at `positions`."""
+    """A step as arrays: `tokens` end to end, -1 if only the device knows one. The sequences at `drawing`, in rows
+    `which`, get a token each, at `positions`."""
 
     tokens: list[int]
     layout: Layout
@@ -27,15 +26,15 @@ class Packed:
 
 
 class Packer:
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: InputBatch) -> None:
         self._rows = rows
         self._settled = np.ones(len(rows.blocks), dtype=np.bool_)
         self._sequences: list[Sequence] = []
         self._packed: Packed | None = None
-        """The step before, where all its sequences had one token and got another."""
+        """The last step, if all its sequences decoded one token."""
 
     def pack(self, step: Step) -> Packed:
-        """Also writes new blocks of the step's sequences to their rows."""
+        """Pack `step`, after writing its sequences' new blocks to their rows."""
         if step.admitted:
             self._rows.refresh(step.admitted)
         self._rows.refresh(step.grown)
@@ -50,13 +49,13 @@ class Packer:
         return packed
 
     def _follows(self, step: Step, before: Packed) -> bool:
-        """Whether `before` has the very same sequences, one position earlier."""
+        """Tell if `before` holds the same sequences, one position earlier."""
         if step.admitted or step.sequences != self._sequences:
             return False
         return bool(step.sequences[0].computed == before.positions[0])
 
     def _one_more(self, before: Packed) -> Packed:
-        """As the step before, one position further."""
+        """Advance the last step by one position."""
         starts, layout = before.positions, before.layout
         tokens = [-1 if s.ahead else s.tokens[-1] for s in self._sequences]
         layout = Layout(layout.blocks, layout.rows, starts, layout.counts, starts, self._settled[: len(starts)])
@@ -76,7 +75,7 @@ class Packer:
 
 
 def _flat(step: Step, starts: Ints, counts: Ints) -> tuple[list[int], Ints]:
-    """The step's token ids end to end, and each one's position."""
+    """Concatenate the step's token ids and their positions."""
     tokens: list[int] = []
     for sequence, count in zip(step.sequences, step.counts, strict=True):
         tokens += [-1] if sequence.ahead else sequence.tokens[sequence.computed : sequence.computed + count]

@@ -1,14 +1,14 @@
-"""Runs the model on a step's tokens: packs them, keeps their keys, values and experts, picks rows for logits."""
+"""The runner: pack a step's tokens, run the model over the paged cache, compute logits."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.draws import Drawer, Draws, Known
+from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
+from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
 from headway.inference.embedded.running.paged import Layout, make_plan, run_whole
-from headway.inference.embedded.running.rows import Rows
 from headway.inference.embedded.running.sampler import top_logprobs
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.window import Window
@@ -23,15 +23,15 @@ Ints = NDArray[np.int64]
 
 
 class Runner:
-    """Holds the model and the KV store. One forward pass per step, over one flat axis of tokens.
+    """The model and its KV store: one forward pass per step, over one flat axis of tokens.
 
-    `ahead`: steps may start before the host knows the tokens of the step before them.
+    With `ahead`, a step may start before the host knows the tokens of the last one.
     """
 
     depth = 0
-    """Steps in the air that serve it best."""
+    """The best number of steps in flight."""
 
-    def __init__(self, model: DecoderLM, store: KvStore, rows: Rows, *, ahead: bool = False) -> None:
+    def __init__(self, model: DecoderLM, store: KvStore, rows: InputBatch, *, ahead: bool = False) -> None:
         self.model = model
         self.store = store
         self.rows = rows
@@ -51,14 +51,14 @@ class Runner:
             self._experts = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def enter(self, sequence: Sequence, adapter: int) -> None:
-        """A sequence starts, with its row and the slot of its adapter (-1 for none)."""
+        """Start a sequence in its row, with the slot of its adapter (-1 for none)."""
         self.rows.enter(sequence, adapter)
         if self.window is not None:
             self.window.enter(sequence.row)
 
     def run(self, step: Step) -> tuple[Tensor, Ints, Ints, Ints]:
-        """Logits (N, vocab) of the N sequences that get a token now; their places in the step; their rows; and the
-        positions at which their tokens will stand.
+        """Run a step. Return logits (N, vocab) of the N sequences that get a token, their indices in the step, their
+        rows, and the positions of the new tokens.
 
         Prompt logprobs are added to the sequences that want them.
         """
@@ -66,12 +66,12 @@ class Runner:
         logits = self._logits(step, packed.tokens, packed.layout, packed.drawing)
         return logits, packed.drawing, packed.which, packed.positions
 
-    def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> Draws | Known:
-        """One token for each row of what `run` returned."""
+    def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> PendingTokens | HostTokens:
+        """Sample one token for each row that `run` returned."""
         return self._drawer.draw(logits_NV, which, positions)
 
     def experts_of(self, sequence: Sequence) -> NDArray[np.integer] | None:
-        """The experts (tokens, layers, k) of all tokens but the last, None where the model has none."""
+        """Read the experts (tokens, layers, k) of all tokens except the last; None for dense models."""
         if self._experts is None:
             return None
         places = np.arange(min(sequence.computed, len(sequence) - 1))
@@ -85,7 +85,7 @@ class Runner:
         return Drawer(self.rows, self.device, keep=ahead, kernels=False)
 
     def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
-        """Logits of the last tokens of the step's sequences at `drawing`."""
+        """Compute logits of the last tokens of the sequences at `drawing`."""
         ends = np.cumsum(layout.counts)
         scored = bool(self.rows.scored[layout.rows].any())
         everyone = scored or len(drawing) == len(tokens)
@@ -105,7 +105,7 @@ class Runner:
         return run_whole(self._whole, self._known(tokens, layout), layout, wanted)
 
     def _known(self, tokens: list[int], layout: Layout) -> list[int]:
-        """With what was drawn in the step before, where that was not collected yet."""
+        """Fill in tokens of the last step that were not collected yet."""
         if self._drawer.last is None or min(tokens) >= 0:
             return tokens
         last = self._drawer.last.tolist()
@@ -129,7 +129,7 @@ class Runner:
         return hidden
 
     def _score_prompts(self, step: Step, hidden: Tensor, ends: Ints) -> None:
-        """Each prompt token is scored by the row before it. After a preemption only what is missing is added."""
+        """Add prompt logprobs, each from the row before its token; after a preemption, only the missing ones."""
         for sequence, count, end in zip(step.sequences, step.counts, ends.tolist(), strict=True):
             known = len(sequence.prompt_logprobs)
             first = max(sequence.computed, known)

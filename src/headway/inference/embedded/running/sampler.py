@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, filters, seeds, logprobs; all rows of a step at once."""
+"""Sampling: temperature, filters, seeds and logprobs, for all rows of a step at once."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.engine import TopLogprobs
 from headway.models.native import ops
 from headway.models.native.library import native
@@ -26,7 +26,7 @@ class Sampled:
     top: list[TopLogprobs] | None
 
 
-def sample(logits_NV: Tensor, rows: Rows, which: Ints, positions: Ints) -> Sampled:
+def sample(logits_NV: Tensor, rows: InputBatch, which: Ints, positions: Ints) -> Sampled:
     """Draw one token from each row of float32 logits; row i belongs to sequence row `which[i]`.
 
     `positions[i]` is where the token will stand in its sequence. The draw depends on (seed, position) and the
@@ -55,7 +55,7 @@ def _checked(tokens: list[int], logprobs: list[float], top: list[TopLogprobs] | 
 
 
 def top_logprobs(logprobs_NV: Tensor, counts: Ints) -> list[TopLogprobs]:
-    """The `counts[i]` most likely tokens of row i with their logprobs, best first; impossible ones are left out."""
+    """List the `counts[i]` most likely tokens of row i with logprobs, best first, without impossible ones."""
     values, ids = logprobs_NV.topk(min(int(counts.max()), logprobs_NV.shape[-1]), dim=-1)
     pairs = zip(ids.tolist(), values.tolist(), counts.tolist(), strict=True)
     return [
@@ -65,7 +65,7 @@ def top_logprobs(logprobs_NV: Tensor, counts: Ints) -> list[TopLogprobs]:
 
 
 def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:
-    """One number in [0, 1) for each (seed, position): two rounds of the splitmix64 finalizer.
+    """Draw one number in [0, 1) for each (seed, position) by two rounds of the splitmix64 finalizer.
 
     23 bits, so that the product with a float32 total is always below that total.
     """
@@ -82,12 +82,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th choice of a request: unrelated streams from one number."""
+    """Derive the seed of a request's `index`-th choice."""
     return (seed + index * 0xD1342543DE82EF95) & _MASK
 
 
 def _draw(logits_NV: Tensor, noise_N: NDArray[np.float32], greedy_N: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """Tokens and their logprobs: where the cumulative probability first exceeds the noise, or the most likely one.
+    """Pick tokens where the cumulative probability first exceeds the noise, or the most likely; also their logprobs.
 
     A token of probability 0 is never drawn.
     """
@@ -102,7 +102,7 @@ def _draw(logits_NV: Tensor, noise_N: NDArray[np.float32], greedy_N: NDArray[np.
     return tokens, logprobs_NV.gather(1, tokens[:, None])[:, 0]
 
 
-def _filter(logits_NV: Tensor, rows: Rows, which: Ints) -> Tensor:
+def _filter(logits_NV: Tensor, rows: InputBatch, which: Ints) -> Tensor:
     """Set logits to -inf outside min-p and top-k, then outside top-p of what is left."""
     picked = torch.from_numpy(np.flatnonzero(rows.filtered[which])).to(logits_NV.device)
     subset = which[rows.filtered[which]]

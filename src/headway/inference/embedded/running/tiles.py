@@ -5,8 +5,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.paged import Layout
-from headway.inference.embedded.running.staging import to_device
 from headway.inference.embedded.running.store import KvStore
 from headway.models.kernels.paged_attention import Tiles, paged_attention
 from headway.models.kernels.turn import turn_into_cache

@@ -103,7 +103,7 @@ class WindowGroup:
         _, kv_heads, places, _ = window.keys[0].shape
         heads = which[:, None] * kv_heads + np.arange(kv_heads)
         self._written = torch.from_numpy((heads * places + positions[:, None]).reshape(-1))
-        # Rows in order from 0 need no moving; with holes between them, queries go to their rows and back.
+        # InputBatch in order from 0 need no moving; with holes between them, queries go to their rows and back.
         in_order = span == len(which) and bool((which[1:] > which[:-1]).all())
         self._moved = None if in_order else torch.from_numpy(which)
         last = positions

@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache hold what: reference counts, reuse by prefix hash, least recently used first out.
+"""The blocks of the KV cache: reference counts, reuse by prefix hash, LRU eviction.
 
 Pure bookkeeping over block numbers; the tensors live in the runner.
 """
@@ -10,17 +10,17 @@ from hashlib import blake2b
 
 
 def root_hash(*salts: object) -> bytes:
-    """Where a chain of block hashes starts. Chains with different salts never meet."""
+    """Start a chain of block hashes. Chains with different salts never share a block."""
     return blake2b(repr(salts).encode(), digest_size=16).digest()
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Names a block by its tokens and everything before them."""
+    """Hash a block's tokens together with everything before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
 class BlockCache:
-    """Hands out blocks of `block_size` tokens, shares full ones between equal prefixes.
+    """An allocator of blocks of `block_size` tokens that shares full blocks between equal prefixes.
 
     A block with no users keeps its content and stays findable by hash until it is needed for something else.
     A block may be registered as soon as the step that fills it is scheduled: in every layer keys are written
@@ -48,9 +48,9 @@ class BlockCache:
         return -(-num_tokens // self.block_size)
 
     def match(self, token_ids: Sequence[int], root: bytes) -> tuple[list[int], list[bytes]]:
-        """Blocks that already hold a prefix of `token_ids`, and their hashes. Takes nothing yet: see `share`.
+        """Find blocks that already hold a prefix of `token_ids`, and their hashes. `share` then takes them.
 
-        Never the whole of it: the last token must be run, because its logits are wanted.
+        The prefix is never the whole: the last token must be run for its logits.
         """
         blocks: list[int] = []
         hashes: list[bytes] = []
@@ -67,18 +67,18 @@ class BlockCache:
         return blocks, hashes
 
     def free_after_sharing(self, blocks: Sequence[int]) -> int:
-        """Free blocks that would remain if `blocks` were shared."""
+        """Count the free blocks that would remain after sharing `blocks`."""
         return len(self._free) - sum(1 for block in blocks if self._users[block] == 0)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Become one more user of each."""
+        """Add one user to each block."""
         for block in blocks:
             if self._users[block] == 0:
                 del self._free[block]
             self._users[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks of one's own; what they cached is forgotten. The caller checks `free_blocks` first."""
+        """Allocate `count` blocks and evict what they cached. The caller checks `free_blocks` first."""
         taken = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -88,13 +88,13 @@ class BlockCache:
         return taken
 
     def register(self, block: int, name: bytes) -> None:
-        """Make a full block findable. The first one under a name keeps it."""
+        """Make a full block findable by its hash. The first block with a hash keeps it."""
         if self.prefix_cache and name not in self._block_of:
             self._block_of[name] = block
             self._hash_of[block] = name
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less. The end of a sequence is forgotten before its beginning, which others may still want."""
+        """Remove one user from each block. Last blocks are evicted before first ones, which others may share."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
@@ -103,7 +103,7 @@ class BlockCache:
                     self._free.move_to_end(block, last=False)
 
     def forget_all(self) -> None:
-        """No cached content is reused any more, as after new weights. Blocks in use stay in use."""
+        """Invalidate all cached content, as after new weights. Blocks in use stay in use."""
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
 

@@ -1,4 +1,4 @@
-"""Who runs in the next step, and how many tokens of each. Pure: no clock, no tensors, no threads."""
+"""The scheduler: which sequences run in the next step, and how many tokens of each. No clock, tensors or threads."""
 
 from bisect import insort
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     max_running: int
     max_batched_tokens: int
 
@@ -30,20 +30,20 @@ class Step:
 
 
 class Scheduler:
-    """Decoding sequences go first, then prompts that are partly done, then new ones in the order of the line.
+    """Continuous batching with chunked prefill: decoding sequences first, then partial prompts, then new ones.
 
-    The order is (priority, arrival). Nobody overtakes: when the first in line does not fit, those behind wait,
-    so that a long prompt is never starved by short ones. When blocks run out, the last in the order of those
-    not yet in this step gives up its blocks and is computed anew later; its tokens stay.
+    New sequences start in the order (priority, arrival) and never overtake, so short prompts cannot starve a long
+    one. When blocks run out, the last sequence in that order that is not yet in the step is preempted: it loses its
+    blocks, keeps its tokens, and is recomputed later.
     """
 
-    def __init__(self, cache: BlockCache, limits: Limits, root_of: Callable[[Sequence], bytes]) -> None:
-        """`root_of` names the prefix chain of a sequence that starts now (salt, adapter, weights)."""
+    def __init__(self, cache: BlockCache, limits: SchedulerLimits, root_of: Callable[[Sequence], bytes]) -> None:
+        """`root_of` returns the root hash of a sequence that starts now (salt, adapter, weights)."""
         self.cache = cache
         self.limits = limits
         self.preemptions = 0
         self.hold = False
-        """While set, nothing new starts; what had started goes on to its end."""
+        """While set, no new sequence starts; started ones run to their end."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._root_of = root_of
@@ -54,7 +54,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence that finished or was aborted, wherever it is."""
+        """Remove a finished or aborted sequence, running or waiting."""
         if sequence.row >= 0:
             self.running.remove(sequence)
             self._release(sequence)
@@ -62,7 +62,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def schedule(self) -> Step:
-        """Choose the next step; its blocks are assigned, its full blocks registered."""
+        """Choose the next step, assign its blocks and register the full ones."""
         step = Step()
         budget, size = self.limits.max_batched_tokens, self.cache.block_size
         preempted = self.preemptions
@@ -78,8 +78,8 @@ class Scheduler:
             self._admit(step, budget)
         return step
 
-    def crowded(self) -> bool:
-        """Whether the next step needs more blocks than are free, so that someone would have to give up theirs."""
+    def may_preempt(self) -> bool:
+        """Tell if the next step needs more blocks than are free, so that a sequence would be preempted."""
         free, budget = self.cache.free_blocks, self.limits.max_batched_tokens
         if free >= len(self.running) + budget // self.cache.block_size:
             return False
@@ -91,7 +91,7 @@ class Scheduler:
         return needed > free
 
     def _decoding_first(self) -> list[tuple[Sequence, int]]:
-        """Those that run, with what is pending of each."""
+        """Running sequences with their pending tokens, decoding ones first."""
         everyone = [(s, s.pending) for s in self.running]
         partial = [(s, pending) for s, pending in everyone if pending > 1]
         return [(s, pending) for s, pending in everyone if pending == 1] + partial if partial else everyone
@@ -101,7 +101,7 @@ class Scheduler:
             root = self._root_of(sequence)
             blocks, hashes = ([], []) if sequence.wants_prompt_logprobs else self.cache.match(sequence.tokens, root)
             missing = self.cache.blocks_for(len(sequence)) - len(blocks)
-            # Room for the whole prompt, and a little for those that run: starting what must soon stop is waste.
+            # Blocks for the whole prompt and a reserve for running sequences: an early preemption would waste the work.
             reserve = self._reserve if self.running else 0
             if missing + reserve > self.cache.free_after_sharing(blocks):
                 return
@@ -125,7 +125,7 @@ class Scheduler:
         return self.waiting[0] if self.waiting else None
 
     def _make_room(self, sequence: Sequence, count: int, step: Step) -> bool:
-        """Get the blocks for `count` more tokens, preempting others or, as the last resort, the sequence itself."""
+        """Allocate blocks for `count` more tokens, preempting other sequences or, as a last resort, this one."""
         while (missing := self._missing(sequence, count)) > self.cache.free_blocks:
             scheduled = set(map(id, step.sequences))
             victim = next(s for s in reversed(self.running) if id(s) not in scheduled)
@@ -146,7 +146,7 @@ class Scheduler:
         if not self.cache.prefix_cache:
             return
         size = self.cache.block_size
-        # A block is named by its tokens: one whose last is on its way gets its name a step later.
+        # A block is hashed by its tokens; if the last one is still in flight, it is hashed a step later.
         full = min(sequence.computed + count, len(sequence.tokens)) // size
         while len(sequence.hashes) < full:
             start = len(sequence.hashes) * size

@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine: its tokens, where they are cached, what was sampled."""
+"""A sequence in the engine: its tokens, its cache blocks, what was sampled."""
 
 from dataclasses import dataclass, field
 
@@ -13,9 +13,9 @@ from headway.inference.engine import FinishReason, TopLogprobs
 class Sequence:
     """A prompt and what was sampled after it. `tokens` holds both; `computed` of them have KV in `blocks`.
 
-    `order` is the place in line: (priority, arrival, index), lower first. `root` starts its chain of block hashes.
-    `row` is its place in the runner's tables while it runs. `limit` is the length at which it ends. `ahead` counts
-    tokens that were drawn in steps whose results are not here yet.
+    `order` is (priority, arrival, index), lower first. `root` starts its chain of block hashes. `row` is its row of the
+    input batch while it runs, else -1. `limit` is the length at which it ends. `ahead` counts tokens sampled in steps
+    still in flight.
     """
 
     request_id: str
@@ -51,7 +51,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose KV is still to be computed; 1 for a sequence that decodes, 0 where the last is on its way."""
+        """Tokens whose KV is not computed yet: 1 while decoding, 0 if the last token is in flight."""
         length = len(self.tokens) + self.ahead
         return 0 if self.ahead and length >= self.limit else length - self.computed
 

@@ -1,4 +1,4 @@
-"""The LoRA adapters an engine serves: names, versions, and their slots in the model's bank."""
+"""The LoRA adapters that an engine serves: names, versions, and slots in the model's bank."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ class _Loaded:
     epoch: int
 
 
-class Adapters:
-    """Several in one batch: every token says which slot of the bank is its own.
+class ServedAdapters:
+    """Adapters by name; a batch may mix them, since every token names its slot.
 
-    `epoch` counts what was loaded, so that KV of one version is never taken for another's.
+    `epoch` counts loads, so that KV of one version is never reused for another.
     """
 
     def __init__(self, model: DecoderLM) -> None:
@@ -38,14 +38,14 @@ class Adapters:
         return self._loaded[name].version
 
     def slot(self, name: str | None) -> int:
-        """-1, the base model, for None."""
+        """Return the slot of `name`; -1, the base model, for None."""
         return -1 if name is None else self._loaded[name].slot
 
     def epoch(self, name: str | None) -> int:
         return 0 if name is None else self._loaded[name].epoch
 
     def load(self, name: str, version: int, tensors: dict[str, Tensor], settings: LoraSettings) -> None:
-        """Put an adapter in, or a new version in the old one's place. Raises HeadwayError, nothing changed."""
+        """Load an adapter, or replace its version. On HeadwayError nothing has changed."""
         slot = self._loaded[name].slot if name in self._loaded else self._free_slot()
         with torch.inference_mode():
             load_adapter(self._model, slot, tensors.items(), settings)

@@ -1,4 +1,4 @@
-"""A version's probe on weights that do not serve yet."""
+"""The probe of a version, checked on weights that do not serve yet."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from headway.transport.weights.fingerprint import dtype_name
 
 @torch.no_grad()
 def check_probe(model: DecoderLM, probe: WeightProbe) -> None:
-    """Raises HeadwayError where `model` does not compute what the trainer does: its shape may be another one."""
+    """Raise HeadwayError if `model` does not reproduce the trainer's logprobs."""
     weight = model.head_weight()
     ids_T = torch.tensor(probe.token_ids, device=weight.device)
     packed = PackedTokens(

@@ -1,4 +1,4 @@
-"""Work beside the steps of an engine: on a GPU in a stream of its own, so that neither waits for the other."""
+"""A CUDA stream for work beside the engine's steps, so that neither waits for the other."""
 
 from types import TracebackType
 
@@ -6,7 +6,7 @@ import torch
 
 
 class SideStream:
-    """A context for one thread at a time; at its end all that was begun inside is done. On a CPU it is nothing."""
+    """A context for one thread at a time that synchronizes at its end. Does nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]  # torch has no types
@@ -23,6 +23,6 @@ class SideStream:
             self._inside.__exit__(kind, error, at)
 
     def wait_for_current(self) -> None:
-        """What comes next on the side begins after all that the calling thread's stream was given so far."""
+        """Make the side stream wait for all work queued on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

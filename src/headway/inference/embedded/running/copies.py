@@ -1,4 +1,4 @@
-"""Small arrays on their way between host and device, without making either wait."""
+"""Asynchronous copies of small arrays between host and device."""
 
 import numpy as np
 import torch
@@ -8,19 +8,19 @@ from torch import Tensor
 Ints = NDArray[np.int64]
 
 _TURNS = 2
-"""Buffers used in turns: a step is prepared while the copy for the one before it may be under way."""
+"""Double buffering: a step is prepared while the copy of the last one may still run."""
 
 
 def to_device(values: NDArray[np.integer], device: torch.device) -> Tensor:
-    """A copy on the device. From pinned memory, since from any other the host would wait for what runs there."""
+    """Copy to the device through pinned memory, so that the host does not wait for running kernels."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class Staging:
-    """Fields of 8 bytes for up to `capacity` rows, at one address on the device; `send` replaces their content there.
+class InputBuffers:
+    """Fields of 8 bytes for up to `capacity` rows, at a fixed address on the device that `send` overwrites.
 
-    A buffer is used again two sends later: by then the step that the first was for must have been collected.
+    A host buffer is reused two sends later; the step it was for must have been collected by then.
     """
 
     def __init__(self, fields: int, capacity: int, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Staging:
         self._turn = 0
 
     def next(self) -> Ints:
-        """Where to write what is sent next, (fields, capacity)."""
+        """The host array (fields, capacity) that the next `send` copies."""
         self._turn = (self._turn + 1) % _TURNS
         return self._arrays[self._turn]
 
@@ -39,8 +39,8 @@ class Staging:
         self.on_device.copy_(self._buffers[self._turn], non_blocking=True)
 
 
-class Landing:
-    """A tensor on its way to the host. `wait` returns it when it is there."""
+class HostCopy:
+    """A copy to the host in flight. `wait` returns it once it has arrived."""
 
     def __init__(self, source: Tensor, buffer: Tensor) -> None:
         self._buffer = buffer

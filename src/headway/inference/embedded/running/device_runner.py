@@ -1,18 +1,18 @@
-"""The runner of an accelerator: launches steps and does not wait for them."""
+"""The runner of an accelerator: it launches steps and does not wait for them."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.running.captured import CapturedSteps
+from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.device_pass import DevicePass
-from headway.inference.embedded.running.draws import Drawer
+from headway.inference.embedded.running.drawer import Drawer
 from headway.inference.embedded.running.graphs import Graphs
+from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.paged import Layout
-from headway.inference.embedded.running.recorded import RecordedSteps
-from headway.inference.embedded.running.rows import Rows
 from headway.inference.embedded.running.runner import Runner
-from headway.inference.embedded.running.staging import to_device
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import make_tiles, prompt_queries
 from headway.inference.embedded.scheduling.scheduler import Step
@@ -23,24 +23,23 @@ Ints = NDArray[np.int64]
 
 
 class DeviceRunner(Runner):
-    """Decode steps, and those with a few tokens of prompts, are recorded as graphs; others run as they come. The last
-    block of the store belongs to nobody."""
+    """Decode steps and small steps with prompts replay CUDA graphs; larger ones run eagerly. The last block of the
+    store is padding."""
 
     depth = 1
 
-    def __init__(self, model: DecoderLM, store: KvStore, rows: Rows) -> None:
+    def __init__(self, model: DecoderLM, store: KvStore, rows: InputBatch) -> None:
         super().__init__(model, store, rows, ahead=True)
         assert self._drawer.last is not None
         max_running, max_blocks = rows.blocks.shape
         self._pass = DevicePass(model, store, max_blocks, self._drawer.last, self._experts)
         self.graphs = Graphs(enabled=self.device.type == "cuda" and _never_waits(model))
-        self._recorded = RecordedSteps(self._pass, self.graphs, max_running)
+        self._captured = CapturedSteps(self._pass, self.graphs, max_running)
 
-    def try_out(self) -> None:
-        """Run and record steps of nobody's, so that kernels are compiled before the first request and it does not wait
-        for recordings. Raises whatever is wrong with them."""
+    def warm_up(self) -> None:
+        """Compile kernels and capture graphs on padding before the first request. Raise whatever fails."""
         with torch.inference_mode():
-            logits = self._recorded.rehearse()
+            logits = self._captured.capture_graphs()
             self._drawer.draw(logits, np.array([0]), np.array([1]))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -54,11 +53,11 @@ class DeviceRunner(Runner):
             return super()._logits(step, tokens, layout, drawing)
         if len(tokens) == len(drawing):
             slots, adapters = self._slots(layout.rows, layout), self._adapters(layout.rows)
-            return self._recorded.decode(np.array(tokens), layout.rows, layout.positions_T, slots, adapters)
-        if len(drawing) and self._recorded.takes(layout):
+            return self._captured.decode(np.array(tokens), layout.rows, layout.positions_T, slots, adapters)
+        if len(drawing) and self._captured.takes(layout):
             rows_T = np.repeat(layout.rows, layout.counts)
             slots, adapters = self._slots(rows_T, layout), self._adapters(rows_T)
-            return self._recorded.mixed(np.array(tokens), slots, layout, drawing, adapters)
+            return self._captured.mixed(np.array(tokens), slots, layout, drawing, adapters)
         return super()._logits(step, tokens, layout, drawing)
 
     def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
@@ -80,13 +79,12 @@ class DeviceRunner(Runner):
         return slots
 
     def _adapters(self, rows_T: Ints) -> Ints | None:
-        """Tokens' slots in the bank; None where they are all the base model's."""
+        """Look up tokens' slots in the adapter bank; None if all use the base model."""
         adapters = self.rows.adapter[rows_T]
         return adapters if (adapters >= 0).any() else None
 
     def _show_shared(self, step: Step, layout: Layout) -> None:
-        """Put blocks that hold a prefix already into the table on the device; others are put there by the step that
-        fills them."""
+        """Copy blocks of cached prefixes to the block table on the device; a step adds those it fills itself."""
         rows = np.array([s.row for s in step.admitted if s.computed], dtype=np.int64)
         if len(rows):
             used = -(-max(s.computed for s in step.admitted) // self.store.block_size)
@@ -95,6 +93,6 @@ class DeviceRunner(Runner):
 
 
 def _never_waits(model: DecoderLM) -> bool:
-    """Whether a pass on the device never asks the host, which a recording must not."""
+    """Tell if a forward pass never synchronizes with the host, as capture demands."""
     weight = model.head_weight()
     return not model.config.experts or grouped_at_once(weight.dtype, model.config.expert_width, model.config.width)

@@ -1,4 +1,4 @@
-"""What each running sequence needs in every step, as arrays with one row per sequence.
+"""The persistent input batch: what steps need of running sequences, as arrays with one row per sequence.
 
 A row is written when its sequence starts or gets a block, so that a step reads arrays instead of objects.
 """
@@ -18,7 +18,7 @@ _COLD = 1e-5
 """Below this temperature a distribution is its peak, and dividing by it would overflow."""
 
 
-class Rows:
+class InputBatch:
     def __init__(self, max_running: int, max_blocks: int) -> None:
         self.blocks: Ints = np.zeros((max_running, max_blocks), dtype=np.int64)
         self.temperature: Floats = np.ones(max_running, dtype=np.float32)
@@ -31,15 +31,15 @@ class Rows:
         self.tempered = np.zeros(max_running, dtype=np.bool_)
         self.top_logprobs: Ints = np.zeros(max_running, dtype=np.int64)
         self.scored = np.zeros(max_running, dtype=np.bool_)
-        """Whose prompts are scored."""
+        """Rows that want prompt logprobs."""
         self.special = np.zeros(max_running, dtype=np.bool_)
-        """Who wants more than a token drawn at a temperature: filters, or other tokens' logprobs."""
+        """Rows that want filters or top logprobs, not just a sample at a temperature."""
         self.adapter: Ints = np.full(max_running, -1, dtype=np.int64)
         self.sampling = Sampling(self.seed, self.temperature, self.greedy)
         self._filled = [0] * max_running
 
     def enter(self, sequence: Sequence, adapter: int) -> None:
-        """`adapter` is its slot in the bank, -1 for none."""
+        """Fill the row of a sequence that starts. `adapter` is its slot in the bank, -1 for none."""
         row, params = sequence.row, sequence.params
         greedy = params.temperature < _COLD
         self.greedy[row] = greedy
@@ -57,7 +57,7 @@ class Rows:
         self._filled[row] = 0
 
     def refresh(self, sequences: Items[Sequence]) -> None:
-        """Write the blocks that sequences got since the last step."""
+        """Write the blocks that sequences were given since the last step."""
         filled = self._filled
         for sequence in sequences:
             have = len(sequence.blocks)

@@ -1,4 +1,4 @@
-"""New weights, received beside the ones that serve and taken over between two steps, or not at all."""
+"""Weight updates: received beside the serving weights, then switched to between two steps, or refused."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from headway.transport.weights import make_receiver
 
 
 @dataclass(slots=True)
-class Staged:
-    """A whole, proven version that waits for its turn. `adapter` holds its tensors where it is an adapter's."""
+class StagedUpdate:
+    """A complete, verified version that waits for the switch. `adapter` holds an adapter's tensors."""
 
     update: WeightUpdate
     bytes: int
@@ -27,10 +27,10 @@ class Staged:
 
 
 class Updater:
-    """Receives into a second set of buffers, from which the live one is then replaced.
+    """Receives weights into spare buffers, from which the live ones are then replaced.
 
-    The buffers stay for the next update, so that a run neither allocates nor frees weights while it serves.
-    `lora` says how adapters are scaled where an update does not say it itself.
+    The buffers stay for the next update, so that serving neither allocates nor frees weights. `lora` gives the scale of
+    adapters whose update names none.
     """
 
     def __init__(self, engine: EmbeddedEngine, lora: LoraSettings | None = None) -> None:
@@ -40,13 +40,13 @@ class Updater:
         self._receiver = make_receiver(str(engine.runner.device))
         self._side = SideStream(engine.runner.device)
 
-    def stage(self, update: WeightUpdate) -> Staged:
-        """Fetch and check; what serves is not touched. Raises UpdateError that says what was wrong."""
+    def stage(self, update: WeightUpdate) -> StagedUpdate:
+        """Fetch and verify a version without touching the serving weights. Raise UpdateError if it is wrong."""
         with self._side:
             return self._stage(update)
 
-    def take_over(self, staged: Staged) -> None:
-        """Between two steps: make the staged version the one that serves. Raises UpdateError, nothing changed."""
+    def switch(self, staged: StagedUpdate) -> None:
+        """Serve the staged version; called between two steps. On UpdateError nothing has changed."""
         update = staged.update
         if update.adapter is None:
             self._spare_weights().take_over()
@@ -64,8 +64,8 @@ class Updater:
     def close(self) -> None:
         self._receiver.close()
 
-    def _stage(self, update: WeightUpdate) -> Staged:
-        staged = Staged(update, 0)
+    def _stage(self, update: WeightUpdate) -> StagedUpdate:
+        staged = StagedUpdate(update, 0)
         try:
             if update.adapter is None:
                 spare = self._spare_weights()
@@ -80,7 +80,7 @@ class Updater:
             raise UpdateError(f"version {update.version} was refused: {error}") from None
         return staged
 
-    def _receive(self, staged: Staged, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def _receive(self, staged: StagedUpdate, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._receiver.receive(staged.update, into):
             staged.bytes += tensor.numel() * tensor.element_size()
             yield name, tensor

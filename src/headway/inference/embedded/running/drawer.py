@@ -1,4 +1,4 @@
-"""Tokens that were drawn on the device and are on their way to the host."""
+"""Sampling after a step: tokens stay on the device for the next step while their copy travels to the host."""
 
 import math
 
@@ -7,32 +7,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.rows import Rows
+from headway.inference.embedded.running.copies import HostCopy, InputBuffers
+from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.sampler import Sampled, sample, uniform
-from headway.inference.embedded.running.staging import Landing, Staging
 
 Ints = NDArray[np.int64]
 
 _BUFFERS = 2
 
 
-class Draws:
-    """One step's tokens. `result` waits for them, and raises FloatingPointError where logits were not finite."""
+class PendingTokens:
+    """Tokens of a step on their way to the host. `result` waits; it raises FloatingPointError on non-finite logits."""
 
-    def __init__(self, landing: Landing, count: int) -> None:
-        self._landing = landing
+    def __init__(self, copy: HostCopy, count: int) -> None:
+        self._copy = copy
         self._count = count
 
     def result(self) -> Sampled:
-        tokens, logprobs = self._landing.wait()[:, : self._count]
+        tokens, logprobs = self._copy.wait()[:, : self._count]
         drawn = logprobs.view(torch.float64).tolist()
         if math.isnan(sum(drawn)):
             raise FloatingPointError("the model's logits are not finite")
         return Sampled(tokens.tolist(), drawn, None)
 
 
-class Known:
-    """Tokens that the host has already."""
+class HostTokens:
+    """Tokens of a step that are on the host already."""
 
     def __init__(self, sampled: Sampled) -> None:
         self._sampled = sampled
@@ -42,34 +42,38 @@ class Known:
 
 
 class Drawer:
-    """Draws one token per row of logits. With `keep` it stays on the device as the row's `last`, so that the next step
-    can start from it before the host knows it."""
+    """Samples one token per row of logits. With `keep`, tokens also stay on the device as `last`, so that the next step
+    can start before the host knows them."""
 
-    def __init__(self, rows: Rows, device: torch.device, *, keep: bool, kernels: bool) -> None:
+    def __init__(self, rows: InputBatch, device: torch.device, *, keep: bool, kernels: bool) -> None:
         self.last: Tensor | None = None
         if keep or kernels:
             self.last = torch.zeros(len(rows.blocks) + 1, dtype=torch.int64, device=device)
         self._rows = rows
-        self._staging: Staging | None = None
+        self._staging: InputBuffers | None = None
         if kernels:
             capacity = len(rows.blocks)
-            self._staging = Staging(3, capacity, device)
+            self._staging = InputBuffers(3, capacity, device)
             self._out = torch.zeros((2, capacity), dtype=torch.int64, device=device)
             pinned = device.type == "cuda"
-            self._landings = [torch.zeros((2, capacity), dtype=torch.int64, pin_memory=pinned) for _ in range(_BUFFERS)]
+            self._host_buffers = [
+                torch.zeros((2, capacity), dtype=torch.int64, pin_memory=pinned) for _ in range(_BUFFERS)
+            ]
 
-    def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> Draws | Known:
-        """As `sampler.sample`. Filters and the most likely tokens are the sampler's own affair."""
+    def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> PendingTokens | HostTokens:
+        """Sample as `sampler.sample` does; rows with filters or top logprobs go through it."""
         rows = self._rows
         if self._staging is None or self.last is None or rows.special[which].any():
             sampled = sample(logits_NV.float(), rows, which, positions)
             if self.last is not None:
                 at = torch.from_numpy(which).to(self.last.device)
                 self.last[at] = torch.tensor(sampled.tokens, device=self.last.device)
-            return Known(sampled)
+            return HostTokens(sampled)
         return self._draw(logits_NV, which, positions, self._staging, self.last)
 
-    def _draw(self, logits_NV: Tensor, which: Ints, positions: Ints, staging: Staging, last: Tensor) -> Draws:
+    def _draw(
+        self, logits_NV: Tensor, which: Ints, positions: Ints, staging: InputBuffers, last: Tensor
+    ) -> PendingTokens:
         from headway.models.kernels.draw import draw
 
         count, rows = len(which), self._rows
@@ -85,5 +89,5 @@ class Drawer:
         last[sent[0]] = tokens
         self._out[0, :count] = tokens
         self._out[1, :count].view(torch.float64).copy_(logprobs)
-        self._landings.append(self._landings.pop(0))
-        return Draws(Landing(self._out, self._landings[-1]), count)
+        self._host_buffers.append(self._host_buffers.pop(0))
+        return PendingTokens(HostCopy(self._out, self._host_buffers[-1]), count)

@@ -1,7 +1,7 @@
-"""Steps whose inputs lie at fixed addresses on the device, so that they can be recorded: decoding, with and without
-prompts beside it.
+"""Steps with inputs at fixed addresses on the device, so that CUDA graphs capture them: decoding, and decoding mixed
+with prompts.
 
-Both fill up to a size from a ladder. What fills them up belongs to nobody: its row, its slot, no tile.
+Both are padded to a captured size. Padding has a row and a slot of its own, and no tile.
 """
 
 from bisect import bisect_left
@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.running.copies import InputBuffers
 from headway.inference.embedded.running.device_pass import DevicePass
-from headway.inference.embedded.running.graphs import Graphs, ladder
+from headway.inference.embedded.running.graphs import Graphs, capture_sizes
 from headway.inference.embedded.running.paged import Layout
-from headway.inference.embedded.running.staging import Staging
 from headway.inference.embedded.running.tiles import cut, decode_splits, prompt_queries
 from headway.models.adapters.bank import AdapterBank
 from headway.models.kernels.paged_attention import Tiles
@@ -24,18 +24,18 @@ from headway.models.kernels.paged_attention import Tiles
 Ints = NDArray[np.int64]
 
 _MIXED = (128, 256, 512, 1024, 1536, 2048)
-"""Tokens of steps with prompts that are recorded. Larger ones are worth the host's time to launch them."""
+"""Captured token counts of steps with prompts. Larger steps run eagerly: the device hides their launches."""
 _PROMPTS = 256
-"""Prompts in such a step, at most. Short ones, of which a cache has most, come in crowds."""
+"""Most prompts in such a step; short ones, mostly cached, come many at a time."""
 _TOKENS = 5
-"""Numbers that say what and where a token is: its id, row, position, slot, adapter."""
+"""Numbers per token: id, row, position, slot, adapter."""
 
 
-class RecordedSteps:
-    """Logits of up to `capacity` sequences per step, float32, valid until the next step.
+class CapturedSteps:
+    """Captured steps of up to `capacity` sequences; their float32 logits are valid until the next step.
 
-    In all steps a token below 0 is its row's last one on the device, and `adapters` are the tokens' slots in the bank,
-    None where no token has one.
+    A token below 0 stands for its row's last one on the device. `adapters` are the tokens' slots in the bank, None if
+    no token has one.
     """
 
     def __init__(self, passes: DevicePass, graphs: Graphs, capacity: int) -> None:
@@ -43,20 +43,20 @@ class RecordedSteps:
         self._graphs = graphs
         self._bank: AdapterBank | None = None
         self._adapted = Graphs(enabled=False)
-        self._sizes = ladder(capacity)
+        self._sizes = capture_sizes(capacity)
         config = passes.model.config
         self._kv_heads = config.kv_heads
         head = passes.model.head_weight()
         self._queries = prompt_queries(config.heads // config.kv_heads, head.dtype)
         device = passes.table.device
-        self._decoding = Staging(_TOKENS, capacity, device)
-        self._mixed = Staging(_TOKENS + 9, max(_MIXED), device)
+        self._decoding = InputBuffers(_TOKENS, capacity, device)
+        self._mixed = InputBuffers(_TOKENS + 9, max(_MIXED), device)
         self._places = torch.arange(capacity, device=device)
         self._ones = torch.ones(capacity, dtype=torch.int64, device=device)
         self._logits = torch.empty((capacity, len(head)), dtype=torch.float32, device=device)
 
     def decode(self, tokens: Ints, rows: Ints, positions: Ints, slots: Ints, adapters: Ints | None = None) -> Tensor:
-        """One token of each sequence."""
+        """Run one token of each sequence."""
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         self._fill(self._decoding.next(), (tokens, rows, positions, slots, adapters), size)
         self._decoding.send()
@@ -65,12 +65,12 @@ class RecordedSteps:
         return self._logits[: len(rows)]
 
     def takes(self, layout: Layout) -> bool:
-        """Whether a step with prompts is small enough for `mixed`."""
+        """Tell if a step with prompts is small enough for `mixed`."""
         prompts = layout.counts[layout.counts > 1]
         return len(layout.positions_T) <= _MIXED[-1] and len(prompts) <= _PROMPTS
 
     def mixed(self, tokens: Ints, slots: Ints, layout: Layout, drawing: Ints, adapters: Ints | None = None) -> Tensor:
-        """Any number of tokens of each sequence; logits of the last token of those at `drawing`."""
+        """Run any number of tokens of each sequence; return logits of the last token of those at `drawing`."""
         size = _MIXED[bisect_left(_MIXED, len(tokens))]
         ends = np.cumsum(layout.counts)
         firsts = ends - layout.counts
@@ -90,21 +90,21 @@ class RecordedSteps:
         self._graphs_of(adapted).run(("mixed", size), partial(self._mix, size, adapted))
         return self._logits[: len(drawing)]
 
-    def rehearse(self) -> Tensor:
-        """Record all sizes, a few hundredths of a second each, so that no request waits for it. Logits of one row."""
+    def capture_graphs(self) -> Tensor:
+        """Capture all sizes, a few hundredths of a second each, so that no request waits. Return logits of one row."""
         fields = self._mixed.next()
         fields[:] = 0
         self._fill(fields[:_TOKENS], [np.array([], dtype=np.int64)] * _TOKENS, _MIXED[-1])
         self._mixed.send()
         for size in _MIXED:
             self._graphs.run(("mixed", size), partial(self._mix, size, False))
-        nobody = np.array([[0], [self._pass.nobodys_row], [0], [self._pass.nobodys_slot]])
+        padding = np.array([[0], [self._pass.padding_row], [0], [self._pass.padding_slot]])
         for size in reversed(self._sizes):
-            logits = self.decode(*np.repeat(nobody, size, axis=1))
+            logits = self.decode(*np.repeat(padding, size, axis=1))
         return logits
 
     def _graphs_of(self, adapted: bool) -> Graphs:
-        """Graphs know adapters by their addresses, which are others in another bank."""
+        """Choose the graphs; those with adapters hold addresses of one bank and are dropped with it."""
         if not adapted:
             return self._graphs
         if self._bank is not self._pass.model.adapters:
@@ -113,9 +113,9 @@ class RecordedSteps:
         return self._adapted
 
     def _fill(self, fields: Ints, values: Sequence[Ints | None], size: int) -> None:
-        """Write what is there, and nobody's tokens up to `size`."""
-        nobody = (0, self._pass.nobodys_row, 0, self._pass.nobodys_slot, -1)
-        for field, value, filler in zip(fields, values, nobody, strict=True):
+        """Write the values, then padding up to `size`."""
+        padding = (0, self._pass.padding_row, 0, self._pass.padding_slot, -1)
+        for field, value, filler in zip(fields, values, padding, strict=True):
             count = 0 if value is None else len(value)
             if value is not None:
                 field[:count] = value
