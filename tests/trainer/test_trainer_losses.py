@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 from headway.config.trainer import Aipo, Cispo, CustomLoss, Dppo, Gspo, Icepop, Ipo, Loss, PpoClip, Tis
 from headway.core.batches import ComponentCounts
 from headway.core.errors import UsageError
+from headway.trainer.losses.base import LossInputs
 from headway.trainer.losses.components import LossTokens, total_loss
-from headway.trainer.losses.policy_gradient import make_loss
+from headway.trainer.losses.registry import make_loss
 
 TOKENS = 48
 
@@ -80,9 +82,8 @@ def test_loss_and_gradient_match_numpy(settings: Loss, seed: int) -> None:
     x0 = case["logprobs"]
     logprobs = torch.tensor(x0, requires_grad=True)
     weights = torch.tensor(case["weights"])
-    loss, metrics = make_loss(settings)(
-        logprobs, torch.tensor(case["old"]), torch.tensor(case["advantages"]), weights, torch.tensor(case["segments"])
-    )
+    old, advantages, segments = (torch.tensor(case[name]) for name in ("old", "advantages", "segments"))
+    loss, metrics = make_loss(settings)(LossInputs(logprobs, old, advantages, weights, segments))
     counted = case["weights"] != 0
     np.testing.assert_allclose(
         loss.detach().numpy()[counted], reference(settings.type, case, x0, x0)[counted], rtol=1e-10
@@ -97,9 +98,8 @@ def test_loss_and_gradient_match_numpy(settings: Loss, seed: int) -> None:
 def test_a_dropped_token_with_a_huge_ratio_has_a_finite_gradient() -> None:
     logprobs = torch.tensor([-0.1, -0.1], requires_grad=True)
     old = torch.tensor([-200.0, -0.2])
-    loss, metrics = make_loss(Dppo(kl_coef=0.0))(
-        logprobs, old, torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.long)
-    )
+    inputs = LossInputs(logprobs, old, torch.ones(2), torch.ones(2), torch.zeros(2, dtype=torch.long))
+    loss, metrics = make_loss(Dppo(kl_coef=0.0))(inputs)
     loss.sum().backward()
     assert metrics["masked"].tolist() == [True, False]
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all() and logprobs.grad[0] == 0
@@ -185,23 +185,35 @@ def test_no_tokens_at_all_still_run_backward() -> None:
     assert loss.item() == 0
 
 
+def one_token(logprob: float, old: float) -> LossInputs:
+    one = torch.ones(1)
+    return LossInputs(torch.tensor([logprob]), torch.tensor([old]), one, one, torch.zeros(1).long())
+
+
 def test_custom_loss_by_import_path() -> None:
-    loss = make_loss(CustomLoss(path="headway.trainer.losses.policy_gradient:aipo", args={"delta": 1.0}))
-    value, _ = loss(torch.tensor([-0.5]), torch.tensor([-3.0]), torch.ones(1), torch.ones(1), torch.zeros(1).long())
-    assert value.item() == pytest.approx(0.5)
+    loss = make_loss(CustomLoss(path="headway.trainer.losses.importance:aipo", args={"delta": 1.0}))
+    assert loss(one_token(-0.5, -3.0))[0].item() == pytest.approx(0.5)
 
 
 def test_custom_loss_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "loss_of_a_user.py").write_text("def f(logprobs, old, advantages, weights, segments): return old, {}\n")
+    (tmp_path / "loss_of_a_user.py").write_text("def f(inputs): return inputs.old_logprobs_T, {}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    one = torch.ones(1)
-    assert make_loss(CustomLoss(path="loss_of_a_user:f"))(one, 2 * one, one, one, one)[0].item() == 2
+    assert make_loss(CustomLoss(path="loss_of_a_user:f"))(one_token(1.0, 2.0))[0].item() == 2
 
 
-@pytest.mark.parametrize(
-    "path", ["nowhere", "headway.nowhere:f", "headway.trainer.losses.policy_gradient:nothing", "math:pi"]
-)
+def five_tensors(logprobs: Any, old: Any, advantages: Any, weights: Any, segments: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("name", "args"), [("five_tensors", {}), ("one_token", {"beta": 1.0})])
+def test_a_custom_loss_with_another_signature_is_told_the_right_one(name: str, args: dict[str, float]) -> None:
+    with pytest.raises(
+        UsageError, match=r"trainer\.loss\.path .* loss\(inputs, .*LossInputs \(logprobs_T, old_logprobs_T"
+    ):
+        make_loss(CustomLoss(path=f"{__file__}:{name}", args=args))
+
+
+@pytest.mark.parametrize("path", ["nowhere", "headway.nowhere:f", "headway.trainer.losses.registry:nothing", "math:pi"])
 def test_bad_custom_loss_is_a_usage_error(path: str) -> None:
     with pytest.raises(UsageError, match=r"trainer\.loss\.path"):
         make_loss(CustomLoss(path=path))

@@ -14,7 +14,7 @@ from headway.core.batches import ComponentCounts, MicroBatch
 from headway.trainer.flops import FlopCounter
 from headway.trainer.inputs import check_counts, prepare
 from headway.trainer.losses.components import total_loss
-from headway.trainer.losses.policy_gradient import make_loss
+from headway.trainer.losses.registry import make_loss
 from headway.trainer.optimizers.rules import Guard
 from headway.trainer.optimizers.schedules import rate_at
 from headway.trainer.parallel.ranks import Ranks

@@ -1,1 +1,1 @@
-"""Losses: components, policy-gradient losses, the LM head."""
+"""Losses: the components, the RL losses by family, the LM head."""

@@ -1,7 +1,7 @@
-"""The three parts of the loss: rl, cross-entropy, and distillation towards a reference (ref_kl).
+"""The three components of the loss: rl, cross-entropy (ce), and distillation towards a reference (ref_kl).
 
 Each is summed over its tokens and divided by the number of its tokens in the *global* batch, so that no rank's
-tokens weigh more than another's and the parts don't dilute each other.
+tokens weigh more than another's and the components don't dilute each other.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headway.core.batches import ComponentCounts
-from headway.trainer.losses.policy_gradient import LossFunction, PerToken, masked_surrogate
+from headway.trainer.losses.base import LossFunction, LossInputs, PerToken
+from headway.trainer.losses.masked import masked_surrogate
 
 REF_KL_THRESHOLD = 0.2
 REF_KL_COEF = 1e-3
@@ -40,11 +41,11 @@ Sums = dict[str, Tensor]
 def total_loss(
     logprobs_N: Tensor, entropy_N: Tensor, tokens: LossTokens, counts: ComponentCounts, rl_loss: LossFunction
 ) -> tuple[Tensor, Sums]:
-    """This micro-batch's share of the global loss, and sums for the metrics.
+    """Compute this micro-batch's share of the global loss, and sums for the metrics.
 
     The loss depends on `logprobs_N` even where every component is empty, so that backward always runs.
     """
-    sums = _health(logprobs_N.detach(), entropy_N.detach(), tokens)
+    sums = _sampled_sums(logprobs_N.detach(), entropy_N.detach(), tokens)
     loss = logprobs_N.sum() * 0.0
     for name, weight_N, (loss_N, metrics), count in (
         ("rl", tokens.rl_weight_N, _rl(logprobs_N, tokens, rl_loss), counts.rl),
@@ -55,9 +56,9 @@ def total_loss(
             continue
         counted_N = weight_N != 0
         # where, not a product: 0 * inf of a token that doesn't count must not poison the sum.
-        part = torch.where(counted_N, weight_N * loss_N, 0.0).sum() / count
-        loss = loss + part
-        sums[f"loss/{name}"] = part.detach()
+        component = torch.where(counted_N, weight_N * loss_N, 0.0).sum() / count
+        loss = loss + component
+        sums[f"loss/{name}"] = component.detach()
         for metric, value_N in metrics.items():
             sums[f"{name}/{metric}"] = torch.where(counted_N, value_N.detach().float(), 0.0).sum() / count
     sums["loss"] = loss.detach()
@@ -65,7 +66,8 @@ def total_loss(
 
 
 def _rl(logprobs_N: Tensor, tokens: LossTokens, rl_loss: LossFunction) -> tuple[Tensor, PerToken]:
-    return rl_loss(logprobs_N, tokens.old_logprobs_N, tokens.advantages_N, tokens.rl_weight_N, tokens.segments_N)
+    inputs = LossInputs(logprobs_N, tokens.old_logprobs_N, tokens.advantages_N, tokens.rl_weight_N, tokens.segments_N)
+    return rl_loss(inputs)
 
 
 def ref_kl(logprobs_N: Tensor, tokens: LossTokens) -> tuple[Tensor, PerToken]:
@@ -77,8 +79,8 @@ def ref_kl(logprobs_N: Tensor, tokens: LossTokens) -> tuple[Tensor, PerToken]:
     return loss_N, {"masked": drop_N, "kl": -advantages_N}
 
 
-def _health(logprobs_N: Tensor, entropy_N: Tensor, tokens: LossTokens) -> Sums:
-    """What to watch on sampled tokens, whatever the loss: how far the trainer is from who sampled them."""
+def _sampled_sums(logprobs_N: Tensor, entropy_N: Tensor, tokens: LossTokens) -> Sums:
+    """Sums over the sampled tokens, whatever the loss: entropy, and the KL between trainer and engine."""
     # r - log r - 1 is the square of a small number: in float32 it would drown in the rounding of 1.
     log_ratio_N = logprobs_N.double() - tokens.old_logprobs_N
     mismatch_N = log_ratio_N.expm1() - log_ratio_N

@@ -1,0 +1,40 @@
+"""The loss functions by `trainer.loss.type`. Their numbers come from the settings, which hold the defaults."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from headway.config.trainer import CustomLoss, Loss
+from headway.core.errors import UsageError
+from headway.core.imports import load_object
+from headway.trainer.losses.base import LossFunction, PerToken
+from headway.trainer.losses.clipped import gspo, ppo_clip
+from headway.trainer.losses.importance import aipo, cispo, icepop, tis
+from headway.trainer.losses.masked import dppo, ipo
+
+LOSSES: dict[str, Callable[..., tuple[Tensor, PerToken]]] = {
+    loss.__name__: loss for loss in (dppo, ipo, aipo, ppo_clip, cispo, gspo, tis, icepop)
+}
+
+
+def make_loss(settings: Loss) -> LossFunction:
+    """Bind the settings' numbers to the function that they name."""
+    if isinstance(settings, CustomLoss):
+        return _custom_loss(settings.path, settings.args)
+    return partial(LOSSES[settings.type], **settings.model_dump(exclude={"type"}))
+
+
+def _custom_loss(path: str, args: dict[str, Any]) -> LossFunction:
+    function = load_object(path, "trainer.loss.path")
+    try:
+        inspect.signature(function).bind(None, **args)
+    except TypeError as error:
+        raise UsageError(
+            f'trainer.loss.path "{path}" must be callable as loss(inputs, **trainer.loss.args), where inputs is a '
+            "headway.trainer.losses.base.LossInputs (logprobs_T, old_logprobs_T, advantages_T, weights_T, "
+            f"segments_T); its signature is {inspect.signature(function)}: {error}"
+        ) from error
+    return partial(function, **args)
