@@ -186,10 +186,9 @@ def test_former_names_are_refused_with_the_present_ones(tmp_path: Path, monkeypa
     assert refusal("--log.level", "NOISY") == '--log.level "NOISY" is now called "DEBUG"'
 
 
-@pytest.mark.parametrize("former", sorted(renamed.SETTINGS))
-def test_renamed_settings_name_one_that_exists(former: str) -> None:
-    present = renamed.SETTINGS[former].replace(".N.", ".0.")
-    assert any(locate(Kind(kind), present) for kind in COMMAND_SETTINGS.values()), present
+def test_renamed_settings_name_ones_that_exist() -> None:
+    for present in renamed.SETTINGS.values():
+        assert any(locate(Kind(kind), present.replace(".N.", ".0.")) for kind in COMMAND_SETTINGS.values()), present
 
 
 def test_a_key_of_another_branch_says_which() -> None:

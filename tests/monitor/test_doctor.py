@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from headway.cli import doctor
 from headway.monitor.doctor import devices, packages, resources
@@ -36,8 +37,8 @@ def test_pins(pin: str, version: str, allowed: bool) -> None:
 
 
 def test_pins_know_their_extra() -> None:
-    assert parse_pin("Py_Arrow.X>=20; extra == 'data'") == Pin("py-arrow-x", ((">=", "20"),), "data")
-    assert parse_pin("headway[plot]; extra == 'dev'") == Pin("headway", (), "dev")
+    assert parse_pin("Py_Arrow.X>=20; extra == 'data'") == Pin("py-arrow-x", SpecifierSet(">=20"), "data")
+    assert parse_pin("headway[plot]; extra == 'dev'") == Pin("headway", SpecifierSet(), "dev")
     assert parse_pin("!") is None
 
 
@@ -63,9 +64,9 @@ def test_broken_pins_and_missing_packages_are_found(monkeypatch: pytest.MonkeyPa
         packages,
         "headway_pins",
         lambda: [
-            Pin("msgspec", ((">=", "0.20"),)),
-            Pin("aiohttp", ()),
-            Pin("verifiers", (("==", "0.4"),), "verifiers"),
+            Pin("msgspec", SpecifierSet(">=0.20")),
+            Pin("aiohttp", SpecifierSet()),
+            Pin("verifiers", SpecifierSet("==0.4"), "verifiers"),
         ],
     )
     findings = list(packages.check_packages())

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from headway.config.base import Settings
 from headway.config.commands import COMMAND_SETTINGS
 from headway.config.schema import Kind
-from headway.config.toml import value_text
+from headway.config.toml import entry
 
 INTRODUCTION = """\
 # Settings
@@ -111,7 +111,9 @@ def _default(info: FieldInfo) -> str:
     value = info.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, Settings):
         return f'`type = "{value.__dict__["type"]}"`' if isinstance(value.__dict__.get("type"), str) else ""
-    return "none" if value is None else f"`{value_text(value)}`"
+    if isinstance(value, dict):
+        return "`{" + ", ".join(entry(key, item) for key, item in value.items()) + "}`"
+    return "none" if value is None else f"`{entry('default', value).removeprefix('default = ')}`"
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:

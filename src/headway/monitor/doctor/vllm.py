@@ -53,7 +53,7 @@ def _other_torch(package: str, torch: str) -> str | None:
     for line in lines:
         pin = parse_pin(line)
         if pin is not None and pin.package == "torch":
-            exact = [bound for sign, bound in pin.clauses if sign == "=="]
+            exact = [wanted.version for wanted in pin.versions if wanted.operator == "=="]
             if exact and torch and release(exact[0]) != release(torch):
                 return exact[0]
     return None
