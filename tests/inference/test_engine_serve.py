@@ -68,7 +68,7 @@ def test_a_server_joins_a_run_with_its_latest_weights_and_leaves_on_sigterm(taug
     [
         (("serve", "no-such-model"), "neither a folder"),
         (("serve", "tiny", "--host", "0.0.0.0"), "HEADWAY_TOKEN"),
-        (("serve", "tiny", "--join"), "--join needs the folder of a run"),
+        (("serve", "tiny", "--join"), "--join: expected one argument"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -107,5 +107,5 @@ def test_tokens_and_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_help_answers_without_torch() -> None:
-    started = "import sys, headway.cli.serve as s; s.run(['--help']); sys.exit('torch' in sys.modules)"
+    started = "import sys, headway.cli.main as m; m.run(['serve', '--help']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", started], capture_output=True, check=False).returncode == 0

@@ -128,7 +128,7 @@ def test_files_that_cannot_be_converted_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").write_text("")
-    with pytest.raises(UsageError, match="in the way"):
+    with pytest.raises(UsageError, match="already exists"):
         run([str(tmp_path / "spm.gguf"), str(tmp_path / "full")])
 
 

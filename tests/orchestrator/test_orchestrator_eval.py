@@ -45,9 +45,9 @@ def test_a_server_that_is_not_there_is_one_line(model: Path, capsys: pytest.Capt
         (["--env", "x"], "--url"),
         (["--url", "u"], "--env"),
         (["--url", "u", "--args.split", "eval"], "name one with --env before it"),
-        (["--url", "u", "--env", "x", "--tasks", "few"], "needs a int"),
-        (["--url", "u", "--env", "x", "--frobnicate", "1"], "unknown option"),
-        (["--url", "u", "--env"], "needs a value"),
+        (["--url", "u", "--env", "x", "--tasks", "few"], "--tasks: invalid int value: 'few'"),
+        (["--url", "u", "--env", "x", "--frobnicate", "1"], "unrecognized arguments: --frobnicate"),
+        (["--url", "u", "--env"], "--env: expected one argument"),
     ],
 )
 def test_wrong_usage_is_explained(argv: list[str], message: str) -> None:

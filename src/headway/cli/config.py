@@ -18,8 +18,6 @@ Examples:
 
 def run(argv: list[str]) -> int:
     match argv:
-        case [] | ["-h" | "--help", *_]:
-            print(HELP, end="")
         case ["docs"]:
             from headway.config.reference import reference
 

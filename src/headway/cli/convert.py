@@ -1,34 +1,43 @@
 """`headway convert`: a GGUF file becomes a checkpoint folder."""
 
-import argparse
 import time
 from pathlib import Path
 
+from headway.cli.options import OptionParser
 from headway.core.errors import UsageError
+
+HELP = """\
+usage: headway convert MODEL.gguf OUT [--dtype float32|bfloat16]
+
+Turns a GGUF file (families llama and qwen3, any quantization) into a Hugging Face checkpoint folder with weights,
+config, tokenizer and chat template, and checks it against the file.
+
+  OUT            must not exist, or be empty
+  --dtype DTYPE  of the written weights (float32)
+
+Example:
+  headway convert my-model.gguf checkpoints/my-model --dtype bfloat16
+"""
 
 
 def run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="headway convert",
-        description="Turn a GGUF file (families llama and qwen3, any quantization) into a Hugging Face checkpoint "
-        "folder with weights, config, tokenizer and chat template, and check it against the file.",
-    )
+    parser = OptionParser("convert")
     parser.add_argument("file", type=Path, metavar="MODEL.gguf")
-    parser.add_argument("folder", type=Path, metavar="OUT", help="must not exist, or be empty")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the written weights")
-    args = parser.parse_args(argv)
-    if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
-        raise UsageError(f"{args.folder} is in the way; choose a folder that does not exist yet")
+    parser.add_argument("folder", type=Path, metavar="OUT")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options = parser.parse_args(argv)
+    if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
+        raise UsageError(f"{options.folder} already exists; choose a folder that does not exist yet")
 
     import torch
 
     from headway.models.checkpoints.gguf.convert import convert_gguf
 
     started = time.monotonic()
-    done = convert_gguf(args.file, args.folder, dtype=getattr(torch, args.dtype))
+    done = convert_gguf(options.file, options.folder, dtype=getattr(torch, options.dtype))
     seconds = time.monotonic() - started
     print(
-        f"{args.folder}: {done.family}, {done.parameters:,} parameters in {done.tensors} tensors, "
-        f"{args.dtype}, checked against the file ({seconds:.0f} s)"
+        f"{options.folder}: {done.family}, {done.parameters:,} parameters in {done.tensors} tensors, "
+        f"{options.dtype}, checked against the file ({seconds:.0f} s)"
     )
     return 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from headway.core.errors import UsageError
+from headway.cli.options import OptionParser, port_number
 from headway.monitor.doctor.finding import Finding
 
 HELP = """\
@@ -25,12 +25,13 @@ COLORS = {"ok": "\x1b[32m", "note": "", "warning": "\x1b[33m", "problem": "\x1b[
 
 
 def run(argv: list[str]) -> int:
-    if argv and argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
-    as_json, port, output_dir = _parse(argv)
-    findings = list(examine(output_dir, port))
-    if as_json:
+    parser = OptionParser("doctor")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--port", type=port_number, default=8000)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs"))
+    options = parser.parse_args(argv)
+    findings = list(examine(options.output_dir, options.port))
+    if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         for finding in findings:
@@ -40,7 +41,7 @@ def run(argv: list[str]) -> int:
 
 
 def examine(output_dir: Path, port: int) -> Iterator[Finding]:
-    """All findings about this machine."""
+    """Yield all findings about this machine."""
     from headway.monitor.doctor.devices import check_devices
     from headway.monitor.doctor.packages import check_packages
     from headway.monitor.doctor.resources import check_resources
@@ -48,22 +49,6 @@ def examine(output_dir: Path, port: int) -> Iterator[Finding]:
     yield from check_packages()
     yield from check_devices()
     yield from check_resources(output_dir, port)
-
-
-def _parse(argv: list[str]) -> tuple[bool, int, Path]:
-    as_json, port, output_dir = False, 8000, Path("outputs")
-    words = list(argv)
-    while words:
-        match words.pop(0):
-            case "--json":
-                as_json = True
-            case "--port" if words and words[0].isdigit() and int(words[0]) < 65536:
-                port = int(words.pop(0))
-            case "--output-dir" if words:
-                output_dir = Path(words.pop(0))
-            case word:
-                raise UsageError(f"{word!r} is not understood; see `headway doctor --help`")
-    return as_json, port, output_dir
 
 
 def _print(finding: Finding) -> None:

@@ -4,10 +4,11 @@ import asyncio
 import inspect
 import json
 import sys
-from dataclasses import dataclass, field
+from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headway.cli.options import OptionParser, environment_argument, join_environment_arguments
 from headway.core.errors import HeadwayError, UsageError
 
 if TYPE_CHECKING:
@@ -49,25 +50,8 @@ Examples:
 """
 
 
-@dataclass
-class Options:
-    args: dict[str, Any] = field(default_factory=dict)
-    tasks: int = 3
-    task: int = 0
-    url: str | None = None
-    model: str = "tiny"
-    tokens: bool = False
-    max_tokens: int = 64
-    temperature: float = 1.0
-    n: int = 1000
-    seed: int = 0
-    output: Path | None = None
-
-
 def run(argv: list[str]) -> int:
     match argv:
-        case [] | ["-h" | "--help", *_] | [_, "-h" | "--help", *_]:
-            print(HELP, end="")
         case ["list"]:
             _list()
         case ["show", name, *rest]:
@@ -81,47 +65,22 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def parse(words: list[str]) -> Options:
-    """Flags in any order; values of --args.NAME are JSON where they can be, else text."""
-    options, words = Options(), list(words)
-    while words:
-        word = words.pop(0)
-        if word == "--tokens":
-            options.tokens = True
-        elif not words:
-            raise UsageError(f"{word!r} is not understood or lacks its value; see `headway env --help`")
-        elif word.startswith("--args."):
-            options.args[word.removeprefix("--args.")] = _json_or_text(words.pop(0))
-        elif word in _FLAGS:
-            name, kind = _FLAGS[word]
-            value = words.pop(0)
-            try:
-                setattr(options, name, kind(value))
-            except ValueError:
-                raise UsageError(f"{word} wants a number (got {value!r})") from None
-        else:
-            raise UsageError(f"{word!r} is not understood; see `headway env --help`")
+def parse(argv: list[str]) -> Namespace:
+    parser = OptionParser("env")
+    parser.add_argument("--args", type=environment_argument, action="append", default=[])
+    parser.add_argument("--tasks", type=int, default=3)
+    parser.add_argument("--task", type=int, default=0)
+    parser.add_argument("--url")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("-n", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", dest="output", type=Path)
+    options = parser.parse_args(list(join_environment_arguments(argv)))
+    options.args = dict(options.args)
     return options
-
-
-_FLAGS: dict[str, tuple[str, Any]] = {
-    "--tasks": ("tasks", int),
-    "--task": ("task", int),
-    "--url": ("url", str),
-    "--model": ("model", str),
-    "--max-tokens": ("max_tokens", int),
-    "--temperature": ("temperature", float),
-    "-n": ("n", int),
-    "--seed": ("seed", int),
-    "-o": ("output", Path),
-}
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _list() -> None:
@@ -133,7 +92,7 @@ def _list() -> None:
     print("\n`headway env show NAME` says more; `headway env try NAME` plays one.")
 
 
-def _show(name: str, options: Options) -> None:
+def _show(name: str, options: Namespace) -> None:
     from headway.envs.base import MultiTurn, ToolUse
     from headway.envs.registry import find_factory, load_environment
 
@@ -172,7 +131,7 @@ def _show_prompt(prompt: "Messages") -> None:
         print("    " + f"{message.role}: {text}".replace("\n", "\n    "))
 
 
-async def _try(name: str, options: Options) -> int:
+async def _try(name: str, options: Namespace) -> int:
     from headway.envs.registry import load_environment
     from headway.envs.transcript import painted, plain
 
@@ -208,7 +167,7 @@ async def _by_hand(environment: "Environment", task: "Task", paint: "Paint") -> 
     return 0
 
 
-async def _watch(name: str, environment: "Environment", task: "Task", options: Options, paint: "Paint") -> int:
+async def _watch(name: str, environment: "Environment", task: "Task", options: Namespace, paint: "Paint") -> int:
     from headway.core.episodes import EpisodeRequest
     from headway.core.protocol import SamplingParams
     from headway.envs.engines import Engines
@@ -229,7 +188,7 @@ async def _watch(name: str, environment: "Environment", task: "Task", options: O
     return 1 if episode.error is not None else 0
 
 
-def _demos(name: str, options: Options) -> None:
+def _demos(name: str, options: Namespace) -> None:
     from headway.envs.registry import find_factory
 
     module = inspect.getmodule(find_factory(name))

@@ -3,11 +3,12 @@
 import asyncio
 import json
 import sys
+from argparse import Action, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.cli.options import OptionParser, environment_argument, join_environment_arguments
 from headway.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,41 +43,7 @@ Examples:
 """
 
 
-@dataclass
-class Options:
-    urls: list[str] = field(default_factory=list)
-    envs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    model: str = "tiny"
-    name: str = "policy"
-    api: str = "tokens"
-    tasks: int | None = None
-    samples: int = 1
-    temperature: float = 1.0
-    max_tokens: int | None = None
-    concurrency: int = 64
-    timeout: float = 600.0
-    output: Path | None = None
-    json: bool = False
-
-
-VALUES: dict[str, tuple[str, type]] = {
-    "--model": ("model", str),
-    "--name": ("name", str),
-    "--api": ("api", str),
-    "--tasks": ("tasks", int),
-    "--samples": ("samples", int),
-    "--temperature": ("temperature", float),
-    "--max-tokens": ("max_tokens", int),
-    "--concurrency": ("concurrency", int),
-    "--timeout": ("timeout", float),
-    "-o": ("output", Path),
-}
-
-
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
     options = parse(argv)
     round_, envs = asyncio.run(_evaluate(options))
     if options.output is not None:
@@ -92,59 +59,41 @@ def run(argv: list[str]) -> int:
     return 1 if failed == sum(len(samples) for tasks in round_.results.values() for samples in tasks) else 0
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> Namespace:
     """Raises UsageError on anything that isn't understood."""
-    options, words = Options(), list(argv)
-    while words:
-        word, _, given = words.pop(0).partition("=")
-        if word == "--json":
-            options.json = True
-            continue
-        if not given and not words:
-            raise UsageError(f"{word} needs a value; see `headway eval --help`")
-        value = given or words.pop(0)
-        if word == "--url":
-            options.urls.append(value)
-        elif word == "--env":
-            options.envs.append((value, {}))
-        elif word.startswith("--args."):
-            _last_env(options, word)[word.removeprefix("--args.")] = _literal(value)
-        elif word in VALUES:
-            name, kind = VALUES[word]
-            setattr(options, name, _convert(kind, value, word))
-        else:
-            raise UsageError(f"unknown option {word}; see `headway eval --help`")
+    parser = OptionParser("eval")
+    parser.add_argument("--url", dest="urls", action="append", default=[])
+    parser.add_argument("--env", dest="envs", type=lambda name: (name, {}), action="append", default=[])
+    parser.add_argument("--args", type=environment_argument, action=_OfLastEnvironment)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--name", default="policy")
+    parser.add_argument("--api", choices=("tokens", "chat"), default="tokens")
+    parser.add_argument("--tasks", type=int)
+    parser.add_argument("--samples", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--timeout", type=float, default=600.0)
+    parser.add_argument("-o", dest="output", type=Path)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(list(join_environment_arguments(argv)))
     if not options.urls:
         raise UsageError("name a server with --url, such as --url http://127.0.0.1:8000; `headway serve` starts one")
-    if options.api not in ("tokens", "chat"):
-        raise UsageError(f"--api is tokens or chat, not {options.api!r}")
     if not options.envs:
         raise UsageError("name an environment with --env; `headway env list` shows them")
     return options
 
 
-def _last_env(options: Options, word: str) -> dict[str, Any]:
-    if not options.envs:
-        raise UsageError(f"{word} belongs to an environment; name one with --env before it")
-    return options.envs[-1][1]
+class _OfLastEnvironment(Action):
+    """Adds an argument to the environment that was named last."""
+
+    def __call__(self, parser: object, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        if not namespace.envs:
+            raise UsageError(f"--args.{values[0]} belongs to an environment; name one with --env before it")
+        namespace.envs[-1][1].update([values])
 
 
-def _convert(kind: type, value: str, word: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise UsageError(f"{word} needs a {kind.__name__}, got {value!r}") from None
-
-
-def _literal(text: str) -> Any:
-    """Numbers, booleans, lists and objects as JSON; anything else is text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _settings(options: Options) -> "list[EvalEnvSettings]":
+def _settings(options: Namespace) -> "list[EvalEnvSettings]":
     from pydantic import ValidationError
 
     from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
@@ -167,7 +116,7 @@ def _settings(options: Options) -> "list[EvalEnvSettings]":
         raise UsageError(f"--{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-async def _evaluate(options: Options) -> "tuple[Round, list[EvalEnv]]":
+async def _evaluate(options: Namespace) -> "tuple[Round, list[EvalEnv]]":
     from headway.monitor.progress import progress_bar
     from headway.orchestrator.run import resolve_folder
     from headway.orchestrator.standalone import evaluate
@@ -178,7 +127,7 @@ async def _evaluate(options: Options) -> "tuple[Round, list[EvalEnv]]":
         model=resolve_folder(options.model),
         renderer="auto",
         policy=options.name,
-        api="chat" if options.api == "chat" else "tokens",
+        api=options.api,
         concurrency=options.concurrency,
         progress=lambda total: progress_bar("evaluating", total),
     )

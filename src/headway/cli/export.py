@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from headway.cli.options import OptionParser
 from headway.core.errors import UsageError
 
 HELP = """\
@@ -18,19 +19,18 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
-    if len(argv) > 2:
-        raise UsageError("usage: headway export RUN[@STEP] [OUT]")
+    parser = OptionParser("export")
+    parser.add_argument("run", metavar="RUN[@STEP]")
+    parser.add_argument("out", type=Path, metavar="OUT", nargs="?")
+    options = parser.parse_args(argv)
     from headway.config.loader import load_settings
     from headway.config.trainer import TrainSettings
     from headway.launch.fork import parse_checkpoint
 
-    paths, step = parse_checkpoint(argv[0])
-    out = Path(argv[1]) if len(argv) == 2 else paths.exports / f"step_{step:06d}"
+    paths, step = parse_checkpoint(options.run)
+    out = options.out or paths.exports / f"step_{step:06d}"
     if out.exists():
-        raise UsageError(f"{out} exists already; name another folder")
+        raise UsageError(f"{out} already exists; name another folder")
     settings = load_settings(TrainSettings, ["@", str(paths.config / "trainer.toml")]).settings
     from headway.trainer.extract import extract
 

@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from headway import __version__
 from headway.core.errors import HeadwayError, UsageError
@@ -31,7 +30,7 @@ COMMANDS = {
         "env": "list, try and check environments",
     },
     "Look inside": {
-        "dash": "open the live page of a run",
+        "dash": "open the live dashboard of runs",
         "plot": "draw reward and staleness of runs",
         "rollouts": "read recorded episodes",
         "config": "show resolved settings with their origin, or the reference of all settings",
@@ -41,6 +40,9 @@ COMMANDS = {
         "export": "write a run's weights as a Hugging Face checkpoint",
     },
 }
+
+NEED_NO_ARGUMENTS = ("doctor", "train", "dash")
+"""Commands that start without any argument; the others print their help."""
 
 DISK_ERRORS = {
     errno.ENOSPC: "the disk is full; free some space and start again",
@@ -82,27 +84,27 @@ def _dispatch(argv: Sequence[str]) -> int:
         print(f"headway {__version__}")
         return 0
     name, *rest = argv
-    if name not in available():
+    if name not in commands():
         raise UsageError(_unknown_command(name))
-    return int(importlib.import_module(f"headway.cli.{name}").run(rest))
+    command = importlib.import_module(f"headway.cli.{name}")
+    if {"-h", "--help"} & set(rest) or (not rest and name not in NEED_NO_ARGUMENTS):
+        print(command.HELP, end="")
+        return 0
+    return int(command.run(rest))
 
 
-def available() -> dict[str, str]:
-    """Commands that this installation has, with their one-line help."""
-    every = {name: text for group in COMMANDS.values() for name, text in group.items()}
-    return {name: text for name, text in every.items() if find_spec(f"headway.cli.{name}") is not None}
+def commands() -> list[str]:
+    return [name for group in COMMANDS.values() for name in group]
 
 
 def help_text() -> str:
-    present = available()
     lines = [
         "Headway: asynchronous reinforcement learning for language-model agents.",
         "",
         "usage: headway COMMAND [@ settings.toml ...] [--setting value ...]",
     ]
     for title, group in COMMANDS.items():
-        shown = [f"  {name:<12} {text}" for name, text in group.items() if name in present]
-        lines += ["", f"{title}:", *shown] if shown else []
+        lines += ["", f"{title}:", *(f"  {name:<12} {text}" for name, text in group.items())]
     lines += [
         "",
         "Settings are TOML files, later ones win, flags win over files:",
@@ -116,14 +118,12 @@ def help_text() -> str:
 def _unknown_command(name: str) -> str:
     from difflib import get_close_matches
 
-    if any(name in group for group in COMMANDS.values()):
-        return f"{name} is not part of this installation"
-    near = get_close_matches(name, available(), n=1)
+    near = get_close_matches(name, commands(), n=1)
     return f"no command {name!r}" + (f"; did you mean {near[0]}?" if near else "") + " See `headway --help`."
 
 
 def _crash(error: Exception) -> int:
-    """A failure nobody foresaw: one line for the user, the traceback into the process's log file."""
+    """Report an unexpected failure: one line for the user, the traceback into the process's log file."""
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         where = f"{error.filename}: " if error.filename else ""
         return _fail(where + DISK_ERRORS[error.errno], 1)

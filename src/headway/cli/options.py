@@ -1,13 +1,46 @@
-"""Options that are no settings, taken out of a command line before the settings are read."""
+"""Options that are not settings: argparse, with errors of one line and the help of each command's HELP text."""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from headway.core.errors import UsageError
 
 
-def take(argv: list[str], flag: str, what: str) -> tuple[list[str], str | None]:
-    """`argv` without `flag VALUE`, and the value; None where the flag isn't there. `what` says what the value is."""
-    if flag not in argv:
-        return argv, None
-    at = argv.index(flag)
-    if at + 1 >= len(argv) or argv[at + 1].startswith(("-", "@")):
-        raise UsageError(f"{flag} needs {what}")
-    return argv[:at] + argv[at + 2 :], argv[at + 1]
+class OptionParser(argparse.ArgumentParser):
+    """The options of one command. `parse_known_args` leaves the rest, which are settings, as they stand."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(prog=f"headway {command}", add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")
+
+
+def join_environment_arguments(argv: Sequence[str]) -> Iterator[str]:
+    """Turn `--args.NAME VALUE`, whose names only the environment knows, into `--args=NAME=VALUE` for argparse."""
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--args."):
+            yield word
+            continue
+        name, equals, value = word.removeprefix("--args.").partition("=")
+        if not equals and (value := next(words, "")) == "":
+            raise UsageError(f"{word} wants a value after it")
+        yield f"--args={name}={value}"
+
+
+def environment_argument(text: str) -> tuple[str, Any]:
+    """Read `NAME=VALUE`: the value is JSON where it can be, else text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def port_number(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535 (got {text!r})")
+    return int(text)

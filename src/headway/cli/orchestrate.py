@@ -18,9 +18,6 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
     from headway.config.loader import load_settings
     from headway.config.orchestrator import OrchestrateSettings
     from headway.monitor.dry_run import write_dry_run

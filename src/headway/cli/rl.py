@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.cli.options import take
+from headway.cli.options import OptionParser
 from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 
@@ -23,7 +23,7 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
   --dry-run         write the resolved settings of every process and exit
   --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
   --from RUN@STEP   start a new run from a checkpoint of another one
-  --dash            serve the live page of the runs beside this one and print its address
+  --dash            serve the live dashboard of the runs beside this one and print its address
 
 Examples:
   headway rl @ examples/reverse_text/rl.toml
@@ -33,9 +33,6 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
     from headway.config.loader import load_settings
     from headway.config.processes import write_process_settings
     from headway.config.rl import RlSettings
@@ -44,36 +41,38 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.runs import create_run, open_run
 
-    dash, argv = "--dash" in argv, [word for word in argv if word != "--dash"]
-    argv, resume = take(argv, "--resume", "the folder of a run, such as outputs/my-run")
-    argv, parent = take(argv, "--from", "a run and a step, such as outputs/my-run@100")
-    if resume and parent:
+    parser = OptionParser("rl")
+    parser.add_argument("--dash", action="store_true")
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--from", dest="parent")
+    options, argv = parser.parse_known_args(argv)
+    if options.resume and options.parent:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
-    if resume:
-        argv = ["@", str(open_run(Path(resume)).config / "rl.toml"), *argv]
-    if parent:
-        origin, step = parse_checkpoint(parent)
+    if options.resume:
+        argv = ["@", str(open_run(options.resume).config / "rl.toml"), *argv]
+    if options.parent:
+        origin, step = parse_checkpoint(options.parent)
         argv = ["@", str(origin.config / "rl.toml"), "--run.name", "none", *argv]
     resolved = load_settings(RlSettings, argv)
-    if resolved.dry_run and not resume:
+    if resolved.dry_run and not options.resume:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0
-    paths = open_run(Path(resume)) if resume else create_run(resolved.settings.run, "rl")
+    paths = open_run(options.resume) if options.resume else create_run(resolved.settings.run, "rl")
     settings = _placed(resolved.settings, paths)
     if resolved.dry_run:
         print(*write_process_settings(settings, paths.config), sep="\n")
         return 0
-    if parent:
+    if options.parent:
         fork_run(origin, step, paths)
-    if dash:
+    if options.dash:
         from headway.monitor.dashboard import start_in_thread
 
-        print(f"live page: {start_in_thread(paths.root.parent)}")
+        print(f"live dashboard: {start_in_thread(paths.root.parent)}")
     return 0 if run_rl(settings, paths) else 130
 
 
 def _placed(settings: "RlSettings", paths: RunPaths) -> "RlSettings":
-    """The same settings with the folders of run and model written out, so that they hold from anywhere."""
+    """Write out the folders of run and model, so that the settings hold from anywhere."""
     root, model = paths.root.resolve(), Path(settings.model.path)
     run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
     folder = str(model.resolve()) if model.is_dir() else settings.model.path

@@ -1,11 +1,13 @@
 """`headway rollouts`: read the episodes that a run was trained on."""
 
+import math
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headway.cli.options import OptionParser
 from headway.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,33 +36,7 @@ Examples:
 """
 
 
-@dataclass
-class Options:
-    run: Path
-    step: int | None = None
-    env: str | None = None
-    min_reward: float = float("-inf")
-    max_reward: float = float("inf")
-    group: str = ""
-    n: int = 4
-    tokens: bool = False
-    json: bool = False
-
-
-VALUES: dict[str, tuple[str, type]] = {
-    "--step": ("step", int),
-    "--env": ("env", str),
-    "--min-reward": ("min_reward", float),
-    "--max-reward": ("max_reward", float),
-    "--group": ("group", str),
-    "-n": ("n", int),
-}
-
-
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
     from headway.monitor.runs import open_run
     from headway.orchestrator.collect.records import read_records, recorded_steps, rollout_file
 
@@ -76,33 +52,22 @@ def run(argv: list[str]) -> int:
     return _print_json(found) if options.json else _print(found, step, options)
 
 
-def parse(argv: Sequence[str]) -> Options:
-    words = list(argv)
-    if words.pop(0) != "show" or not words or words[0].startswith("-"):
-        raise UsageError("usage: headway rollouts show RUN [options]; see `headway rollouts --help`")
-    options = Options(Path(words.pop(0)))
-    while words:
-        word, _, given = words.pop(0).partition("=")
-        if word in ("--tokens", "--json"):
-            setattr(options, word.removeprefix("--"), True)
-        elif word not in VALUES:
-            raise UsageError(f"unknown option {word}; see `headway rollouts --help`")
-        elif not given and not words:
-            raise UsageError(f"{word} needs a value")
-        else:
-            name, kind = VALUES[word]
-            setattr(options, name, _convert(kind, given or words.pop(0), word))
-    return options
+def parse(argv: Sequence[str]) -> Namespace:
+    parser = OptionParser("rollouts")
+    parser.add_argument("action", choices=("show",))
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--env")
+    parser.add_argument("--min-reward", type=float, default=-math.inf)
+    parser.add_argument("--max-reward", type=float, default=math.inf)
+    parser.add_argument("--group", default="")
+    parser.add_argument("-n", type=int, default=4)
+    parser.add_argument("--tokens", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args(argv)
 
 
-def _convert(kind: type, value: str, word: str) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise UsageError(f"{word} needs a {kind.__name__}, got {value!r}") from None
-
-
-def matching(records: "Iterable[RolloutRecord]", options: Options) -> "Iterator[RolloutRecord]":
+def matching(records: "Iterable[RolloutRecord]", options: Namespace) -> "Iterator[RolloutRecord]":
     for record in records:
         if (
             (options.env is None or record.env == options.env)
@@ -120,7 +85,7 @@ def _print_json(records: "Iterable[RolloutRecord]") -> int:
     return 0
 
 
-def _print(records: "Iterable[RolloutRecord]", step: int, options: Options) -> int:
+def _print(records: "Iterable[RolloutRecord]", step: int, options: Namespace) -> int:
     from rich.console import Console
     from rich.panel import Panel
 
@@ -137,13 +102,13 @@ def _print(records: "Iterable[RolloutRecord]", step: int, options: Options) -> i
     return 0
 
 
-def _body(record: "RolloutRecord", options: Options) -> "RenderableType":
+def _body(record: "RolloutRecord", options: Namespace) -> "RenderableType":
     from rich.console import Group
 
     return Group(*(line for trace in record.episode.traces for line in _trace_lines(trace, options)))
 
 
-def _trace_lines(trace: "Trace", options: Options) -> "Iterator[RenderableType]":
+def _trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]":
     from rich.text import Text
 
     parts = "  ".join(f"{name} {value:.3f}" for name, value in trace.rewards.items())

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from headway.cli.options import take
-from headway.core.errors import UsageError
+from headway.cli.options import OptionParser
 
 HELP = """\
 usage: headway serve MODEL [--port 8000] [--host 127.0.0.1] [--dtype float32|bfloat16] [--device cpu|cuda]
@@ -15,7 +14,7 @@ protocol: tokens in, tokens out, weight updates while requests are in flight.
 
   --engine NAME   vllm takes any argument of its own as --inference.vllm.NAME VALUE
   --join RUN      become an engine of the run in this folder; --name tells its engines apart
-  --replicas N    start N engines at neighbouring ports and keep them alive; vllm-router, where it is installed, takes
+  --replicas N    start N engines at consecutive ports and keep them alive; vllm-router, where it is installed, takes
                   --port and spreads requests over them by their x-session-id, unless --join or --no-router is given
   @ FILE          a layer of settings; later layers and flags win
   --a.b VALUE     one setting (`headway config docs` lists all)
@@ -43,9 +42,6 @@ ALIASES = {
 
 
 def run(argv: list[str]) -> int:
-    if not argv or "-h" in argv or "--help" in argv:
-        print(HELP, end="")
-        return 0
     import asyncio
 
     from headway.config.inference import ServeSettings
@@ -54,10 +50,12 @@ def run(argv: list[str]) -> int:
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import open_run
 
-    argv, join = take(argv, "--join", "the folder of a run, such as outputs/my-run")
-    argv, name = take(argv, "--name", "a name for this engine")
-    argv, replicas = take(argv, "--replicas", "a number of engines")
-    router, argv = "--no-router" not in argv, [word for word in argv if word != "--no-router"]
+    parser = OptionParser("serve")
+    parser.add_argument("--join", type=Path)
+    parser.add_argument("--name")
+    parser.add_argument("--replicas", type=int)
+    parser.add_argument("--no-router", dest="router", action="store_false")
+    options, argv = parser.parse_known_args(argv)
     if argv and not argv[0].startswith(("-", "@")):
         argv = ["--model", *argv]
     resolved = load_settings(ServeSettings, argv, aliases=ALIASES)
@@ -65,20 +63,15 @@ def run(argv: list[str]) -> int:
     if resolved.dry_run:
         print(*write_dry_run(settings, "serve"), sep="\n")
         return 0
-    paths = open_run(Path(join)) if join else None
-    if replicas is not None:
+    paths = open_run(options.join) if options.join else None
+    name = options.name or "inference"
+    if options.replicas is not None:
         from headway.launch.replicas import run_replicas
 
-        run_replicas(settings, _count(replicas), run=paths, name=name or "replica", router=router)
+        run_replicas(settings, options.replicas, run=paths, name=options.name or "replica", router=options.router)
         return 0
-    setup_logging(name or "inference", paths, json=settings.log.json_lines, level=settings.log.level)
+    setup_logging(name, paths, json=settings.log.json_lines, level=settings.log.level)
     from headway.inference.serve import serve
 
-    asyncio.run(serve(settings, paths, name or "inference"))
+    asyncio.run(serve(settings, paths, name))
     return 0
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise UsageError(f"--replicas needs a number of engines (got {text!r})")
-    return int(text)

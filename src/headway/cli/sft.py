@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from headway.cli.options import take
+from headway.cli.options import OptionParser
+from headway.cli.train import run_flags, run_ranks
 from headway.core.errors import UsageError
 
 HELP = """\
@@ -26,21 +27,18 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
     from headway.config.loader import load_settings, write_settings
     from headway.config.sft import SftSettings
     from headway.monitor.dry_run import write_dry_run
-    from headway.monitor.logs import setup_logging
     from headway.monitor.runs import create_run, join_run, open_run
-    from headway.trainer.parallel.group import in_group, rank_in_group, run_group
+    from headway.trainer.parallel.group import in_group, rank_in_group
 
-    argv, resume = take(argv, "--resume", "the folder of a run, such as outputs/my-run")
-    if resume:
-        paths = open_run(Path(resume))
-        named = ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]
-        argv = ["@", str(paths.config / "sft.toml"), *named, *argv]
+    parser = OptionParser("sft")
+    parser.add_argument("--resume", type=Path)
+    options, argv = parser.parse_known_args(argv)
+    if options.resume:
+        paths = open_run(options.resume)
+        argv = ["@", str(paths.config / "sft.toml"), *run_flags(paths), *argv]
     resolved = load_settings(SftSettings, argv)
     settings = resolved.settings
     if not settings.data.path:
@@ -48,16 +46,11 @@ def run(argv: list[str]) -> int:
     if resolved.dry_run:
         print(*write_dry_run(settings, "sft"), sep="\n")
         return 0
-    paths = join_run(settings.run, "sft") if resume or in_group() else create_run(settings.run, "sft")
+    paths = join_run(settings.run, "sft") if options.resume or in_group() else create_run(settings.run, "sft")
     if rank_in_group() == 0:
         write_settings(settings, paths.config / "sft.toml")
-    ranks = settings.placement.trainer_ranks
-    if ranks > 1 and not in_group():
-        # The ranks must join this run, not make one each.
-        named = ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]
-        return run_group(ranks, ["sft", *argv, *named])
-    process = "trainer" if rank_in_group() == 0 else f"trainer-{rank_in_group()}"
-    setup_logging(process, paths, json=settings.log.json_lines, level=settings.log.level)
+    if (code := run_ranks("sft", argv, settings, paths)) is not None:
+        return code
     from headway.trainer.sft import sft
 
     sft(settings, paths)

@@ -1,5 +1,11 @@
 """`headway train`: the trainer of a run, by itself."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway.config.trainer import TrainSettings
+    from headway.core.runs import RunPaths
+
 HELP = """\
 usage: headway train @ TRAINER.toml [@ MORE.toml ...] [--section.setting VALUE ...]
 
@@ -20,15 +26,10 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
-    if argv and argv[0] in ("-h", "--help"):
-        print(HELP, end="")
-        return 0
     from headway.config.loader import load_settings
     from headway.config.trainer import TrainSettings
     from headway.monitor.dry_run import write_dry_run
-    from headway.monitor.logs import setup_logging
     from headway.monitor.runs import join_run
-    from headway.trainer.parallel.group import in_group, rank_in_group, run_group
 
     resolved = load_settings(TrainSettings, argv)
     settings = resolved.settings
@@ -36,14 +37,30 @@ def run(argv: list[str]) -> int:
         print(*write_dry_run(settings, "train"), sep="\n")
         return 0
     paths = join_run(settings.run, "train")
-    ranks = settings.placement.trainer_ranks
-    if ranks > 1 and not in_group():
-        # The ranks must join this run, not make one each.
-        named = ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]
-        return run_group(ranks, ["train", *argv, *named])
-    process = "trainer" if rank_in_group() == 0 else f"trainer-{rank_in_group()}"
-    setup_logging(process, paths, json=settings.log.json_lines, level=settings.log.level)
+    if (code := run_ranks("train", argv, settings, paths)) is not None:
+        return code
     from headway.trainer.loop import train
 
     train(settings, paths)
     return 0
+
+
+def run_ranks(command: str, argv: list[str], settings: "TrainSettings", paths: "RunPaths") -> int | None:
+    """Run `headway command *argv` as a group of ranks where there are several, and return its exit code.
+
+    Returns None where this process is a rank itself, after setting up its logging.
+    """
+    from headway.monitor.logs import setup_logging
+    from headway.trainer.parallel.group import in_group, rank_in_group, run_group
+
+    ranks = settings.placement.trainer_ranks
+    if ranks > 1 and not in_group():
+        return run_group(ranks, [command, *argv, *run_flags(paths)])
+    process = "trainer" if rank_in_group() == 0 else f"trainer-{rank_in_group()}"
+    setup_logging(process, paths, json=settings.log.json_lines, level=settings.log.level)
+    return None
+
+
+def run_flags(paths: "RunPaths") -> list[str]:
+    """Return the flags that make a command join this run instead of making one."""
+    return ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]

@@ -1,4 +1,4 @@
-"""Settings as TOML text: `tomli_w` writes keys and values, and sections are laid out here so that lines can have notes."""
+"""Settings as TOML text: keys and values by `tomli_w`, laid out in sections here so that each line can have a note."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
