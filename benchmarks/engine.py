@@ -176,7 +176,7 @@ def main() -> None:
     missing = [key for key in wanted if not importlib.util.find_spec(CONTENDERS[key].needs)]
     keys = ["headway", *(key for key in wanted if key not in ("headway", *missing))]
     with TemporaryDirectory() as temporary:
-        from headway.models.checkpoints.folders import load_config
+        from headway.models.registry import load_config
 
         folder = model_folder(arguments.model, Path(temporary), arguments.device)
         sizes = {name: getattr(arguments, name) for name in ("device", "dtype", "sequences", "prompt", "output")}

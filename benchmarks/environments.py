@@ -22,7 +22,7 @@ import psutil
 from headway.config.orchestrator import EnvSettings, WorkerSettings
 from headway.core.episodes import EpisodeRequest
 from headway.envs.workers.pool import EnvPool
-from headway.rendering.tiny import save_tiny_tokenizer
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 
 PARTS = Path(__file__).parent / "environment_parts"
 CASES = {"single turn": ("Reverse", "bench-reverse", 2.0), "two turns, a tool": ("Calculator", "bench-calculator", 4.0)}

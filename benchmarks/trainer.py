@@ -27,6 +27,7 @@ from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.registry import config_to_hf
 from headway.trainer.feed import fake_lengths, fake_micro_batch
 from headway.trainer.flops import peak_flops
 from headway.trainer.parallel.ranks import Ranks, joined
@@ -148,7 +149,7 @@ def run_huggingface(options: argparse.Namespace) -> dict[str, float]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     before = memory(torch.device("cpu"))
-    shape = SHAPES[options.model].to_hf()
+    shape = config_to_hf(SHAPES[options.model])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
     model.config.use_cache = False

@@ -45,8 +45,9 @@ def model_folder(name: str, temporary: Path, device: str) -> Path:
     """A checkpoint folder: `name` itself, a built-in's, or random weights of a shape, made in `temporary`."""
     import torch
 
-    from headway.models.checkpoints.folders import load_config, save_checkpoint
-    from headway.models.registry import build_model
+    from headway.models.build import build_model
+    from headway.models.checkpoints.folders import save_checkpoint
+    from headway.models.registry import load_config
     from headway.models.tiny import resolve_model
 
     if name != "small" and name not in SHAPES:

@@ -12,11 +12,11 @@ import torch
 from engine_parts.work import SHAPES
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
-from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.service import EmbeddedService
+from headway.models.build import build_model
 from headway.models.config import ModelConfig
+from headway.models.costs import kv_bytes_per_token
 from headway.models.decoder import DecoderLM
-from headway.models.registry import build_model
 
 PROMPT, OUTPUT, ROUNDS = 128, 512, 3
 BANDWIDTH = 4.3e12
@@ -73,7 +73,7 @@ def floor_ms(model: DecoderLM, sequences: int, context: int) -> float:
     """What reading all weights and all keys and values once takes."""
     config, weight = model.config, model.head_weight()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    per_token = KvStore.bytes_per_token(config.layers, config.kv_heads, config.head_dim, weight.dtype)
+    per_token = kv_bytes_per_token(config, weight.dtype.itemsize)
     return 1000 * (weights + sequences * context * per_token) / BANDWIDTH
 
 

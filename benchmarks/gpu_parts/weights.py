@@ -25,10 +25,10 @@ from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
 from headway.inference.embedded.service import EmbeddedService
+from headway.models.build import build_model
 from headway.models.checkpoints.tensors import base_parameters, hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.registry import build_model
 from headway.transport.weights import make_sender, segments
 from headway.transport.weights.fingerprint import fingerprint_of
 from weights import no_fingerprints

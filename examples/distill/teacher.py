@@ -4,8 +4,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from headway.models.checkpoints.folders import load_config, save_checkpoint
-from headway.models.registry import build_model
+from headway.models.build import build_model
+from headway.models.checkpoints.folders import save_checkpoint
+from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 
 

@@ -9,8 +9,8 @@ from headway.core.episodes import Trace
 from headway.core.messages import Message
 from headway.core.samples import Sample
 from headway.envs.tree import Reply, TraceTree
+from headway.models.tiny_tokenizer import tiny_tokenizer
 from headway.rendering.chatml import ChatMLRenderer
-from headway.rendering.tiny import tiny_tokenizer
 
 CALL = '<tool_call>\n{"name": "get", "arguments": {"k": "a"}}\n</tool_call>'
 REPLIES = "<|im_start|>user\n<tool_response>\nb\n</tool_response>\n<tool_response>\nc\n</tool_response><|im_end|>\n"

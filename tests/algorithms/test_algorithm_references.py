@@ -23,8 +23,8 @@ from headway.core.episodes import Episode, Node, Task, Trace
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message
 from headway.envs.samples import episode_samples
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.load import load_renderer
-from headway.rendering.tiny import save_tiny_tokenizer
 
 Handler = Callable[[dict[str, Any]], web.Response]
 

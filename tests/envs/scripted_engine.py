@@ -20,7 +20,7 @@ from headway.core.protocol import (
     TokenLogprob,
     Usage,
 )
-from headway.rendering.tiny import save_tiny_tokenizer, tiny_tokenizer
+from headway.models.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 IM_END = TOKENIZER.token_to_id("<|im_end|>")

@@ -13,12 +13,12 @@ from headway.core.messages import Message, Tool, ToolCall
 from headway.envs.rewards import conversation
 from headway.envs.samples import episode_samples, node_spans, trace_samples
 from headway.envs.tree import Reply, TraceTree
+from headway.models.tiny_tokenizer import CHAT_TEMPLATE
 from headway.rendering.chatml import ChatMLRenderer
-from headway.rendering.families import FamilyRenderer
+from headway.rendering.external import ExternalRenderer
 from headway.rendering.jinja import ChatTemplate
 from headway.rendering.styles import STYLES
 from headway.rendering.template import TemplateRenderer
-from headway.rendering.tiny import CHAT_TEMPLATE
 
 sys.path.append(str(Path(__file__).parent.parent / "rendering"))
 from family_tokens import FAMILIES, family_tokenizer
@@ -38,7 +38,7 @@ RENDERERS = {
     **{f"chatml-{name}": ChatMLRenderer(TOKENIZER, style) for name, style in STYLES.items()},
     "fallback": TemplateRenderer(TOKENIZER, ChatTemplate(CHAT_TEMPLATE, {}), [END]),
     "fallback-trims": trimming_template(),
-    **{family: FamilyRenderer(TOKENIZER, family) for family in FAMILIES},
+    **{family: ExternalRenderer(TOKENIZER, family) for family in FAMILIES},
 }
 
 

@@ -16,11 +16,11 @@ from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.inference.engine import Choice, Result
 from headway.models.attention import PackedPlan
+from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import ModelOutput, PackedTokens, positions_of
-from headway.models.registry import build_model
 from headway.transport.weights import make_sender
 from headway.transport.weights.fingerprint import fingerprint_of
 

@@ -25,11 +25,11 @@ from headway.inference.embedded.load import load_service
 from headway.inference.embedded.service import EmbeddedService
 from headway.inference.server import ServerContext, build_app
 from headway.models.attention import PackedPlan
+from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.packed import PackedTokens, positions_of
-from headway.models.registry import build_model
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.load import load_renderer
-from headway.rendering.tiny import save_tiny_tokenizer
 
 TOKEN = "secret"
 GREETING = "Hello there, dear friend. How are you?"

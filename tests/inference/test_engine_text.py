@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.inference.server.text import Text
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.base import Renderer
 from headway.rendering.load import load_renderer
-from headway.rendering.tiny import save_tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from models_common import packed_logits, random_model, random_tokens, small
 from safetensors.torch import load_file, save_file
 
 from headway.core.errors import HeadwayError, UsageError
-from headway.models.checkpoints.folders import load_config, load_model, read_tensors, save_checkpoint
+from headway.models.build import build_model
+from headway.models.checkpoints.folders import load_model, read_tensors, save_checkpoint
 from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
-from headway.models.config import ModelConfig
-from headway.models.registry import build_model
+from headway.models.registry import config_from_hf, config_to_hf, load_config
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 
@@ -131,11 +131,11 @@ def test_unknown_families_list_the_known_ones(tmp_path: Path) -> None:
     ],
 )
 def test_configs_that_would_be_computed_wrongly_are_refused(change: dict[str, object], message: str) -> None:
-    hf = small("qwen3").to_hf() | change
+    hf = config_to_hf(small("qwen3")) | change
     hf = {key: value for key, value in hf.items() if value is not None}
     hf.pop("rope_parameters", None)
     with pytest.raises(UsageError, match=message):
-        ModelConfig.from_hf(hf)
+        config_from_hf(hf)
 
 
 def test_configs_survive_the_round_trip_and_transformers(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_configs_survive_the_round_trip_and_transformers(tmp_path: Path) -> None
         small("qwen3", tied=True, rope_theta=1e6, eos_ids=(7,)),
         small("qwen3_moe", layers=4, dense_layers=(0, 2)),
     ):
-        assert ModelConfig.from_hf(config.to_hf()) == config
-        (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+        assert config_from_hf(config_to_hf(config)) == config
+        (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
         theirs = AutoConfig.from_pretrained(tmp_path)
-        assert ModelConfig.from_hf(theirs.to_dict()) == config
+        assert config_from_hf(theirs.to_dict()) == config
 
 
 def test_tokenizer_files_travel_along_and_an_old_folder_is_replaced(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from headway.models import flash
 from headway.models.adapted import adapted
 from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter
 from headway.models.attention import PackedPlan
+from headway.models.build import build_model
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import grouped_linear, grouped_linear_loop
 from headway.models.layers.mlp import gated_silu
 from headway.models.layers.rope import RotaryTable, rotate, rotate_plain
 from headway.models.packed import PackedTokens, positions_of
-from headway.models.registry import build_model
 
 pytestmark = [
     pytest.mark.gpu,

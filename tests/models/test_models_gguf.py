@@ -18,7 +18,7 @@ from headway.models.checkpoints.gguf.convert import convert_gguf
 from headway.models.checkpoints.gguf.source import _INNER, _OUTER
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.decoder import DecoderLM
-from headway.rendering.tiny import byte_characters
+from headway.models.tiny_tokenizer import byte_characters
 from headway.rendering.tokenizer import load_tokenizer, load_tokenizer_config
 
 TOKENS = ["<|endoftext|>", "<|im_end|>", *byte_characters(), "he", "Ġhe"]

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from headway.config.shared import LoraSettings
 from headway.models.adapters.lora import adapter_tensors, apply_lora
+from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, save_checkpoint
-from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
+from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.decoder import DecoderLM
-from headway.models.registry import build_model
 
 LENGTHS = [9, 14]
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
@@ -40,7 +40,6 @@ def test_recomputed_activations_give_the_same_gradients_to_the_bit(family: str) 
     expected, found = gradients(plain), gradients(recomputed)
     assert expected.keys() == found.keys() and len(found) > 10
     assert all(torch.equal(expected[name], found[name]) for name in found)
-    assert [name for name, _ in hf_layout(recomputed)] == [name for name, _ in hf_layout(plain)]
 
 
 def test_blocks_are_compiled_once_whatever_the_samples() -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from headway.core.errors import UsageError
-from headway.models.checkpoints.folders import load_config, load_model
+from headway.models.checkpoints.folders import load_model
+from headway.models.registry import load_config
 from headway.models.tiny import BUILT_IN, resolve_model, save_built_in
 
 EXPECTED = [0.013506516, 0.0141905, 0.006063033, -0.032588568]

@@ -9,7 +9,7 @@ from engine_script import ScriptedEngine
 from headway.cli import eval as eval_command
 from headway.cli.main import run as headway
 from headway.core.errors import UsageError
-from headway.rendering.tiny import save_tiny_tokenizer
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from engine_script import ScriptedEngine
 from headway.config.shared import RolloutTransport, RunSettings, ZmqRollouts
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.monitor.runs import create_run
 from headway.orchestrator.collect.records import read_records, rollout_file
-from headway.rendering.tiny import save_tiny_tokenizer
 from headway.transport.rollouts import make_receiver
 from headway.transport.weights.announcements import announce
 

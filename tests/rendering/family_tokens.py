@@ -2,7 +2,7 @@
 
 from tokenizers import AddedToken, Tokenizer
 
-from headway.rendering.tiny import tiny_tokenizer
+from headway.models.tiny_tokenizer import tiny_tokenizer
 
 _VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 _GLM = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]

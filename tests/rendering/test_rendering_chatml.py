@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.messages import Message, Tool, ToolCall
+from headway.models.tiny_tokenizer import CHAT_TEMPLATE, save_tiny_tokenizer, tiny_tokenizer
 from headway.rendering.chatml import ChatMLRenderer, split_encode
 from headway.rendering.jinja import ChatTemplate
 from headway.rendering.styles import STYLES
-from headway.rendering.tiny import CHAT_TEMPLATE, save_tiny_tokenizer, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {})
@@ -69,9 +69,9 @@ def test_the_tiny_tokenizer_is_a_hugging_face_one(tmp_path):
 @pytest.mark.parametrize("reasoning", [None, "because"])
 def test_the_qwen3_dialect_agrees_with_an_independent_renderer(reasoning):
     pytest.importorskip("renderers", reason="an optional extra")
-    from headway.rendering.families import FamilyRenderer
+    from headway.rendering.external import ExternalRenderer
 
-    theirs, ours = FamilyRenderer(TOKENIZER, "qwen3"), ChatMLRenderer(TOKENIZER, STYLES["qwen3"])
+    theirs, ours = ExternalRenderer(TOKENIZER, "qwen3"), ChatMLRenderer(TOKENIZER, STYLES["qwen3"])
     said = Message("assistant", "hm", (CALL,), reasoning=reasoning)
     messages = [Message("system", "rules"), Message("user", "1+1?"), said, Message("tool", "2"), Message("tool", "3")]
     for stop in range(1, len(messages) + 1):

@@ -5,8 +5,8 @@ from family_tokens import BRIDGES_TOOL, BRIDGES_USER, FAMILIES, family_tokenizer
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool
-from headway.rendering.families import FamilyRenderer
-from headway.rendering.tiny import tiny_tokenizer
+from headway.models.tiny_tokenizer import tiny_tokenizer
+from headway.rendering.external import ExternalRenderer
 
 pytest.importorskip("renderers", reason="an optional extra")
 
@@ -22,7 +22,7 @@ def asked(renderer):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_renders_parses_and_marks_the_spoken_part(family):
-    renderer = FamilyRenderer(TOKENIZER, family)
+    renderer = ExternalRenderer(TOKENIZER, family)
     messages = [Message("user", "ask"), Message("assistant", "answer")]
     rendered = renderer.render(messages)
     said = [t for s in rendered.segments for t, mine in zip(s.token_ids, s.content, strict=True) if mine]
@@ -35,7 +35,7 @@ def test_every_family_renders_parses_and_marks_the_spoken_part(family):
 
 @pytest.mark.parametrize("family", BRIDGES_USER)
 def test_a_question_is_appended(family):
-    renderer = FamilyRenderer(TOKENIZER, family)
+    renderer = ExternalRenderer(TOKENIZER, family)
     tokens, reply = asked(renderer)
     extension = renderer.extend(tokens, [Message("user", "more")], (ADD,), reply=reply)
     assert "more" in renderer.decode(extension.token_ids)
@@ -44,7 +44,7 @@ def test_a_question_is_appended(family):
 
 @pytest.mark.parametrize("family", BRIDGES_TOOL)
 def test_a_tool_result_is_appended(family):
-    renderer = FamilyRenderer(TOKENIZER, family)
+    renderer = ExternalRenderer(TOKENIZER, family)
     tokens, reply = asked(renderer)
     result = Message("tool", "found", tool_call_id="call_0", name="add")
     extension = renderer.extend(tokens, [result], (ADD,), reply=reply)
@@ -52,11 +52,11 @@ def test_a_tool_result_is_appended(family):
 
 
 def test_extending_needs_to_know_what_the_reply_was():
-    renderer = FamilyRenderer(TOKENIZER, "prime-qwen3")
+    renderer = ExternalRenderer(TOKENIZER, "prime-qwen3")
     tokens, _ = asked(renderer)
     assert renderer.extend(tokens, [Message("user", "more")]) is None
 
 
 def test_a_tokenizer_of_another_family_is_refused_in_one_line():
     with pytest.raises(HeadwayError, match='renderer "llama-3" does not fit this tokenizer'):
-        FamilyRenderer(tiny_tokenizer(), "llama-3")
+        ExternalRenderer(tiny_tokenizer(), "llama-3")

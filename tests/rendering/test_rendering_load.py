@@ -7,11 +7,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool
+from headway.models.tiny_tokenizer import CHAT_TEMPLATE, TEMPLATE_MARK, save_tiny_tokenizer
 from headway.rendering.chatml import ChatMLRenderer
 from headway.rendering.jinja import ChatTemplate
 from headway.rendering.load import agrees, load_renderer
 from headway.rendering.template import TemplateRenderer
-from headway.rendering.tiny import CHAT_TEMPLATE, TEMPLATE_MARK, save_tiny_tokenizer
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -75,7 +75,7 @@ def test_a_template_that_nothing_agrees_with_is_used_itself(tmp_path, template):
 
 def test_the_family_of_a_model_type_is_taken_where_it_agrees(tmp_path):
     pytest.importorskip("renderers", reason="an optional extra")
-    from headway.rendering.families import FamilyRenderer
+    from headway.rendering.external import ExternalRenderer
 
     llama = (
         "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
@@ -84,7 +84,7 @@ def test_the_family_of_a_model_type_is_taken_where_it_agrees(tmp_path):
     folder = checkpoint(tmp_path, llama, model_type="llama")
     assert isinstance(load_renderer(folder), TemplateRenderer)  # its tokenizer lacks the family's marks
     save_tiny_tokenizer(tmp_path)
-    assert isinstance(load_renderer(tmp_path, "prime-qwen3"), FamilyRenderer)
+    assert isinstance(load_renderer(tmp_path, "prime-qwen3"), ExternalRenderer)
 
 
 def test_the_fallback_attributes_tokens_to_messages_and_marks_what_is_spoken(tmp_path):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import HeadwayError, UsageError
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.base import Renderer
 from headway.rendering.load import load_renderer
-from headway.rendering.tiny import save_tiny_tokenizer
 from headway.trainer.data.conversations import BadRowError, conversation, tokenize
 from headway.trainer.data.order import RowOrder
 from headway.trainer.data.packing import counts_of, micro_batches, pack

@@ -9,7 +9,8 @@ from trainer_helpers import counts_of, rich_micro_batch
 
 from headway.core.batches import ComponentCounts, MicroBatch
 from headway.core.errors import HeadwayError
-from headway.models.checkpoints.folders import load_config, load_model
+from headway.models.checkpoints.folders import load_model
+from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.trainer.feed import fake_lengths
 from headway.trainer.inputs import check_counts, prepare

@@ -22,9 +22,9 @@ from headway.config.trainer import TrainSettings
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
 from headway.core.runs import RunPaths
 from headway.models.attention import PackedPlan
-from headway.models.checkpoints.folders import load_config
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
+from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.trainer.feed import fake_micro_batch
 from headway.transport.rollouts import make_sender

@@ -15,9 +15,9 @@ from headway.config.shared import FilesystemWeights, PointToPointWeights, Shared
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
-from headway.models.registry import build_model
 from headway.models.serving import SpareWeights, join_siblings
 from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.channels import backend_between, gpu_name

@@ -69,6 +69,8 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     path: str = "tiny"
     """A checkpoint folder, or the name of a built-in: tiny, tiny-llama, tiny-moe."""
+    family: str | None = None
+    """Class of a model family that Headway does not bring along, as FILE.py:CLASS or MODULE:CLASS (docs/models.md)."""
     renderer: str = "auto"
     """How messages become tokens: auto, chatml, or a family name of the `renderers` package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

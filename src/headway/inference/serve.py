@@ -36,7 +36,7 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
     sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
     check_address(settings.inference.host, token)
-    folder = resolve_model(settings.model.path)
+    folder = resolve_model(settings.model.path, settings.model.family)
     context = ServerContext(load_renderer(folder, settings.model.renderer), Path(settings.model.path).name, token)
     runner = web.AppRunner(build_app(context), handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
     await runner.setup()

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 
 from headway.config.inference import InferenceSettings
 from headway.config.rl import RlSettings
-from headway.config.shared import LoraSettings, ModelSettings
+from headway.config.shared import ModelSettings
 from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
 from headway.models.config import ModelConfig
+from headway.models.costs import (
+    activation_numbers,
+    adapter_count,
+    kv_bytes_per_token,
+    parameter_count,
+    serving_numbers,
+)
 
 GIB = 2**30
 
@@ -41,28 +48,6 @@ def compute_bytes(model: ModelSettings) -> int:
     return FLOAT32 if model.dtype == "float32" else 2
 
 
-def parameter_count(config: ModelConfig) -> int:
-    """All weights, a tied head once."""
-    return (1 if config.tied else 2) * config.vocab_size * config.width + sum(
-        _layer_parameters(config, layer) for layer in range(config.layers)
-    )
-
-
-def adapter_count(config: ModelConfig, lora: LoraSettings) -> int:
-    """Weights of an adapter on the plain linear layers."""
-    inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    sides = {
-        "q_proj": config.width + inner,
-        "k_proj": config.width + kv,
-        "v_proj": config.width + kv,
-        "o_proj": inner + config.width,
-        "gate_proj": config.width + config.mlp_width,
-        "up_proj": config.width + config.mlp_width,
-        "down_proj": config.mlp_width + config.width,
-    }
-    return config.layers * lora.rank * sum(sides.get(target, 0) for target in lora.targets)
-
-
 def trainer_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     """Of one rank, at its peak."""
     trainer, lora = settings.trainer, settings.model.lora
@@ -93,20 +78,15 @@ def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     weights = number * parameter_count(config)
     rows, logits = inference.max_running, FLOAT32 * config.vocab_size
     tokens = max(inference.max_batched_tokens, rows, _PREFILL_TOKENS)
-    widest = 2 * config.mlp_width + 4 * config.width + 2 * config.heads * config.head_dim
     return Shares(
         {
             "weights": weights,
             # An update is received beside what serves; an adapter is small.
             "spare": weights if settings.model.lora is None else 0,
-            "steps": 3 * rows * logits + 2 * number * tokens * widest,
+            "steps": 3 * rows * logits + 2 * number * tokens * serving_numbers(config),
             "process": _OWN_BYTES,
         }
     )
-
-
-def kv_bytes_per_token(config: ModelConfig, number: int) -> int:
-    return 2 * config.layers * config.kv_heads * config.head_dim * number
 
 
 def kv_limits(inference: InferenceSettings, config: ModelConfig, seq_len: int, number: int) -> tuple[int, int]:
@@ -114,14 +94,6 @@ def kv_limits(inference: InferenceSettings, config: ModelConfig, seq_len: int, n
     blocks = -(-min(seq_len, config.max_len) // inference.block_size)
     one = blocks * inference.block_size * kv_bytes_per_token(config, number)
     return one, inference.max_running * one
-
-
-def _layer_parameters(config: ModelConfig, layer: int) -> int:
-    width, inner, kv = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = 2 * width * inner + 2 * width * kv + 2 * width
-    if config.sparse(layer):
-        return attention + config.experts * (3 * width * config.expert_width + width)
-    return attention + 3 * width * config.mlp_width
 
 
 def _remembered(optimizer: Optimizer) -> int:
@@ -136,14 +108,10 @@ def _remembered(optimizer: Optimizer) -> int:
 
 def _activations(settings: RlSettings, config: ModelConfig, number: int) -> int:
     """Of one micro-batch: what the blocks keep for the backward pass, and what one of them holds while it runs."""
-    inner, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    mlp = max(config.mlp_width, config.experts_per_token * config.expert_width)
-    # Inputs and outputs of the norms, projections, rotations, attention and the MLP's three products.
-    block = 6 * config.width + 3 * inner + 4 * kv + 4 * mlp
-    kept = {"off": block, "selective": config.width + inner, "full": config.width}
     activations = settings.trainer.activations
     layers = 0 if activations.offload else config.layers
-    return settings.seq_len * number * (layers * kept[activations.checkpoint] + 2 * block)
+    kept = layers * activation_numbers(config, activations.checkpoint)
+    return settings.seq_len * number * (kept + 2 * activation_numbers(config, "off"))
 
 
 def _head(settings: RlSettings, config: ModelConfig, number: int) -> int:

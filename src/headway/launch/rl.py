@@ -19,7 +19,7 @@ from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.sharing import MemoryPlan, gpu_memory, plan_memory
 from headway.launch.supervisor import Supervisor
 from headway.launch.view import RunView
-from headway.models.config import load_config
+from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 
 
@@ -81,7 +81,7 @@ def _plan_memory(settings: RlSettings, placement: Placement) -> MemoryPlan:
     gpus = gpus_of(placement.trainer)
     if not gpus or settings.orchestrator.engines:
         return MemoryPlan([None] * len(placement.engines), [])
-    config = load_config(resolve_model(settings.model.path))
+    config = load_config(resolve_model(settings.model.path, settings.model.family))
     every = dict.fromkeys(gpus + [gpu for engine in placement.engines for gpu in gpus_of(engine)])
     return plan_memory(settings, config, placement, gpu_memory(list(every)))
 

@@ -15,12 +15,12 @@ from headway.launch.memory import (
     compute_bytes,
     engine_shares,
     gib,
-    kv_bytes_per_token,
     kv_limits,
     trainer_shares,
 )
 from headway.launch.placement import Placement, gpus_of
 from headway.models.config import ModelConfig
+from headway.models.costs import kv_bytes_per_token
 
 MARGIN = 0.05
 """Share of a GPU that nobody is given: estimates are estimates."""

@@ -1,26 +1,17 @@
-"""The shape of a model: one dataclass over all families, to and from Hugging Face's config.json."""
+"""The shape of a decoder: what all families share. A family with more to say subclasses `ModelConfig`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from headway.core.errors import UsageError
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
-_DEFAULT_NORM_EPS = 1e-6
-_DEFAULT_ROPE_THETA = 10_000.0
+DEFAULT_NORM_EPS = 1e-6
+DEFAULT_ROPE_THETA = 10_000.0
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context: Llama 3's rule, or all alike (linear)."""
+    """Stretches rotary frequencies beyond the trained context: by Llama 3's rule, or all alike (linear)."""
 
     type: str
     factor: float
@@ -31,9 +22,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """`dense_layers` are the layers of a mixture-of-experts model that have a plain MLP instead of experts.
+    """`family` is Hugging Face's `model_type`. `rotary_dim` numbers of a head are rotated; None means all of them.
 
-    `mlp_width` is that of plain MLPs, `expert_width` of each expert. `eos_ids` end a sequence.
+    `dense_layers` are the layers of a mixture-of-experts model that have a plain MLP instead of experts. `mlp_width` is
+    that of plain MLPs, `expert_width` of each expert. `eos_ids` end a sequence.
     """
 
     family: str
@@ -44,9 +36,10 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     mlp_width: int
-    rope_theta: float = _DEFAULT_ROPE_THETA
+    rope_theta: float = DEFAULT_ROPE_THETA
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = _DEFAULT_NORM_EPS
+    rotary_dim: int | None = None
+    norm_eps: float = DEFAULT_NORM_EPS
     tied: bool = False
     max_len: int = 2048
     attention_bias: bool = False
@@ -62,94 +55,20 @@ class ModelConfig:
     pad_id: int | None = None
 
     def __post_init__(self) -> None:
-        known_family(self.family)
         if self.heads % self.kv_heads:
             raise UsageError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads evenly")
-        if self.head_dim % 2:
-            raise UsageError(f"rotary positions need an even head size (got {self.head_dim})")
+        if (rotated := self.rotary_dim or self.head_dim) % 2 or rotated > self.head_dim:
+            raise UsageError(f"rotary positions need an even size of at most {self.head_dim} (got {rotated})")
         if self.experts and not 0 < self.experts_per_token <= self.experts:
             raise UsageError(f"experts_per_token must be 1 to {self.experts} (got {self.experts_per_token})")
 
     def sparse(self, layer: int) -> bool:
-        """Whether `layer` has experts."""
+        """Tell whether `layer` has experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
-    @classmethod
-    def from_hf(cls, hf: dict[str, Any]) -> "ModelConfig":
-        """Read config.json as transformers 4 or 5 writes it. Refuses what the model code would get wrong."""
-        if hf.get("hidden_act", "silu") != "silu":
-            raise UsageError(f"activation {hf['hidden_act']!r} is not supported (only silu)")
-        if hf.get("use_sliding_window"):
-            raise UsageError("sliding-window attention is not supported; set use_sliding_window to false")
-        try:
-            family = known_family(hf["model_type"])
-            return cls(family=family, **_shape(hf), **_experts(hf, family), **_rope(hf), **_special_ids(hf))
-        except KeyError as error:
-            raise UsageError(f"it lacks {error.args[0]!r}") from None
 
-    def to_hf(self) -> dict[str, Any]:
-        """config.json as transformers writes it, readable by versions 4 and 5."""
-        hf: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self.family]],
-            "attention_bias": self.attention_bias,
-            "attention_dropout": 0.0,
-            "bos_token_id": self.bos_id,
-            "eos_token_id": self.eos_ids[0] if len(self.eos_ids) == 1 else list(self.eos_ids) or None,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": self.width,
-            "initializer_range": self.initializer_range,
-            "intermediate_size": self.mlp_width,
-            "max_position_embeddings": self.max_len,
-            "model_type": self.family,
-            "num_attention_heads": self.heads,
-            "num_hidden_layers": self.layers,
-            "num_key_value_heads": self.kv_heads,
-            "pad_token_id": self.pad_id,
-            "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "tie_word_embeddings": self.tied,
-            "use_cache": True,
-            "vocab_size": self.vocab_size,
-        }
-        if self.family == "llama":
-            hf["mlp_bias"] = self.mlp_bias
-        if self.rope_scaling is not None:
-            scaling = _rope_scaling_to_hf(self.rope_scaling)
-            hf["rope_scaling"] = scaling
-            hf["rope_parameters"] = {"rope_theta": self.rope_theta, **scaling}
-        if self.experts:
-            hf |= {
-                "num_experts": self.experts,
-                "num_experts_per_tok": self.experts_per_token,
-                "moe_intermediate_size": self.expert_width,
-                "norm_topk_prob": self.normalize_gates,
-                "mlp_only_layers": list(self.dense_layers),
-                "decoder_sparse_step": 1,
-            }
-        return hf
-
-
-def known_family(name: str) -> str:
-    """The name itself. Raises UsageError, with the known ones, where there is no such family."""
-    if name not in ARCHITECTURES:
-        raise UsageError(f"unknown model family {name!r}; known: {', '.join(sorted(ARCHITECTURES))}")
-    return name
-
-
-def load_config(folder: Path | str) -> ModelConfig:
-    """Of a checkpoint folder. Does without torch, for processes that only want to know a model's shape."""
-    path = Path(folder) / "config.json"
-    try:
-        return ModelConfig.from_hf(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-    except FileNotFoundError:
-        raise UsageError(f"{folder} is no checkpoint folder: it has no config.json") from None
-    except (msgspec.DecodeError, UsageError) as error:
-        raise UsageError(f"{path}: {error}") from None
-
-
-def _shape(hf: dict[str, Any]) -> dict[str, Any]:
+def shape_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the sizes that config.json of every decoder has. Raises KeyError for one that is missing."""
     width, heads = hf["hidden_size"], hf["num_attention_heads"]
     return {
         "vocab_size": hf["vocab_size"],
@@ -159,7 +78,7 @@ def _shape(hf: dict[str, Any]) -> dict[str, Any]:
         "kv_heads": hf.get("num_key_value_heads") or heads,
         "head_dim": hf.get("head_dim") or width // heads,
         "mlp_width": hf["intermediate_size"],
-        "norm_eps": hf.get("rms_norm_eps", _DEFAULT_NORM_EPS),
+        "norm_eps": hf.get("rms_norm_eps", DEFAULT_NORM_EPS),
         "tied": bool(hf.get("tie_word_embeddings", False)),
         "max_len": hf.get("max_position_embeddings", 2048),
         "attention_bias": bool(hf.get("attention_bias", False)),
@@ -168,25 +87,34 @@ def _shape(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _experts(hf: dict[str, Any], family: str) -> dict[str, Any]:
-    if family != "qwen3_moe":
-        return {}
-    step = hf.get("decoder_sparse_step", 1)
-    dense = set(hf.get("mlp_only_layers") or ())
-    dense |= {layer for layer in range(hf["num_hidden_layers"]) if (layer + 1) % step}
+def shape_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Write what `shape_from_hf` and `special_ids_from_hf` read."""
     return {
-        "experts": hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],
-        "experts_per_token": hf["num_experts_per_tok"],
-        "expert_width": hf["moe_intermediate_size"],
-        "normalize_gates": bool(hf.get("norm_topk_prob", False)),
-        "dense_layers": tuple(sorted(dense)),
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "initializer_range": config.initializer_range,
+        "intermediate_size": config.mlp_width,
+        "max_position_embeddings": config.max_len,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "pad_token_id": config.pad_id,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
     }
 
 
-def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both inside."""
+def rope_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read rotary settings: transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both."""
     parameters = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = parameters.get("rope_theta", hf.get("rope_theta", _DEFAULT_ROPE_THETA))
+    theta = parameters.get("rope_theta", hf.get("rope_theta", DEFAULT_ROPE_THETA))
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
@@ -204,16 +132,26 @@ def _rope(hf: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
-def _rope_scaling_to_hf(scaling: RopeScaling) -> dict[str, Any]:
-    hf: dict[str, Any] = {"rope_type": scaling.type, "factor": scaling.factor}
-    if scaling.type == "llama3":
-        hf["low_freq_factor"] = scaling.low_freq_factor
-        hf["high_freq_factor"] = scaling.high_freq_factor
-        hf["original_max_position_embeddings"] = scaling.original_max_len
-    return hf
+def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Write rotary settings for transformers 4 and 5."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        parameters: dict[str, Any] = {"rope_type": "default"}
+    else:
+        parameters = {"rope_type": scaling.type, "factor": scaling.factor}
+        if scaling.type == "llama3":
+            parameters["low_freq_factor"] = scaling.low_freq_factor
+            parameters["high_freq_factor"] = scaling.high_freq_factor
+            parameters["original_max_position_embeddings"] = scaling.original_max_len
+    old = {} if scaling is None else {"rope_scaling": parameters}
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_theta": config.rope_theta, **parameters},
+        **old,
+    }
 
 
-def _special_ids(hf: dict[str, Any]) -> dict[str, Any]:
+def special_ids_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
     eos = hf.get("eos_token_id")
     eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     return {"bos_id": hf.get("bos_token_id"), "eos_ids": eos_ids, "pad_id": hf.get("pad_token_id")}

@@ -1,61 +1,70 @@
-"""The known families, and building a model from its config. A new family is a folder and a line here."""
+"""The families that checkpoints can be of: the package's own, and those that a run brings along. Imports no torch."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
-import torch
-from torch import nn
+import msgspec
 
+from headway.core.errors import UsageError
+from headway.core.imports import load_object
 from headway.models.config import ModelConfig
-from headway.models.cpu import tune_matmul
-from headway.models.decoder import DecoderLM
-from headway.models.families.llama.model import Llama
-from headway.models.families.llama.weights import parts as llama_parts
-from headway.models.families.qwen3.model import Qwen3
-from headway.models.families.qwen3.weights import parts as qwen3_parts
-from headway.models.families.qwen3_moe.model import Qwen3Moe
-from headway.models.families.qwen3_moe.weights import parts as qwen3_moe_parts
-from headway.models.init import init_weights
-from headway.models.layout import Part
+from headway.models.families.llama import Llama
+from headway.models.families.qwen3 import Qwen3
+from headway.models.families.qwen3_moe import Qwen3Moe
+from headway.models.family import Family
+
+_FAMILIES: dict[str, Family] = {}
 
 
-class Family(NamedTuple):
-    """`parts` says which tensors of a checkpoint a parameter is made of."""
-
-    model: Callable[[ModelConfig], DecoderLM]
-    parts: Callable[[str, ModelConfig], list[Part]]
+def register_family(family: Family) -> None:
+    """Make checkpoints of `family` known in this process. One of the same model_type is replaced."""
+    _FAMILIES[family.model_type] = family
 
 
-FAMILIES = {
-    "llama": Family(Llama, llama_parts),
-    "qwen3": Family(Qwen3, qwen3_parts),
-    "qwen3_moe": Family(Qwen3Moe, qwen3_moe_parts),
-}
+for _family in (Llama(), Qwen3(), Qwen3Moe()):
+    register_family(_family)
 
 
-def build_model(
-    config: ModelConfig,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    seed: int | None = 0,
-) -> DecoderLM:
-    """A model with random weights from `seed`; None, or the meta device, leaves them unset."""
-    with torch.device("meta"):
-        model = FAMILIES[config.family].model(config)
-    _place(model, torch.device(device), dtype)
-    if torch.device(device).type == "meta":
-        return model
-    if torch.device(device).type == "cpu":
-        tune_matmul(config.width)
-    if seed is not None:
-        init_weights(model, config.initializer_range, seed)
-    return model
+def load_family(path: str) -> None:
+    """Register the `Family` class at `module:name` or `file.py:name`, as the setting `model.family` names it."""
+    family = load_object(path, "model.family")()
+    if not isinstance(family, Family):
+        raise UsageError(f'model.family "{path}" is no subclass of headway.models.family.Family')
+    register_family(family)
 
 
-def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the parameters memory. `nn.Module.to` and `to_empty` would import torch's compiler to do it, which takes a
-    process seconds."""
-    for module in model.modules():
-        for name, unset in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty(unset.shape, dtype=dtype, device=device)))
+def families() -> list[Family]:
+    return list(_FAMILIES.values())
+
+
+def find_family(model_type: str) -> Family:
+    """Raises UsageError, with the known ones and how to add one, where there is no such family."""
+    if model_type not in _FAMILIES:
+        raise UsageError(
+            f"unknown model family {model_type!r}; known: {', '.join(sorted(_FAMILIES))}. To add it, subclass "
+            'headway.models.family.Family and name the class with model.family = "FILE.py:CLASS" (docs/models.md)'
+        )
+    return _FAMILIES[model_type]
+
+
+def load_config(folder: Path | str) -> ModelConfig:
+    """Read the config of a checkpoint folder."""
+    path = Path(folder) / "config.json"
+    try:
+        return config_from_hf(msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+    except FileNotFoundError:
+        raise UsageError(f"{folder} is no checkpoint folder: it has no config.json") from None
+    except (msgspec.DecodeError, UsageError) as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
+    """Read the content of a config.json. Raises UsageError that names what is missing or not supported."""
+    if "model_type" not in hf:
+        raise UsageError("it lacks 'model_type'")
+    return find_family(hf["model_type"]).config_from_hf(hf)
+
+
+def config_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Write the content of a config.json, readable by transformers 4 and 5."""
+    return find_family(config.family).config_to_hf(config)

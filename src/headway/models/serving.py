@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from headway.models.build import build_model
 from headway.models.checkpoints.tensors import Target, base_parameters, hf_targets
 from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.linear import Siblings
 from headway.models.layers.mlp import GatedMlp
-from headway.models.registry import build_model
 
 
 def join_siblings(model: DecoderLM) -> None:

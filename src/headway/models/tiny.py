@@ -10,7 +10,9 @@ from tempfile import TemporaryDirectory
 
 from headway.core.cache import cache_folder
 from headway.core.errors import UsageError
+from headway.models import tiny_tokenizer as tokenizer
 from headway.models.config import ModelConfig
+from headway.models.registry import load_family
 
 TINY = ModelConfig(
     family="qwen3",
@@ -44,11 +46,15 @@ BUILT_IN = {
 SEED = 0
 
 
-def resolve_model(path: str) -> Path:
-    """The checkpoint folder that `path` means: itself, or a built-in's, made in the cache when it is first asked for.
+def resolve_model(path: str, family: str | None = None) -> Path:
+    """Find the checkpoint folder that `path` means: itself, or a built-in's, made in the cache at its first use.
+
+    `family` is the class of a family to register first (`model.family`).
 
     The cache is `$HEADWAY_CACHE`, or `~/.cache/headway`.
     """
+    if family is not None:
+        load_family(family)
     if (Path(path).expanduser() / "config.json").is_file():
         return Path(path).expanduser()
     if path not in BUILT_IN:
@@ -65,24 +71,20 @@ def resolve_model(path: str) -> Path:
 
 def save_built_in(name: str, folder: Path) -> None:
     """Write the built-in `name` as a checkpoint folder with its tokenizer."""
+    from headway.models.build import build_model  # torch takes seconds, and most callers find the folder made
     from headway.models.checkpoints.folders import save_checkpoint
-    from headway.models.registry import build_model
-    from headway.rendering.tiny import save_tiny_tokenizer
-    from headway.rendering.tokenizer import load_tokenizer
 
     with TemporaryDirectory() as temporary:
         files = Path(temporary)
-        vocab_size = save_tiny_tokenizer(files)
-        vocabulary = load_tokenizer(files).get_vocab()
+        vocab_size = tokenizer.save_tiny_tokenizer(files)
+        vocabulary = tokenizer.tiny_tokenizer().get_vocab()
         end_of_turn, end_of_text = vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]
         config = replace(BUILT_IN[name], vocab_size=vocab_size, eos_ids=(end_of_turn, end_of_text), pad_id=end_of_text)
         save_checkpoint(build_model(config, seed=SEED), folder, files_from=files)
 
 
 def _digest(name: str) -> str:
-    """Changes whenever what the built-in is made of does, so that an old cache is never mistaken for it."""
-    from headway.rendering import tiny as tokenizer
-
+    """Hash what the built-in is made of, so that an old cache is never mistaken for it."""
     made_of = (
         f"{BUILT_IN[name]}/{SEED}/{tokenizer.CHAT_TEMPLATE}/{tokenizer.SPECIALS}{tokenizer.MARKS}{tokenizer.ROLES}"
     )

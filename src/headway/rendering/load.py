@@ -11,13 +11,14 @@ from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool, ToolCall
+from headway.models.registry import families
+from headway.models.tiny_tokenizer import TEMPLATE_MARK
 from headway.rendering.base import Renderer
 from headway.rendering.chatml import ChatMLRenderer
-from headway.rendering.families import FAMILIES, FamilyRenderer, available
+from headway.rendering.external import FORMATS, ExternalRenderer, available
 from headway.rendering.jinja import ChatTemplate, TemplateError
 from headway.rendering.styles import STYLES, with_default_system
 from headway.rendering.template import TemplateRenderer
-from headway.rendering.tiny import TEMPLATE_MARK
 from headway.rendering.tokenizer import load_chat_template, load_tokenizer, load_tokenizer_config, special_token
 
 _TOOL = Tool("look", "Look up.", {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]})
@@ -25,17 +26,17 @@ _CALL = ToolCall("call_0", "look", '{"key": "x"}')
 
 
 def load_renderer(folder: Path, name: str = "auto") -> Renderer:
-    """The renderer `name` for the checkpoint in `folder`.
+    """Load the renderer `name` for the checkpoint in `folder`.
 
     `auto` takes, in this order: native ChatML in the dialect that agrees with the checkpoint's chat template, the
-    family of the `renderers` package that agrees with it, the template itself. `template` insists on the last.
+    `chat_format` of the model's family where it agrees with it, the template itself. `template` insists on the last.
     """
     folder = Path(folder)
     tokenizer = load_tokenizer(folder)
     if name in STYLES:
         return ChatMLRenderer(tokenizer, STYLES[name])
     if name not in ("auto", "template"):
-        return FamilyRenderer(tokenizer, name, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))
+        return ExternalRenderer(tokenizer, name, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))
     source = load_chat_template(folder)
     ours = source is None or source.lstrip().startswith(TEMPLATE_MARK)
     if name == "auto" and ours and tokenizer.token_to_id("<|im_start|>") is not None:
@@ -45,12 +46,12 @@ def load_renderer(folder: Path, name: str = "auto") -> Renderer:
     fallback = TemplateRenderer(tokenizer, _template(folder, source), _stops(folder, tokenizer))
     if name == "template":
         return fallback
-    candidates: Iterator[Renderer] = chain(_native(tokenizer, fallback), _families(folder, tokenizer))
+    candidates: Iterator[Renderer] = chain(_native(tokenizer, fallback), _external(folder, tokenizer))
     return next((renderer for renderer in candidates if agrees(renderer, fallback)), fallback)
 
 
 def agrees(renderer: Renderer, template: TemplateRenderer) -> bool:
-    """Whether `renderer` writes the template's tokens on conversations of every kind that the template tells apart."""
+    """Compare `renderer` with the template on conversations of every kind that the template tells apart."""
     ask, answer, more = Message("user", "ask"), Message("assistant", "answer"), Message("user", "more")
     thought = Message("assistant", "answer", reasoning="thought")
     call = Message("assistant", "", (_CALL,))
@@ -90,12 +91,13 @@ def _native(tokenizer: Tokenizer, template: TemplateRenderer) -> Iterator[ChatML
         yield ChatMLRenderer(tokenizer, with_default_system(style, found.group(1) if found else None))
 
 
-def _families(folder: Path, tokenizer: Tokenizer) -> Iterator[FamilyRenderer]:
-    family = FAMILIES.get(_config(folder).get("model_type", ""))
-    if family is None or not available():
+def _external(folder: Path, tokenizer: Tokenizer) -> Iterator[ExternalRenderer]:
+    own = {family.model_type: family.chat_format for family in families()}
+    format = (FORMATS | own).get(_config(folder).get("model_type", ""))
+    if format is None or not available():
         return
     try:
-        yield FamilyRenderer(tokenizer, family, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))
+        yield ExternalRenderer(tokenizer, format, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))
     except HeadwayError:
         return
 

@@ -21,6 +21,7 @@ from headway.config.trainer import CheckpointSettings, TrainSettings
 from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
+from headway.models.registry import config_to_hf
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
@@ -128,7 +129,7 @@ def origin_of(state: TrainState, settings: TrainSettings) -> dict[str, Any]:
     """What decides whether tensors of a checkpoint mean the same here."""
     lora = settings.model.lora
     return {
-        "model": state.config.to_hf(),
+        "model": config_to_hf(state.config),
         "lora": None if lora is None else lora.model_dump(include={"rank", "targets"}),
         "optimizer": settings.trainer.optim.type,
     }

@@ -8,8 +8,7 @@ from torch import Tensor
 from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
 from headway.models.adapters.lora import adapter_tensors
-from headway.models.checkpoints.tensors import base_parameters
-from headway.models.registry import FAMILIES
+from headway.models.checkpoints.tensors import base_parameters, checkpoint_tensors
 from headway.trainer.probe import make_probe
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender
@@ -55,11 +54,11 @@ def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
         return
     for name, parameter in base_parameters(state.model):
         tensor = parameter.detach()
-        parts = FAMILIES[state.config.family].parts(name, state.config)
-        if any(part.at for part in parts):
-            yield from parts_of(tensor, ((part.name, part.at) for part in parts))
+        targets = checkpoint_tensors(state.model, name)
+        if any(target.at for target in targets):
+            yield from parts_of(tensor, ((target.name, target.at) for target in targets))
         else:
-            yield from ((part.name, tensor) for part in parts)
+            yield from ((target.name, tensor) for target in targets)
 
 
 class _Counted:

@@ -13,7 +13,7 @@ from headway.core.batches import ComponentCounts, MicroBatch
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
-from headway.models.checkpoints.folders import load_config
+from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.monitor.progress import progress, progress_bar
 from headway.rendering.load import load_renderer
@@ -175,7 +175,7 @@ def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str,
 
 def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
     data = settings.data
-    folder = resolve_model(settings.model.path)
+    folder = resolve_model(settings.model.path, settings.model.family)
     longest = load_config(folder).max_len
     if settings.seq_len > longest:
         raise UsageError(f"seq_len is {settings.seq_len}, but the model's positions end at {longest}")

@@ -11,12 +11,13 @@ from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
 from headway.models.adapters.linears import adapted_linears, init_adapters
 from headway.models.adapters.lora import apply_lora
-from headway.models.checkpoints.folders import load_config, read_tensors
+from headway.models.build import build_model
+from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.cpu import tune_matmul
 from headway.models.decoder import DecoderLM
-from headway.models.registry import build_model
+from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.trainer.optimizers.optimizer import PolicyOptimizer
 from headway.trainer.parallel.fsdp import ParallelPolicy, make_mesh, parallelize
@@ -58,7 +59,7 @@ def trained_parameters(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
 
 def build_state(settings: TrainSettings, ranks: Ranks) -> TrainState:
     """The policy of the settings' checkpoint folder, laid out over the ranks, with a fresh optimizer."""
-    folder = resolve_model(settings.model.path)
+    folder = resolve_model(settings.model.path, settings.model.family)
     return make_state(settings, ranks, folder, load_config(folder), lambda m: load_hf_tensors(m, read_tensors(folder)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts, MicroBatch
-from headway.trainer.flops import FlopCounter
+from headway.models.costs import StepFlops
 from headway.trainer.inputs import check_counts, prepare
 from headway.trainer.losses.components import total_loss
 from headway.trainer.losses.registry import make_loss
@@ -108,8 +108,8 @@ class Stepper:
             tally.logprobs.append(scores.logprobs_N.detach())
             tally.real_tokens += inputs.real_tokens
             tally.packed_tokens += sum(micro.lengths)
-            flops = flops or FlopCounter(state.model)
-            tally.flops += flops.of(micro.lengths, len(inputs.scored.rows_N))
+            flops = flops or StepFlops(state.config, frozen=state.lora is not None)
+            tally.flops += flops.count(micro.lengths, len(inputs.scored.rows_N))
             if scores.expert_load_LE is not None:
                 load = scores.expert_load_LE
                 tally.expert_load_LE = load if tally.expert_load_LE is None else tally.expert_load_LE + load

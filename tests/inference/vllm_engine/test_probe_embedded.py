@@ -12,9 +12,9 @@ from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
 from headway.inference.embedded.updates.probe import check_probe
 from headway.inference.embedded.updates.updater import Updater
 from headway.inference.engine import UpdateError
+from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
-from headway.models.registry import build_model
 from headway.models.tiny import resolve_model
 
 LIMITS = EngineLimits(4, 64, 64, 16, 16)

@@ -12,7 +12,7 @@ from vllm_harness import TIED, make
 
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.config import ModelConfig
-from headway.rendering.tiny import save_tiny_tokenizer
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -18,10 +18,10 @@ from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.inference.engine import Choice
 from headway.inference.vllm.engine import VllmEngine
 from headway.inference.vllm.load import load_vllm
+from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.registry import build_model
 
 Answer = TypeVar("Answer")
 

@@ -7,14 +7,15 @@ import torch
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
-from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.service import EmbeddedService
-from headway.models.checkpoints.folders import load_config, read_tensors
+from headway.models.build import build_model
+from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
+from headway.models.costs import kv_bytes_per_token
 from headway.models.decoder import DecoderLM
 from headway.models.native import library
-from headway.models.registry import build_model
+from headway.models.registry import load_config
 from headway.monitor.progress import progress
 from headway.transport.weights.fingerprint import fingerprint_of
 
@@ -71,7 +72,7 @@ def size_engine(
     """Choose the longest sequence and the number of KV blocks that fit, and no more than can ever be used."""
     size = settings.block_size
     max_len = min(seq_len, config.max_len)
-    per_token = KvStore.bytes_per_token(config.layers, config.kv_heads, config.head_dim, dtype)
+    per_token = kv_bytes_per_token(config, dtype.itemsize)
     budget = memory if settings.kv_memory_gb is None else int(settings.kv_memory_gb * 1e9)
     per_sequence = -(-max_len // size)
     num_blocks = min(budget // (per_token * size), settings.max_running * per_sequence)

@@ -11,7 +11,7 @@ from headway.inference.server.choices import ChoiceWriter, answer
 from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.replies import ReplyStream
 from headway.inference.server.requests import check_request, read_body
-from headway.rendering.families import FamilyRenderer
+from headway.rendering.external import ExternalRenderer
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
@@ -52,7 +52,7 @@ class MessageWriter(ChoiceWriter):
         self._tools = tools
         self._token_ids: list[int] = []
         # Families that write calls in a way of their own are understood when the reply is whole.
-        whole_only = isinstance(context.renderer, FamilyRenderer)
+        whole_only = isinstance(context.renderer, ExternalRenderer)
         self._parser = ReplyStream() if tools and not whole_only else None
         self._started = False
 

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from headway.core.errors import HeadwayError, UsageError
 from headway.models.adapters.bank import AdapterBank
+from headway.models.build import fill_uniform
 from headway.models.decoder import DecoderLM
-from headway.models.init import fill_uniform
 from headway.models.layers.linear import Linear
-from headway.models.layout import plain_name
 
 
 def bank_of(model: DecoderLM) -> AdapterBank:
@@ -24,7 +23,7 @@ def adapted_linears(model: nn.Module) -> Iterator[tuple[str, Linear, nn.Paramete
     """Linear layers that have adapters: name, layer, A (ranks, in), B (ranks, out)."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.lora_A is not None and module.lora_B is not None:
-            yield plain_name(name), module, module.lora_A, module.lora_B
+            yield name, module, module.lora_A, module.lora_B
 
 
 def resize_bank(model: DecoderLM, targets: Collection[str], *, rank: int, slots: int, default: int | None) -> None:

@@ -15,7 +15,6 @@ from headway.core.files import atomic_directory
 from headway.models.adapters.linears import adapted_linears, bank_of, drop_bank, init_adapters, resize_bank
 from headway.models.decoder import DecoderLM
 from headway.models.layers.linear import Linear
-from headway.models.layout import plain_name
 from headway.models.sharded import gathered
 
 __all__ = [
@@ -163,7 +162,7 @@ def read_adapter(folder: Path | str) -> tuple[LoraSettings, dict[str, Tensor]]:
 
 def _pairs(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     """A (rank, in) and B (rank, out) by layer, checked against the model."""
-    linears = {f"model.{plain_name(n)}": m for n, m in model.model.named_modules() if isinstance(m, Linear)}
+    linears = {f"model.{n}": m for n, m in model.model.named_modules() if isinstance(m, Linear)}
     halves: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors:
         name, found, half = full_name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.core.files import atomic_directory
+from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
-from headway.models.config import load_config as load_config
 from headway.models.decoder import DecoderLM
-from headway.models.registry import build_model
+from headway.models.registry import config_to_hf, load_config
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,7 +37,7 @@ COMPANIONS = (
 def load_model(
     folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> DecoderLM:
-    """The model of a checkpoint folder. Raises HeadwayError that names what does not fit."""
+    """Load the model of a checkpoint folder. Raises HeadwayError that names what does not fit."""
     model = build_model(load_config(folder), device=device, dtype=dtype, seed=None)
     try:
         load_hf_tensors(model, read_tensors(folder))
@@ -49,7 +49,7 @@ def load_model(
 
 
 def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint folder, file by file."""
+    """Iterate over the tensors of a checkpoint folder, file by file."""
     for file in _weight_files(Path(folder)):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (a safe_open is no dict)
@@ -77,7 +77,7 @@ def save_checkpoint(
     dtype = dtype or model.head_weight().dtype
     layout = [(name, shape.numel() * dtype.itemsize) for name, shape in hf_layout(model)]
     with atomic_directory(Path(folder)) as aside:
-        config = model.config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")}
+        config = config_to_hf(model.config) | {"dtype": str(dtype).removeprefix("torch.")}
         (aside / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
         tensors = ((name, tensor.to("cpu", dtype)) for name, tensor in hf_tensors(model))
         _write_shards(aside, tensors, _shards(layout, shard_bytes))

@@ -8,92 +8,91 @@ from torch import Tensor, nn
 
 from headway.core.errors import HeadwayError
 from headway.models.decoder import DecoderLM
-from headway.models.layout import Part, plain_name
-from headway.models.registry import FAMILIES
+from headway.models.family import CheckpointTensor
+from headway.models.registry import find_family
 from headway.models.sharded import fill_sharded, gathered, is_sharded
 
 _NAMED_AT_MOST = 8
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's own parameters, adapters left out, under their names without activation or compile wrappers."""
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            yield plain_name(name), parameter
+    """Iterate over the model's own parameters, without adapters."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if ".lora_" not in name)
 
 
 def hf_layout(model: DecoderLM) -> list[tuple[str, torch.Size]]:
-    """Names and shapes of `hf_tensors`, in its order, without touching a weight."""
+    """List names and shapes of `hf_tensors`, in its order, without touching a weight."""
     layout = []
     for name, parameter in base_parameters(model):
         whole = torch.empty(parameter.shape, device="meta")
-        layout += [(part.name, whole[part.at].shape) for part in _parts(model, name)]
+        layout += [(tensor.name, whole[tensor.at].shape) for tensor in checkpoint_tensors(model, name)]
     return layout
 
 
 def hf_tensors(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, one parameter at a time; tied heads are left out.
+    """Iterate over the checkpoint's tensors, one parameter at a time; tied heads are left out.
 
-    Of a sharded parameter the whole is gathered: then all ranks must iterate alike.
+    A sharded parameter is gathered: then all ranks must iterate alike.
     """
     for name, parameter in base_parameters(model):
         whole = gathered(parameter)
-        for part in _parts(model, name):
-            yield part.name, whole[part.at] if part.at else whole
+        for tensor in checkpoint_tensors(model, name):
+            yield tensor.name, whole[tensor.at] if tensor.at else whole
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a tensor of the checkpoint belongs: `place` is its own memory in `parameter`, as long as this isn't moved.
-    Of a `sharded` parameter it only stands for it."""
+    """The destination of a checkpoint's tensor: `view` is its memory in `parameter`, until the parameter is moved.
+    For a `sharded` parameter the view has the shape only."""
 
     parameter: nn.Parameter
-    part: Part
-    place: Tensor
+    at: tuple[int | slice, ...]
+    view: Tensor
     sharded: bool
 
 
 def hf_targets(model: DecoderLM) -> dict[str, Target]:
-    """Of every tensor of the checkpoint."""
+    """Map the names of the checkpoint's tensors to their destinations."""
     targets = {}
     for name, parameter in base_parameters(model):
         sharded = is_sharded(parameter)
         whole = torch.empty(parameter.shape, device="meta") if sharded else parameter.data
-        for part in _parts(model, name):
-            targets[part.name] = Target(parameter, part, whole[part.at] if part.at else whole, sharded)
+        for tensor in checkpoint_tensors(model, name):
+            view = whole[tensor.at] if tensor.at else whole
+            targets[tensor.name] = Target(parameter, tensor.at, view, sharded)
     return targets
 
 
 def load_hf_tensors(
     model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], targets: Mapping[str, Target] | None = None
 ) -> None:
-    """Copy a checkpoint's tensors, in any order, into the model's parameters. One that is there already stays.
+    """Copy a checkpoint's tensors, in any order, into the model's parameters; one that shares their memory stays.
 
     `targets` are the model's own, where the caller has them. Raises HeadwayError that names missing, extra and
     misshapen tensors; the model then holds a mix of old and new.
     """
     missing = dict(hf_targets(model) if targets is None else targets)
     problems = _Problems()
-    staged = _ShardedParts()
+    staged = _ShardedParameters()
     with torch.no_grad():
         for name, tensor in tensors:
             target = missing.pop(name, None)
             if target is None:
                 if not _ignorable(name, model):
                     problems.extra.append(name)
-            elif tensor.shape != (place := target.place).shape:
-                problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(place.shape)}")
+            elif tensor.shape != (view := target.view).shape:
+                problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(view.shape)}")
             elif target.sharded:
                 staged.add(target, tensor)
-            elif place.data_ptr() != tensor.data_ptr():
-                place.copy_(tensor)
+            elif view.data_ptr() != tensor.data_ptr():
+                view.copy_(tensor)
     problems.missing += missing
     problems.raise_any()
 
 
 @dataclass(slots=True)
-class _ShardedParts:
-    """Parts of sharded parameters, assembled on the CPU until whole; then each rank keeps its own share."""
+class _ShardedParameters:
+    """Sharded parameters, assembled on the CPU until whole; then each rank keeps its own share."""
 
     wholes: dict[int, Tensor] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
@@ -104,7 +103,7 @@ class _ShardedParts:
         if key not in self.wholes:
             self.wholes[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
         whole = self.wholes[key]
-        whole[target.part.at].copy_(tensor)
+        whole[target.at].copy_(tensor)
         self.filled[key] = self.filled.get(key, 0) + tensor.numel()
         if self.filled[key] == whole.numel():
             fill_sharded(parameter, whole)
@@ -133,9 +132,10 @@ def _some(names: list[str]) -> str:
 
 
 def _ignorable(name: str, model: DecoderLM) -> bool:
-    """Some checkpoints repeat a tied head, and old ones store rotary frequencies, which are computed here."""
+    """Allow what some checkpoints repeat: a tied head, and rotary frequencies, which are computed here."""
     return (name == "lm_head.weight" and model.config.tied) or name.endswith(".rotary_emb.inv_freq")
 
 
-def _parts(model: DecoderLM, name: str) -> list[Part]:
-    return FAMILIES[model.config.family].parts(name, model.config)
+def checkpoint_tensors(model: DecoderLM, parameter: str) -> list[CheckpointTensor]:
+    """The tensors of the checkpoint that a parameter of the model is made of."""
+    return find_family(model.config.family).checkpoint_tensors(parameter, model.config)

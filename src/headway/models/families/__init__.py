@@ -1,1 +1,1 @@
-"""Model families: one folder each, holding everything that a family is."""
+"""The families that Headway brings along, one module each: what they do otherwise than `models.family.Family`."""

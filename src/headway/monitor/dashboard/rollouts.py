@@ -175,7 +175,7 @@ def _load(folder: Path) -> "Tokenizer | None":
 @lru_cache(maxsize=1)
 def _built_in() -> "Tokenizer | None":
     """That of the built-in models, made anew: a page that only reads does not fill the cache of models."""
-    from headway.rendering.tiny import save_tiny_tokenizer
+    from headway.models.tiny_tokenizer import save_tiny_tokenizer
 
     with TemporaryDirectory() as folder:
         save_tiny_tokenizer(Path(folder))

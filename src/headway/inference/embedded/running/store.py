@@ -40,7 +40,3 @@ class KvStore:
     @property
     def bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
-
-    @staticmethod
-    def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * kv_heads * head_dim * dtype.itemsize

@@ -70,7 +70,7 @@ class Updater:
             if update.adapter is None:
                 spare = self._spare_weights()
                 targets = spare.targets
-                places = {name: target.place for name, target in targets.items()}
+                places = {name: target.view for name, target in targets.items()}
                 load_hf_tensors(spare.model, self._receive(staged, places), targets)
                 if update.probe is not None:
                     check_probe(spare.model, update.probe)

@@ -5,14 +5,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
-from headway.models.checkpoints.folders import load_config, read_tensors, save_checkpoint
+from headway.models.build import build_model
+from headway.models.checkpoints.folders import read_tensors, save_checkpoint
 from headway.models.checkpoints.gguf.source import GgufSource
 from headway.models.checkpoints.gguf.tokenizer import build_tokenizer, save_tokenizer
 from headway.models.checkpoints.tensors import load_hf_tensors
-from headway.models.registry import build_model
-from headway.rendering.tokenizer import load_tokenizer
+from headway.models.registry import load_config
 
 _PROBE = "Hello, world! 12345 naïve 東京 🙂\n\tdef f(x): return x"
 
@@ -49,6 +50,7 @@ def back_check(source: GgufSource, folder: Path, dtype: torch.dtype) -> Converte
         tensors += 1
     if tensors != len(written):
         raise HeadwayError(f"{folder}: {len(written)} tensors were written, the GGUF file has {tensors}")
-    if load_tokenizer(folder).encode(_PROBE).ids != build_tokenizer(source).encode(_PROBE).ids:
+    saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if saved.encode(_PROBE).ids != build_tokenizer(source).encode(_PROBE).ids:
         raise HeadwayError(f"{folder}: the tokenizer splits text differently than the GGUF file's")
-    return Converted(source.family, tensors, parameters)
+    return Converted(source.config.family, tensors, parameters)

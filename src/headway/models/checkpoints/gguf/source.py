@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headway.core.errors import HeadwayError, UsageError
 from headway.models.config import ModelConfig
-
-FAMILIES = ("llama", "qwen3")
+from headway.models.family import Family
+from headway.models.registry import families
 
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,9 +51,8 @@ class GgufSource:
             raise UsageError(f"{path} is no readable GGUF file ({error})") from None
         self._dequantize = gguf.dequantize
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.family = str(self.get("general.architecture"))
-        if self.family not in FAMILIES:
-            raise UsageError(f"{path}: architecture {self.family!r} is not supported (known: {', '.join(FAMILIES)})")
+        self.architecture = str(self.get("general.architecture"))
+        self.family = _family(self.architecture, path)
         if "rope_freqs.weight" in self._tensors:
             raise UsageError(f"{path}: it has its own rotary frequencies, which are not supported")
         self.config = self._config()
@@ -61,7 +60,7 @@ class GgufSource:
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a metadata key; `{arch}` in it stands for the architecture."""
         if "{arch}" in key:
-            key = key.replace("{arch}", self.family)
+            key = key.replace("{arch}", self.architecture)
         field = self._reader.fields.get(key)
         return default if field is None else field.contents()
 
@@ -70,7 +69,7 @@ class GgufSource:
         for name, stored in self._tensors.items():
             hf_name = hugging_face_name(name)
             values = torch.from_numpy(np.array(self._dequantize(stored.data, stored.tensor_type), dtype=np.float32))
-            if self.family == "llama" and (heads := self._rotated_heads(name)):
+            if self.family.gguf_interleaved_rotary and (heads := self._rotated_heads(name)):
                 values = undo_rotary_order(values, heads)
             yield hf_name, values
 
@@ -84,7 +83,7 @@ class GgufSource:
         width, heads = self._need("embedding_length"), self._need("attention.head_count")
         eos = [self.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
         return ModelConfig(
-            family=self.family,
+            family=self.family.model_type,
             vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
             width=width,
             layers=self._need("block_count"),
@@ -105,8 +104,15 @@ class GgufSource:
     def _need(self, key: str) -> Any:
         value = self.get(f"{{arch}}.{key}")
         if value is None:
-            raise HeadwayError(f"the GGUF file lacks {self.family}.{key}")
+            raise HeadwayError(f"the GGUF file lacks {self.architecture}.{key}")
         return value
+
+
+def _family(architecture: str, path: Path) -> Family:
+    known = {family.gguf_architecture: family for family in families() if family.gguf_architecture}
+    if architecture not in known:
+        raise UsageError(f"{path}: architecture {architecture!r} is not supported (known: {', '.join(known)})")
+    return known[architecture]
 
 
 def hugging_face_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Model families of the `renderers` package (an optional extra) behind our own interface."""
+"""Chat formats of the `renderers` package (an optional extra) behind our own interface."""
 
 import json
 from collections.abc import Sequence
@@ -12,29 +12,26 @@ from headway.core.messages import Message, Tool, ToolCall
 from headway.rendering.base import Rendered, Segment
 from headway.rendering.replies import call_id
 
-FAMILIES = {
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3",
+FORMATS = {
     "qwen3_5": "qwen3.5",
     "qwen3_5_moe": "qwen3.5",
     "glm4_moe": "glm-4.5",
     "glm_moe_dsa": "glm-5",
     "gpt_oss": "gpt-oss",
-    "llama": "llama-3",
     "minimax_m2": "minimax-m2",
     "deepseek_v3": "deepseek-v3",
     "kimi_k2": "kimi-k2",
     "nemotron_h": "nemotron-3",
 }
-"""Family of the package by a checkpoint's `model_type`: tried, and kept if it agrees with the template."""
+"""Formats by `model_type` of families that `headway.models` does not have: another engine serves their models."""
 
 
 def available() -> bool:
     return find_spec("renderers") is not None
 
 
-class FamilyTokenizer:
-    """The little of a Hugging Face tokenizer that the package asks for, over `tokenizers` alone."""
+class ExternalTokenizer:
+    """The part of a Hugging Face tokenizer's interface that the package uses, over `tokenizers` alone."""
 
     unk_token_id: int | None = None
 
@@ -60,20 +57,20 @@ class FamilyTokenizer:
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
 
-class FamilyRenderer:
-    """`family` of the `renderers` package over a checkpoint's tokenizer."""
+class ExternalRenderer:
+    """The format called `format` in the `renderers` package, over a checkpoint's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, family: str, *, name: str = "", eos_token_id: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, format: str, *, name: str = "", eos_token_id: int | None = None) -> None:
         if not available():
-            raise HeadwayError(f'renderer "{family}" needs the renderers package: pip install "headway[renderers]"')
+            raise HeadwayError(f'renderer "{format}" needs the renderers package: pip install "headway[renderers]"')
         import renderers
 
         try:
-            config = renderers.config_from_name(family)
-            self._renderer = renderers.create_renderer(FamilyTokenizer(tokenizer, name, eos_token_id), config)
+            config = renderers.config_from_name(format)
+            self._renderer = renderers.create_renderer(ExternalTokenizer(tokenizer, name, eos_token_id), config)
         except Exception as error:
             reason = str(error) or type(error).__name__
-            raise HeadwayError(f'renderer "{family}" does not fit this tokenizer: {reason}') from error
+            raise HeadwayError(f'renderer "{format}" does not fit this tokenizer: {reason}') from error
         self.tokenizer = tokenizer
         self._opening: list[int] | None = None
 
@@ -105,7 +102,7 @@ class FamilyRenderer:
             made = self._renderer.bridge_to_next_turn(
                 prompt, completion, [_plain(message) for message in new_messages], tools=_tools(tools)
             )
-        except Exception:  # nothing is proven about tokens that a family does not expect
+        except Exception:  # nothing is proven about tokens that a format does not expect
             return None
         if made is None or made.token_ids[: len(token_ids)] != [*prompt, *completion]:
             return None
@@ -116,7 +113,7 @@ class FamilyRenderer:
             made = self._renderer.parse_response(
                 list(token_ids), tools=_tools(tools), prompt_ids=self._generation_prompt()
             )
-        except Exception:  # parsers of thirty families, on whatever a model may sample
+        except Exception:  # parsers of thirty formats, on whatever a model may sample
             return Message("assistant", self.decode(token_ids))
         content = made.content or ""
         calls: list[ToolCall] = []
@@ -135,7 +132,7 @@ class FamilyRenderer:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _generation_prompt(self) -> list[int]:
-        """What the model is given to go on from, which in some families opens the reasoning already."""
+        """The tokens that a reply follows; some formats open the reasoning there already."""
         if self._opening is None:
             last = self.render([Message("user", "ask")], generation_prompt=True).segments[-1]
             self._opening = last.token_ids if last.message is None else []

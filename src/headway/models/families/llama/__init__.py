@@ -1,1 +1,0 @@
-"""Llama, and models of its architecture (SmolLM2, TinyLlama, …)."""

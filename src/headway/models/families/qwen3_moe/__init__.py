@@ -1,1 +1,0 @@
-"""Qwen3 with mixtures of experts."""
