@@ -19,5 +19,6 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    folder = ROOT / "docs"
+    pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")} - {"README.md"}
     assert [page for page in sorted(pages) if f"({page})" not in index] == []
