@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.core.messages import Message, ToolCall
 from headway.envs.base import Task, ToolUse, reward, tool
-from headway.envs.bundled.prompts import demonstration
+from headway.envs.bundled.problems import demonstration
 
 LETTERS = "abcdefghij"
 GIVING_UP = "?"

@@ -13,13 +13,12 @@ import pytest
 
 from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
+from headway.envs.adapters import require
 from headway.envs.adapters import verifiers as verifiers_adapter
-from headway.envs.adapters.packages import require
 from headway.envs.adapters.reasoning_gym import ReasoningGym, demonstrations, extract_answer
 from headway.envs.adapters.textarena import Table, TextArena, random_opponent
 from headway.envs.adapters.verifiers import Verifiers
-from headway.envs.failures import EpisodeFailure
-from headway.envs.policy import ScriptedPolicy
+from headway.envs.policy import EpisodeFailure, ScriptedPolicy
 from headway.envs.registry import load_environment
 from headway.envs.rewards import score
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from headway.core.errors import UsageError
+from headway.core.imports import load_object
 from headway.envs.agents import program as program_module
-from headway.envs.agents.agent import AgentProgram, AgentRun, load_function
+from headway.envs.agents.agent import AgentProgram, AgentRun
 from headway.envs.agents.program import run_program
-from headway.envs.failures import EpisodeFailure
-from headway.envs.policy import ScriptedPolicy
+from headway.envs.policy import EpisodeFailure, ScriptedPolicy
 
 ASK = """
 import json, os, urllib.request
@@ -140,10 +140,10 @@ def test_a_background_child_that_keeps_the_pipes_open_does_not_hold_up_the_episo
         ({"command": "python agent.py"}, "list of words"),
         ({"command": []}, "list of words"),
         ({"tasks": "/no/such/file.jsonl"}, "JSONL"),
-        ({"reward": "nothing"}, "cannot be loaded"),
-        ({"reward": "math:nothing"}, "cannot be loaded"),
-        ({"reward": "/no/such/file.py:x"}, "cannot be loaded"),
-        ({"reward": "math:pi"}, "not a function"),
+        ({"reward": "nothing"}, "could not be imported"),
+        ({"reward": "math:nothing"}, "has no class or function nothing"),
+        ({"reward": "/no/such/file.py:x"}, "could not be imported: there is no file"),
+        ({"reward": "math:pi"}, "not a class or function"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(changes: dict[str, Any], reason: str) -> None:
@@ -158,6 +158,6 @@ def test_placeholders_are_filled_once_and_unknown_ones_stay() -> None:
 
 def test_the_reward_of_the_example_tells_right_from_near_from_wrong() -> None:
     example = Path(__file__).parents[2] / "examples" / "any_agent" / "reward.py"
-    judge = load_function(f"{example}:reward")
+    judge = load_object(f"{example}:reward", "reward")
     runs = [AgentRun(0, said, "", 1, Path()) for said in ("cba\n", "cbx", "")]
     assert [sum(judge({"word": "abc"}, run).values()) for run in runs] == [1.0, pytest.approx(1 / 3), 0.0]

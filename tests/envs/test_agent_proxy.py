@@ -10,8 +10,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, 
 
 from headway.core.messages import Message, Tool, ToolCall
 from headway.envs.agents.proxy import Endpoint, Proxy
-from headway.envs.failures import ContextLimit, EpisodeFailure
-from headway.envs.policy import Policy, ScriptedPolicy
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ScriptedPolicy
 
 WEATHER = Tool("weather", "Tell the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 

@@ -24,7 +24,7 @@ from headway.envs.bundled import (
     sort_words,
     wordle,
 )
-from headway.envs.bundled.splits import in_split
+from headway.envs.bundled.problems import in_split
 from headway.envs.policy import ScriptedPolicy
 from headway.envs.registry import load_environment
 from headway.envs.rewards import conversation, score

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import UsageError
 from headway.envs.bundled.arithmetic import evaluate, last_number, random_expression
-from headway.envs.bundled.splits import distinct, in_split, random_word
+from headway.envs.bundled.problems import distinct, in_split, random_word
 
 
 def words(count: int, split: str, seed: int) -> list[str]:

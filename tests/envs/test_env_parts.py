@@ -17,8 +17,7 @@ from headway.envs.policy import ScriptedPolicy
 from headway.envs.registry import load_environment
 from headway.envs.rewards import marked_rewards, metric, score
 from headway.envs.threads import abandoned, call_in_thread
-from headway.envs.toolbox import cut
-from headway.envs.tools import from_function
+from headway.envs.tools import cut, from_function
 
 SOURCE = """
 from headway.envs.base import SingleTurn, Task, reward

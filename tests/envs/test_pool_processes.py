@@ -180,9 +180,9 @@ def test_leaving_by_exit_and_floods_of_output_do_no_harm(tmp_path, caplog):
         assert (await pool.run(ask(1, url, do="print"))).error is None
         assert pool.restarts == 0
 
-    with caplog.at_level("INFO", logger="headway.envs.workers.worker"):
+    with caplog.at_level("INFO", logger="headway.envs.workers.output"):
         with_pool(tmp_path, body, settings())
-    lines = [record.getMessage() for record in caplog.records if record.name == "headway.envs.workers.worker"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "headway.envs.workers.output"]
     assert any(line.endswith("x" * 2000) for line in lines)
     assert any("lines of output were dropped" in line for line in lines)
     assert sum(map(len, lines)) < 20_000

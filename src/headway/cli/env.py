@@ -150,8 +150,8 @@ async def _try(name: str, options: Namespace) -> int:
 
 
 async def _by_hand(environment: "Environment", task: "Task", paint: "Paint") -> int:
-    from headway.envs.failures import EpisodeFailure
     from headway.envs.hand import HandPolicy
+    from headway.envs.policy import EpisodeFailure
     from headway.envs.rewards import score
     from headway.envs.transcript import reward_text
 

@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 
 from headway.core.episodes import Task
 from headway.core.messages import Message, Messages, as_messages
-from headway.envs.failures import ContextLimit, EpisodeFailure
-from headway.envs.policy import Policy
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
 from headway.envs.rewards import Reward, marked_rewards, metric, reward
-from headway.envs.toolbox import Toolbox
-from headway.envs.tools import is_tool, tool
+from headway.envs.tools import Toolbox, is_tool, tool
 
 __all__ = [
     "ContextLimit",

@@ -3,23 +3,21 @@
 import asyncio
 import os
 import time
-from typing import Any
 
 import aiohttp
 import msgspec
 
-from headway.core.episodes import EpisodeRequest, Node, Trace
-from headway.core.messages import Message, Messages, as_messages
-from headway.envs.failures import EpisodeFailure
-from headway.envs.policy import Policy, Tools
-from headway.envs.tools import describe
+from headway.core.episodes import EpisodeRequest, Trace
+from headway.core.messages import Message, Tool
+from headway.core.openai import Json, chat_body, read_reply
+from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy
 
 RETRIES = 5
 KEY = "OPENAI_API_KEY"
 """The environment variable that holds the endpoint's key, where it wants one."""
 
 
-class ChatEndpoint:
+class ChatClient:
     """Asks one endpoint for the replies of an episode; failures that may pass are tried again."""
 
     def __init__(self, request: EpisodeRequest, session: aiohttp.ClientSession) -> None:
@@ -28,25 +26,29 @@ class ChatEndpoint:
         self._request, self._session = request, session
         self.seconds = 0.0
 
-    async def reply(self, body: dict[str, Any]) -> tuple[Message, str]:
+    async def reply(
+        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+    ) -> tuple[Message, str]:
         """The message and why it ended. Raises EpisodeFailure of kind "engine"."""
+        sampling = self._request.sampling
+        body = chat_body(
+            messages,
+            tools,
+            model=self._request.policy,
+            temperature=sampling.temperature if temperature is None else temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
+            seed=sampling.seed,
+        )
         started = time.perf_counter()
         try:
-            answer = await self._persist(self._params() | body)
-            choice = answer["choices"][0]
-            return Message.from_openai(choice["message"]), str(choice.get("finish_reason"))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EpisodeFailure("engine", f"{self._url} sent no chat completion ({error!r})") from error
+            return read_reply(msgspec.json.decode(await self._retry(body)))
+        except (ValueError, msgspec.DecodeError) as error:
+            raise EpisodeFailure("engine", f"{self._url} sent no chat completion ({error})") from error
         finally:
             self.seconds += time.perf_counter() - started
 
-    def _params(self) -> dict[str, Any]:
-        sampling = self._request.sampling
-        params = {"model": self._request.policy, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        optional = {"max_tokens": sampling.max_tokens, "seed": sampling.seed}
-        return params | {name: value for name, value in optional.items() if value is not None}
-
-    async def _persist(self, body: dict[str, Any]) -> Any:
+    async def _retry(self, body: Json) -> bytes:
         headers = {"Authorization": f"Bearer {os.environ[KEY]}"} if KEY in os.environ else {}
         problem = ""
         for attempt in range(RETRIES):
@@ -54,7 +56,7 @@ class ChatEndpoint:
                 async with self._session.post(self._url, json=body, headers=headers) as response:
                     data = await response.read()
                     if response.status == 200:
-                        return msgspec.json.decode(data)
+                        return data
                     problem = f"{response.status}: {data[:300].decode(errors='replace')}"
                     if response.status not in (408, 409, 429) and response.status < 500:
                         break
@@ -64,25 +66,19 @@ class ChatEndpoint:
         raise EpisodeFailure("engine", f"{self._url} answered {problem}")
 
 
-class ChatPolicy(Policy):
-    """One agent of an episode whose replies come from a chat endpoint. Its nodes hold messages without tokens."""
+class ChatPolicy(MessagePolicy):
+    """One agent of an episode whose replies come from a chat endpoint."""
 
-    def __init__(self, endpoint: ChatEndpoint, agent: str = "policy") -> None:
+    def __init__(self, client: ChatClient, agent: str = "policy") -> None:
         super().__init__(Trace(agent))
-        self._endpoint = endpoint
+        self._client = client
 
-    async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+    async def reply(
+        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
     ) -> Message:
-        said = as_messages(messages)
-        body: dict[str, Any] = {"messages": [message.to_openai() for message in said]}
-        if tools:
-            body["tools"] = [describe(tool).to_openai() for tool in tools]
-        changes = {"max_tokens": max_tokens, "temperature": temperature}
-        reply, reason = await self._endpoint.reply(body | {k: v for k, v in changes.items() if v is not None})
+        message, reason = await self._client.reply(messages, tools, max_tokens, temperature)
         self.trace.truncated |= reason == "length"
-        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
-        return reply
+        return message
 
     def another(self, name: str) -> Policy:
-        return ChatPolicy(self._endpoint, name)
+        return ChatPolicy(self._client, name)

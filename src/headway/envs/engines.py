@@ -1,4 +1,4 @@
-"""The policy of training: replies come from engines over HTTP, and every token that comes back is kept."""
+"""The policy that is trained: engines sample its replies over HTTP, and every token that comes back is kept."""
 
 import asyncio
 import time
@@ -11,20 +11,19 @@ import msgspec
 from headway.core.episodes import EpisodeRequest, RoutedExperts
 from headway.core.messages import Message, Messages, as_messages
 from headway.core.protocol import GenerateChoice, GenerateRequest, SamplingParams
-from headway.envs.failures import ContextLimit, EpisodeFailure
-from headway.envs.policy import Policy, Tools
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, Tools
 from headway.envs.tools import describe
 from headway.envs.tree import Reply, TraceTree
 from headway.rendering.base import Renderer
 from headway.transport.inference import EngineError, InferenceClient
 
 RETRY_SECONDS = 60.0
-"""How long one reply is asked for anew while engines are away."""
+"""How long one call is retried while no engine answers."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 
 
 class Engines:
-    """Clients by URL over shared connections, and what they told of their context lengths."""
+    """Clients of engines by URL, over shared connections, and the context lengths of these engines."""
 
     def __init__(self) -> None:
         self._clients: dict[str, InferenceClient] = {}
@@ -57,8 +56,8 @@ class Engines:
             await self._session.close()
 
 
-class Sampler:
-    """Asks the request's engines for replies, in order of preference, going on to the next when one fails."""
+class EngineSampler:
+    """Samples an episode's replies: the request's engines are tried in order of preference until one answers."""
 
     def __init__(self, request: EpisodeRequest, engines: Engines, stop_token_ids: Sequence[int]) -> None:
         stops = (*request.sampling.stop_token_ids, *stop_token_ids)
@@ -73,27 +72,24 @@ class Sampler:
         sampling = self._params(max_tokens, temperature)
         started = time.perf_counter()
         try:
-            choice = await self._persist(token_ids, sampling)
+            choice = await self._retry(token_ids, sampling)
         finally:
             self.seconds += time.perf_counter() - started
         return _reply(choice, sampling.temperature, self._request.version)
 
     def _params(self, max_tokens: int | None, temperature: float | None) -> SamplingParams:
         sampling = self._sampling
-        changes: dict[str, float] = {}
-        if max_tokens is not None:
-            changes["max_tokens"] = max_tokens
-        if temperature is not None:
-            changes["temperature"] = temperature
+        asked = {"max_tokens": max_tokens, "temperature": temperature}
+        changes = {name: value for name, value in asked.items() if value is not None}
         if sampling.seed is not None:  # calls of one episode must not repeat each other's draws
             changes["seed"] = sampling.seed + self._calls
         self._calls += 1
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
-    async def _persist(self, token_ids: list[int], sampling: SamplingParams) -> GenerateChoice:
+    async def _retry(self, token_ids: list[int], sampling: SamplingParams) -> GenerateChoice:
         urls = self._request.engines
         if not urls:
-            raise EpisodeFailure("engine", "the request names no engine")
+            raise EpisodeFailure("engine", "the episode request names no engine")
         wait, give_up, attempt = FIRST_WAIT, None, 0
         while True:
             url = urls[attempt % len(urls)]
@@ -104,7 +100,7 @@ class Sampler:
                     raise EpisodeFailure("engine", str(error)) from error
                 give_up = give_up or time.monotonic() + RETRY_SECONDS
                 if time.monotonic() > give_up:
-                    raise EpisodeFailure("engine", f"gave up after {attempt + 1} attempts: {error}") from error
+                    raise EpisodeFailure("engine", f"no engine answered in {attempt + 1} attempts: {error}") from error
                 attempt += 1
                 if attempt % len(urls) == 0:
                     await asyncio.sleep(max(wait, error.retry_after or 0.0))
@@ -125,7 +121,7 @@ class Sampler:
             return await self._once(url, token_ids, sampling)
         choice = response.choices[0] if response.choices else None
         if choice is None or choice.finish_reason == "abort":
-            raise EngineError(200, f"{url} broke off the reply", retryable=True)
+            raise EngineError(200, f"the engine at {url} aborted the reply", retryable=True)
         return choice
 
     def _fitted(self, token_ids: list[int], sampling: SamplingParams, context: int | None) -> SamplingParams:
@@ -143,7 +139,7 @@ class Sampler:
 class EnginePolicy(Policy):
     """One agent of an episode whose replies are sampled by engines."""
 
-    def __init__(self, renderer: Renderer, sampler: Sampler, agent: str = "policy") -> None:
+    def __init__(self, renderer: Renderer, sampler: EngineSampler, agent: str = "policy") -> None:
         self.tree = TraceTree(renderer, agent)
         super().__init__(self.tree.trace)
         self._renderer = renderer

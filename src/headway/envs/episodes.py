@@ -1,17 +1,20 @@
-"""Running one episode: environment, policy, rewards, time limit; whatever happens becomes an `Episode`."""
+"""Run one episode: environment, policy, rewards, time limit; whatever happens becomes an `Episode`."""
 
 import asyncio
 import time
+import traceback
 from collections.abc import Sequence
 
-from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Trace
+from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKind, Trace
 from headway.envs.base import Environment
-from headway.envs.chat_endpoint import ChatEndpoint, ChatPolicy
-from headway.envs.engines import EnginePolicy, Engines, Sampler
-from headway.envs.failures import as_error
-from headway.envs.policy import Policy
+from headway.envs.chat_endpoint import ChatClient, ChatPolicy
+from headway.envs.engines import EnginePolicy, Engines, EngineSampler
+from headway.envs.policy import EpisodeFailure, Policy
 from headway.envs.rewards import Reward, score
 from headway.rendering.base import Renderer
+
+_DETAIL_LIMIT = 8000
+_MESSAGE_LIMIT = 1000
 
 
 class EpisodeRunner:
@@ -41,11 +44,11 @@ class EpisodeRunner:
         }
         return episode
 
-    def _policy(self, request: EpisodeRequest) -> tuple[Sampler | ChatEndpoint, Policy]:
+    def _policy(self, request: EpisodeRequest) -> tuple[EngineSampler | ChatClient, Policy]:
         if request.api == "chat":
-            endpoint = ChatEndpoint(request, self._engines.session())
-            return endpoint, ChatPolicy(endpoint)
-        sampler = Sampler(request, self._engines, self._renderer.stop_token_ids)
+            client = ChatClient(request, self._engines.session())
+            return client, ChatPolicy(client)
+        sampler = EngineSampler(request, self._engines, self._renderer.stop_token_ids)
         return sampler, EnginePolicy(self._renderer, sampler)
 
     async def _attempt(self, request: EpisodeRequest, policy: Policy, timings: dict[str, float]) -> EpisodeError | None:
@@ -86,3 +89,13 @@ def blank_episode(request: EpisodeRequest, env: str, error: EpisodeError | None 
 
 def _traces(policy: Policy) -> list[Trace]:
     return [agent.trace for agent in policy.agents()] or [policy.trace]
+
+
+def as_error(failure: BaseException, kind: ErrorKind = "environment") -> EpisodeError:
+    """Turn `failure` into data, with the end of its traceback. An `EpisodeFailure` knows its own kind."""
+    if isinstance(failure, EpisodeFailure):
+        kind, message = failure.kind, failure.message
+    else:
+        message = f"{type(failure).__name__}: {failure}"
+    detail = "".join(traceback.format_exception(failure))
+    return EpisodeError(kind, message[:_MESSAGE_LIMIT], detail[-_DETAIL_LIMIT:])

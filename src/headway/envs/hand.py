@@ -5,17 +5,15 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-from headway.core.episodes import Node, Trace
-from headway.core.messages import Message, Messages, ToolCall, as_messages
-from headway.envs.failures import EpisodeFailure
-from headway.envs.policy import Policy, Tools
-from headway.envs.tools import describe
+from headway.core.episodes import Trace
+from headway.core.messages import Message, Tool, ToolCall
+from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy
 from headway.envs.transcript import Paint, message_text
 
 CALL = "/call"
 
 
-class HandPolicy(Policy):
+class HandPolicy(MessagePolicy):
     """Shows each agent what it has not seen yet and reads its reply, a line each, from `source`.
 
     `/call NAME {"argument": …}` calls a tool. The end of the input ends the episode as a failure.
@@ -26,20 +24,17 @@ class HandPolicy(Policy):
         self._source, self._show, self._paint = source, show, paint
         self._seen: list[Message] = []
 
-    async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+    async def reply(
+        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
     ) -> Message:
-        said = as_messages(messages)
-        new = said[len(self._seen) :] if said[: len(self._seen)] == self._seen else said
-        for message in new:
+        seen = self._seen
+        for message in messages[len(seen) :] if messages[: len(seen)] == seen else messages:
             self._show(message_text(message, self._paint))
-        if tools and not self._seen:
-            described = [describe(tool) for tool in tools]
-            self._show(self._paint("dim", "tools: " + "; ".join(f"{t.name} — {t.description}" for t in described)))
-            self._show(self._paint("dim", f'to call one: {CALL} {described[0].name} {{"argument": "value"}}'))
+        if tools and not seen:
+            self._show(self._paint("dim", "tools: " + "; ".join(f"{t.name} — {t.description}" for t in tools)))
+            self._show(self._paint("dim", f'to call one: {CALL} {tools[0].name} {{"argument": "value"}}'))
         reply = self._read()
-        self._seen = [*said, reply]
-        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate(self._seen)]
+        self._seen = [*messages, reply]
         return reply
 
     def another(self, name: str) -> Policy:

@@ -1,14 +1,30 @@
-"""What an environment speaks to: a policy that answers messages, and the trace of what was said."""
+"""Policies, which answer an environment's messages: one agent of an episode each, with a trace of what was said."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from headway.core.episodes import Node, Trace
+from headway.core.episodes import ErrorKind, Node, Trace
 from headway.core.messages import Message, Messages, Tool, as_messages
 from headway.envs.tools import ToolFunction, describe
 
 Tools = Sequence[Tool | ToolFunction | Callable[..., Any]]
+
+
+class EpisodeFailure(Exception):  # noqa: N818 - `EpisodeError` is the same as data
+    """Ends the episode with an error of this kind. Environments may raise it, or catch a policy's."""
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+class ContextLimit(EpisodeFailure):
+    """The conversation no longer fits the model's context."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("context", message)
 
 
 class Policy(ABC):
@@ -58,7 +74,25 @@ class Policy(ABC):
         self.trace.metrics[name] = float(value)
 
 
-class ScriptedPolicy(Policy):
+class MessagePolicy(Policy):
+    """A policy whose trace holds messages without tokens: nothing that could be trained on."""
+
+    async def chat(
+        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+    ) -> Message:
+        said = as_messages(messages)
+        reply = await self.reply(said, [describe(tool) for tool in tools], max_tokens, temperature)
+        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
+        return reply
+
+    @abstractmethod
+    async def reply(
+        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+    ) -> Message:
+        """Answer a conversation. The trace is written by `chat`."""
+
+
+class ScriptedPolicy(MessagePolicy):
     """Answers from a script instead of a model: for tests of environments, without an engine or tokens.
 
     `answers` are texts or messages, taken in order by whichever agent is asked, or a function of the agent's
@@ -77,16 +111,11 @@ class ScriptedPolicy(Policy):
             script = iter(answers)
             self._answer = lambda _name, _messages: next(script)
 
-    async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+    async def reply(
+        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
     ) -> Message:
-        said = as_messages(messages)
-        for tool in tools:
-            describe(tool)
-        answer = self._answer(self.trace.agent, said)
-        reply = answer if isinstance(answer, Message) else Message("assistant", answer)
-        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
-        return reply
+        answer = self._answer(self.trace.agent, messages)
+        return answer if isinstance(answer, Message) else Message("assistant", answer)
 
     def another(self, name: str) -> Policy:
         return ScriptedPolicy(self._answer, name)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 from headway.core.episodes import Task, Trace
 from headway.core.errors import UsageError
 from headway.core.messages import Message
-from headway.envs.failures import EpisodeFailure
+from headway.envs.policy import EpisodeFailure
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

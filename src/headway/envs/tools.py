@@ -1,6 +1,8 @@
-"""Tools: typed Python functions that the model may call, described by their hints and docstring."""
+"""Tools: typed Python functions that the model may call, described by their hints and docstring, called in threads."""
 
+import asyncio
 import inspect
+import json
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -10,7 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 
 from headway.core.errors import UsageError
-from headway.core.messages import Tool
+from headway.core.messages import Message, Tool, ToolCall
+from headway.envs.threads import call_in_thread
 
 INJECTED = ("self", "state", "task")
 """Parameters that the environment fills in; the model neither sees nor sets them."""
@@ -29,7 +32,7 @@ class ToolFunction:
     injected: tuple[str, ...]
 
     def arguments(self, text: str) -> dict[str, Any]:
-        """A call's JSON as keyword arguments. Raises ValueError with a reason that helps the model."""
+        """Read a call's JSON as keyword arguments. Raises ValueError with a reason that helps the model."""
         try:
             given = msgspec.json.decode(text or "{}")
         except msgspec.DecodeError as error:
@@ -61,14 +64,14 @@ def is_tool(value: object) -> bool:
 
 
 def describe(value: Tool | ToolFunction | Callable[..., Any]) -> Tool:
-    """What the model is told about `value`."""
+    """Describe `value` to the model."""
     if isinstance(value, Tool):
         return value
     return value.tool if isinstance(value, ToolFunction) else from_function(value).tool
 
 
 def from_function(function: Callable[..., Any]) -> ToolFunction:
-    """`function` as a tool. Raises UsageError where a parameter has no type that JSON can carry."""
+    """Make `function` a tool. Raises UsageError where a parameter has no type that JSON can carry."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         hints = get_type_hints(function)
@@ -94,6 +97,72 @@ def from_function(function: Callable[..., Any]) -> ToolFunction:
     return ToolFunction(Tool(name, summary, parameters), function, types_, tuple(injected))
 
 
+class Toolbox:
+    """Tools by name, called in threads that may hang. What goes wrong in a call is told to the model.
+
+    `timeout` bounds one call in seconds, `max_output` its result in characters.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], timeout: float = 30.0, max_output: int = 8192) -> None:
+        """Raises UsageError where a function can't be described to a model."""
+        made = [from_function(function) for function in functions]
+        self.functions: dict[str, ToolFunction] = {item.tool.name: item for item in made}
+        self.tools = [item.tool for item in made]
+        self.timeout = timeout
+        self.max_output = max_output
+
+    def check(self) -> None:
+        """Raise UsageError where there is nothing to call."""
+        if not self.functions:
+            raise UsageError("the environment has no tools: mark methods with @tool, or list functions in `tools`")
+
+    async def call(self, call: ToolCall, state: object) -> Message:
+        """Run `call`; its result, or what went wrong, is the tool's message."""
+        content = cut(await self._result(call, state), self.max_output)
+        return Message("tool", content, tool_call_id=call.id, name=call.name)
+
+    async def _result(self, call: ToolCall, state: object) -> str:
+        chosen = self.functions.get(call.name)
+        if chosen is None:
+            return f"error: there is no tool {call.name!r}; the tools are {', '.join(self.functions)}"
+        try:
+            arguments = chosen.arguments(call.arguments)
+        except ValueError as error:
+            return f"error: {error}"
+        if "state" in chosen.injected:
+            arguments["state"] = state
+        if "task" in chosen.injected:
+            arguments["task"] = getattr(state, "task", None)
+        try:
+            if inspect.iscoroutinefunction(chosen.function):
+                async with asyncio.timeout(self.timeout):
+                    value = await chosen.function(**arguments)
+            else:
+                value = await call_in_thread(lambda: chosen.function(**arguments), self.timeout)
+        except TimeoutError:
+            return f"error: {call.name} took longer than {self.timeout:g} s"
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}"
+        return _as_text(value)
+
+
+def cut(text: str, limit: int) -> str:
+    """Leave out the middle of a text that is longer than `limit`."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
 def _schema(kind: Any, where: str) -> dict[str, Any]:
     if kind in _SIMPLE:
         return {"type": _SIMPLE[kind]}
@@ -115,7 +184,7 @@ def _schema(kind: Any, where: str) -> dict[str, Any]:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The description of a function, and of its parameters where lines below `Args:` explain them."""
+    """Split a docstring into the description, and those of parameters below `Args:`."""
     summary, _, rest = text.partition("\nArgs:")
     explained: dict[str, str] = {}
     for line in rest.splitlines():

@@ -8,9 +8,9 @@ from typing import Any
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.messages import Message
-from headway.envs.adapters.packages import require
+from headway.envs.adapters import require
 from headway.envs.base import SingleTurn, reward
-from headway.envs.bundled.prompts import Row, demonstration, opening
+from headway.envs.bundled.problems import Row, demonstration, opening
 
 SYSTEM = "Solve the problem. Give only the final answer between <answer> and </answer>."
 

@@ -1,7 +1,6 @@
 """The games of `textarena`: alone, against a random player, or against oneself."""
 
 import contextlib
-import importlib
 import io
 import random
 import re
@@ -10,8 +9,9 @@ from typing import Any
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
+from headway.core.imports import load_object
 from headway.core.messages import Message, Messages
-from headway.envs.adapters.packages import require
+from headway.envs.adapters import require
 from headway.envs.base import Game, State
 
 Opponent = Callable[[str, random.Random], str]
@@ -156,11 +156,6 @@ def _opponent(name: str) -> Opponent | None:
         return None
     if name == "random":
         return random_opponent
-    place, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(place), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f'textarena: opponent "{name}" is neither "self", "random" nor module:function ({error})'
-        ) from error
-    return found  # type: ignore[no-any-return]  # a function of the user's
+    if ":" not in name:
+        raise UsageError(f'textarena: opponent "{name}" is neither "self", "random" nor module:function')
+    return load_object(name, "textarena: opponent")  # type: ignore[no-any-return]  # a function of the user's

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
-from headway.envs.adapters.packages import require
+from headway.envs.adapters import require
 from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, EpisodeFailure, Policy
 

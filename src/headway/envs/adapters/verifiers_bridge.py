@@ -21,7 +21,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.serve import EnvClient, serve_env
 
-from headway.envs.failures import EpisodeFailure
+from headway.envs.policy import EpisodeFailure
 
 # A harness is found by the name of a top-level module that exports it, and nothing else, in `__all__`.
 HARNESS = "headway_chat_loop"
@@ -134,8 +134,8 @@ class Client:
 
 
 @dataclass(frozen=True)
-class _Lifeline:
-    """What `serve_env` watches to learn that whoever started it is gone."""
+class _ParentPipe:
+    """The pipe that `serve_env` watches: it closes when the parent process has ended."""
 
     handle: int
 
@@ -146,7 +146,7 @@ class _Lifeline:
 
 @dataclass(frozen=True)
 class _Report:
-    """Where `serve_env` says at which address it listens."""
+    """The queue in which `serve_env` puts the address that it listens at."""
 
     handle: int
 
@@ -159,7 +159,7 @@ def main() -> None:
     config = json.loads(sys.stdin.readline())
     # Both pipes are kept by this process alone: copies are not inherited by what a taskset starts, which finds
     # nothing to read at its stdin, and prints into the log.
-    lifeline, report = _Lifeline(os.dup(0)), _Report(os.dup(1))
+    parent, report = _ParentPipe(os.dup(0)), _Report(os.dup(1))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
@@ -167,7 +167,7 @@ def main() -> None:
         max_workers=1,
         address="tcp://127.0.0.1:0",
         address_queue=report,
-        death_pipe=lifeline,
+        death_pipe=parent,
         config_data=config,
     )
 

@@ -1,7 +1,5 @@
 """Any agent program as an environment: it is pointed at the episode's own OpenAI endpoint and run unchanged."""
 
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -12,13 +10,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
+from headway.core.imports import load_object
 from headway.envs.agents.program import run_program
 from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, EpisodeFailure, Policy
@@ -64,7 +62,7 @@ class AgentProgram(Environment):
             raise UsageError('agent: command must be a list of words, such as ["{python}", "agent.py", "{question}"]')
         self._command, self._timeout, self._cwd, self._env = list(command), timeout, cwd, dict(env or {})
         self._tasks = _read_tasks(tasks)
-        self._reward = load_function(reward)
+        self._reward: RewardFunction = load_object(reward, "agent: reward")
         self._proxy = Proxy()
 
     def tasks(self) -> Sequence[Task]:
@@ -109,27 +107,6 @@ class AgentProgram(Environment):
             if not math.isfinite(number):
                 raise EpisodeFailure("reward", f"the agent's reward {name} is {number}; it must be a finite number")
             policy.reward(name, number)
-
-
-def load_function(path: str) -> RewardFunction:
-    """The function at `module:name` or `file.py:name`."""
-    place, _, name = path.rpartition(":")
-    try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        function = getattr(module, name)
-    except Exception as error:
-        raise UsageError(f'agent: reward "{path}" cannot be loaded: {error} (module:name or file.py:name)') from error
-    if not callable(function):
-        raise UsageError(f'agent: reward "{path}" is not a function')
-    return function  # type: ignore[no-any-return]  # a function of the user's
-
-
-def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"headway_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _read_tasks(tasks: str | Sequence[Mapping[str, Any]]) -> list[Task]:

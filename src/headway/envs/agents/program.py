@@ -7,7 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from headway.envs.failures import EpisodeFailure
+from headway.envs.policy import EpisodeFailure
 
 MAX_OUTPUT = 1 << 20
 """Bytes of stdout and of stderr that are kept; the rest is read and dropped."""

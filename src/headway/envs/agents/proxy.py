@@ -15,8 +15,7 @@ from aiohttp import web
 from headway.core.episodes import Trace
 from headway.core.messages import Message
 from headway.core.openai import ChatRequest, Completion, RequestError, decode, error_body
-from headway.envs.failures import ContextLimit, EpisodeFailure
-from headway.envs.policy import Policy
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
 
 MAX_BODY = 64 * 2**20
 

@@ -4,30 +4,22 @@ _HERE = "headway.envs.bundled"
 _ADAPTERS = "headway.envs.adapters"
 
 # Paths, not classes: listing the environments must not import them or what they need.
-ENVIRONMENTS: dict[str, str] = {
-    "reverse-text": f"{_HERE}.reverse_text:ReverseText",
-    "sort-words": f"{_HERE}.sort_words:SortWords",
-    "calculator": f"{_HERE}.calculator:Calculator",
-    "wordle": f"{_HERE}.wordle:Wordle",
-    "kuhn-poker": f"{_HERE}.kuhn_poker:KuhnPoker",
-    "proposer-solver": f"{_HERE}.proposer_solver:ProposerSolver",
-    "needle": f"{_HERE}.needle:Needle",
-    "agent": "headway.envs.agents.agent:AgentProgram",
-    "reasoning-gym": f"{_ADAPTERS}.reasoning_gym:ReasoningGym",
-    "textarena": f"{_ADAPTERS}.textarena:TextArena",
-    "verifiers": f"{_ADAPTERS}.verifiers:Verifiers",
+_TABLE = {
+    "reverse-text": (f"{_HERE}.reverse_text:ReverseText", "write a word backwards (single turn)"),
+    "sort-words": (f"{_HERE}.sort_words:SortWords", "sort words as more and more arrive (several turns)"),
+    "calculator": (f"{_HERE}.calculator:Calculator", "arithmetic with a calculator (tool use)"),
+    "wordle": (f"{_HERE}.wordle:Wordle", "guess a secret from feedback per letter (several turns)"),
+    "kuhn-poker": (f"{_HERE}.kuhn_poker:KuhnPoker", "poker with three cards against oneself (self-play)"),
+    "proposer-solver": (
+        f"{_HERE}.proposer_solver:ProposerSolver",
+        "write arithmetic problems that others solve (several agents)",
+    ),
+    "needle": (f"{_HERE}.needle:Needle", "find a fact in a long text (long context)"),
+    "agent": ("headway.envs.agents.agent:AgentProgram", "a program of yours that speaks OpenAI's chat API"),
+    "reasoning-gym": (f"{_ADAPTERS}.reasoning_gym:ReasoningGym", "any family of the reasoning-gym package"),
+    "textarena": (f"{_ADAPTERS}.textarena:TextArena", "any game of the textarena package"),
+    "verifiers": (f"{_ADAPTERS}.verifiers:Verifiers", "any installed taskset of the verifiers package"),
 }
 
-ABOUT: dict[str, str] = {
-    "reverse-text": "write a word backwards (single turn)",
-    "sort-words": "sort words as more and more arrive (several turns)",
-    "calculator": "arithmetic with a calculator (tool use)",
-    "wordle": "guess a secret from feedback per letter (several turns)",
-    "kuhn-poker": "poker with three cards against oneself (self-play)",
-    "proposer-solver": "write arithmetic problems that others solve (several agents)",
-    "needle": "find a fact in a long text (long context)",
-    "agent": "a program of yours that speaks OpenAI's chat API",
-    "reasoning-gym": "any family of the reasoning-gym package",
-    "textarena": "any game of the textarena package",
-    "verifiers": "any installed taskset of the verifiers package",
-}
+ENVIRONMENTS: dict[str, str] = {name: path for name, (path, _) in _TABLE.items()}
+ABOUT: dict[str, str] = {name: about for name, (_, about) in _TABLE.items()}

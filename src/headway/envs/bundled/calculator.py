@@ -8,8 +8,7 @@ from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.base import State, ToolUse, metric, reward, tool
 from headway.envs.bundled.arithmetic import evaluate, last_number, random_expression
-from headway.envs.bundled.prompts import Row, demonstration, opening
-from headway.envs.bundled.splits import Split, distinct
+from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening
 
 SYSTEM = "Use the calculator, then reply with the number only."
 

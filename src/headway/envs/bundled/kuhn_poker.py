@@ -9,7 +9,7 @@ from itertools import permutations
 from headway.core.episodes import Task
 from headway.core.messages import Message
 from headway.envs.base import Game, State
-from headway.envs.bundled.prompts import Row, demonstration, opening
+from headway.envs.bundled.problems import Row, demonstration, opening
 
 CARDS = "JQK"
 DEALS = tuple(permutations(CARDS, 2))

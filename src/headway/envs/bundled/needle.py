@@ -8,8 +8,7 @@ from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import SingleTurn, metric, reward
 from headway.envs.bundled.arithmetic import last_number
-from headway.envs.bundled.prompts import Row, demonstration, opening
-from headway.envs.bundled.splits import Split, distinct
+from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening
 
 SYSTEM = "Read the text, then answer the question with the number only."
 

@@ -10,7 +10,7 @@ from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import Environment, Policy
 from headway.envs.bundled.arithmetic import evaluate, last_number, random_expression
-from headway.envs.bundled.prompts import Row, demonstration, opening
+from headway.envs.bundled.problems import Row, demonstration, opening
 
 PROPOSE = "write a problem: {terms} numbers up to {largest}, with {operators}"
 SOLVE = "solve: {problem}"

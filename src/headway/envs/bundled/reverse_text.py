@@ -8,8 +8,7 @@ from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import SingleTurn, reward
-from headway.envs.bundled.prompts import Row, demonstration, opening
-from headway.envs.bundled.splits import Split, distinct, random_word
+from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, random_word
 from headway.envs.rewards import Reward
 
 

@@ -7,8 +7,7 @@ from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import MultiTurn, State, reward
-from headway.envs.bundled.prompts import Row, demonstration, opening
-from headway.envs.bundled.splits import Split, distinct, random_word
+from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, random_word
 
 SYSTEM = "Sort all words given so far, this time's and earlier ones, alphabetically. Reply with the words only."
 

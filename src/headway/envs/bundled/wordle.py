@@ -9,8 +9,7 @@ from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import MultiTurn, State, reward
-from headway.envs.bundled.prompts import Row, demonstration, opening
-from headway.envs.bundled.splits import Split, in_split
+from headway.envs.bundled.problems import Row, Split, demonstration, in_split, opening
 
 SYSTEM = (
     "Guess the secret of {length} letters from {alphabet}. Reply with {length} letters only. After each guess you are "

@@ -1,4 +1,7 @@
-"""What a pool and its workers say to each other over a socket: typed frames, length first. Never pickle."""
+"""The protocol of a pool and its workers over a socket: typed frames, length first. Never pickle.
+
+Episodes have numbers, which a pool counts up.
+"""
 
 import asyncio
 import struct
@@ -25,12 +28,12 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Run(msgspec.Struct, tag=True):
-    job: int
+    number: int
     request: EpisodeRequest
 
 
 class Cancel(msgspec.Struct, tag=True):
-    job: int
+    number: int
 
 
 class Ping(msgspec.Struct, tag=True):
@@ -52,7 +55,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    job: int
+    number: int
     episode: Episode
 
 

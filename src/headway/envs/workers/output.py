@@ -1,10 +1,10 @@
-"""What workers print, as lines of the log: long lines cut, floods dropped and counted."""
+"""Workers' output as lines of the log: long lines cut, floods dropped and counted."""
 
 import asyncio
 import logging
 import time
 
-logger = logging.getLogger("headway.envs.workers.worker")
+logger = logging.getLogger(__name__)
 
 LINE_LIMIT = 2000
 LINES_PER_WINDOW = 200

@@ -17,7 +17,7 @@ from headway.envs.episodes import blank_episode
 from headway.envs.workers.frames import Cancel, Run, Start
 from headway.envs.workers.process import WorkerProcess
 
-logger = logging.getLogger("headway.envs.workers.pool")
+logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0
 """Time beyond an episode's limit after which its worker counts as stuck."""
@@ -27,7 +27,9 @@ FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 30.0
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class PendingEpisode:
+    """An episode that was asked for and has not come back."""
+
     number: int
     request: EpisodeRequest
     future: "asyncio.Future[Episode]"
@@ -59,8 +61,8 @@ class EnvPool:
         self._model, self._renderer = model, renderer
         self._heartbeat, self._start_timeout, self._idle_seconds = heartbeat, start_timeout, idle_seconds
         self._workers: list[WorkerProcess] = []
-        self._jobs: dict[int, Job] = {}
-        self._waiting: deque[Job] = deque()
+        self._pending: dict[int, PendingEpisode] = {}
+        self._waiting: deque[PendingEpisode] = deque()
         self._numbers = itertools.count()
         self._starting = 0
         self._failures = 0
@@ -87,20 +89,20 @@ class EnvPool:
         except BaseException:
             await self.close()
             raise
-        self._spawn(self._watch())
+        self._spawn(self._supervise())
 
     async def run(self, request: EpisodeRequest) -> Episode:
         """The outcome of one episode, exactly once; errors are in it. Cancelling the call cancels the episode."""
         if self._closed:
             return self._failed(request, "worker", "the pool is closed")
-        job = Job(next(self._numbers), request, asyncio.get_running_loop().create_future())
-        self._jobs[job.number] = job
-        self._waiting.append(job)
+        pending = PendingEpisode(next(self._numbers), request, asyncio.get_running_loop().create_future())
+        self._pending[pending.number] = pending
+        self._waiting.append(pending)
         self._dispatch()
         try:
-            return await job.future
+            return await pending.future
         except asyncio.CancelledError:
-            self._cancel(job)
+            self._cancel(pending)
             raise
 
     async def close(self) -> None:
@@ -110,44 +112,45 @@ class EnvPool:
             task.cancel()
         if tasks := self._background | self._stopping:
             await asyncio.wait(tasks)
-        for job in list(self._jobs.values()):
-            self._resolve(job, self._failed(job.request, "cancelled", "the pool was closed"))
+        for pending in list(self._pending.values()):
+            self._fail(pending, "cancelled", "the pool was closed")
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.stop() for worker in workers))
 
     def finished(self, worker: WorkerProcess, number: int, episode: Episode) -> None:
-        job = self._jobs.get(number)
-        if job is not None:
-            self._resolve(job, episode)
+        pending = self._pending.get(number)
+        if pending is not None:
+            self._resolve(pending, episode)
         self._dispatch()
 
     def lost(self, worker: WorkerProcess, reason: str) -> None:
         if worker in self._workers:
             self._workers.remove(worker)
         self.restarts += 1
-        logger.warning("%s: worker %d lost (%s) with %d episodes", self.name, worker.pid, reason, len(worker.jobs))
-        for number in worker.jobs:
-            if job := self._jobs.get(number):
-                self._resolve(job, self._failed(job.request, "worker", reason))
+        lost = len(worker.running)
+        logger.warning("environment %s: worker %d lost with %d episodes: %s", self.name, worker.pid, lost, reason)
+        for number in worker.running:
+            if pending := self._pending.get(number):
+                self._fail(pending, "worker", reason)
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Deal waiting episodes to the workers with the most room, and start workers where there are too few."""
+        """Send waiting episodes to the workers that run the fewest, and start workers where there are too few."""
         capacity = self._settings.workers.episodes
         while self._waiting and not self._closed:
-            open_workers = [w for w in self._workers if not w.retiring and len(w.jobs) < capacity]
+            open_workers = [w for w in self._workers if not w.retiring and len(w.running) < capacity]
             if not open_workers:
                 break
-            job = self._waiting.popleft()
-            worker = min(open_workers, key=lambda w: len(w.jobs))
-            job.worker = worker
-            job.deadline = time.monotonic() + job.request.timeout + GRACE_SECONDS
-            worker.jobs.add(job.number)
+            pending = self._waiting.popleft()
+            worker = min(open_workers, key=lambda w: len(w.running))
+            pending.worker = worker
+            pending.deadline = time.monotonic() + pending.request.timeout + GRACE_SECONDS
+            worker.running.add(pending.number)
             try:
-                worker.send(Run(job.number, job.request))
+                worker.send(Run(pending.number, pending.request))
             except (TypeError, ValueError, OverflowError) as error:
-                worker.jobs.discard(job.number)
-                self._resolve(job, self._failed(job.request, "environment", f"the request can't be sent: {error}"))
+                worker.running.discard(pending.number)
+                self._fail(pending, "environment", f"the request can't be sent: {error}")
         self._resize()
 
     def _resize(self) -> None:
@@ -170,7 +173,7 @@ class EnvPool:
             self._failures = 0
         except HeadwayError as error:
             self._failures += 1
-            logger.error("%s: a worker could not be started: %s", self.name, error)
+            logger.error("environment %s: a worker could not be started: %s", self.name, error)
             if self._failures >= START_ATTEMPTS and not self._workers:
                 self._give_up(str(error))
         finally:
@@ -179,8 +182,7 @@ class EnvPool:
 
     def _give_up(self, reason: str) -> None:
         while self._waiting:
-            job = self._waiting.popleft()
-            self._resolve(job, self._failed(job.request, "worker", f"no worker can be started: {reason}"))
+            self._fail(self._waiting.popleft(), "worker", f"no worker can be started: {reason}")
 
     async def _add_worker(self, tasks: bool = False) -> list[Task]:
         settings = self._settings
@@ -193,18 +195,18 @@ class EnvPool:
             self._workers.append(worker)
         return known
 
-    async def _watch(self) -> None:
-        """Look after the workers: heartbeats, stuck episodes, those that retire or idle."""
+    async def _supervise(self) -> None:
+        """Supervise the workers: heartbeats, stuck episodes, those that retire or idle."""
         interval = min(1.0, self._heartbeat / 5)
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
-            for job in [j for j in self._jobs.values() if now > j.deadline]:
-                self._abandon(job)
+            for pending in [one for one in self._pending.values() if now > one.deadline]:
+                self._abandon(pending)
             for worker in list(self._workers):
                 if worker.ping(now) > self._heartbeat:
                     await worker.kill(f"the worker hung for {self._heartbeat:g} s")
-                elif not worker.jobs and self._is_surplus(worker, now):
+                elif not worker.running and self._is_surplus(worker, now):
                     self._workers.remove(worker)
                     self._spawn(worker.stop(), self._stopping)
             self._dispatch()
@@ -213,25 +215,28 @@ class EnvPool:
         spare = len(self._workers) > self._settings.workers.min
         return worker.retiring or (spare and now - worker.idle_since > self._idle_seconds)
 
-    def _cancel(self, job: Job) -> None:
-        if job.worker is not None:  # it keeps its place there until the worker lets go of it
-            job.worker.send(Cancel(job.number))
-            job.deadline = time.monotonic() + GRACE_SECONDS
-        elif job in self._waiting:
-            self._waiting.remove(job)
-            del self._jobs[job.number]
+    def _cancel(self, pending: PendingEpisode) -> None:
+        if pending.worker is not None:  # it keeps its place there until the worker lets go of it
+            pending.worker.send(Cancel(pending.number))
+            pending.deadline = time.monotonic() + GRACE_SECONDS
+        elif pending in self._waiting:
+            self._waiting.remove(pending)
+            del self._pending[pending.number]
 
-    def _abandon(self, job: Job) -> None:
+    def _abandon(self, pending: PendingEpisode) -> None:
         """An episode that ignores its time limit is given up, and its worker takes no new ones."""
-        self._resolve(job, self._failed(job.request, "timeout", "the episode ignored its time limit"))
-        if job.worker is not None:
-            job.worker.retiring = True
-            job.worker.jobs.discard(job.number)
+        self._fail(pending, "timeout", "the episode ignored its time limit")
+        if pending.worker is not None:
+            pending.worker.retiring = True
+            pending.worker.running.discard(pending.number)
 
-    def _resolve(self, job: Job, episode: Episode) -> None:
-        self._jobs.pop(job.number, None)
-        if not job.future.done():
-            job.future.set_result(episode)
+    def _resolve(self, pending: PendingEpisode, episode: Episode) -> None:
+        self._pending.pop(pending.number, None)
+        if not pending.future.done():
+            pending.future.set_result(episode)
+
+    def _fail(self, pending: PendingEpisode, kind: ErrorKind, message: str) -> None:
+        self._resolve(pending, self._failed(pending.request, kind, message))
 
     def _failed(self, request: EpisodeRequest, kind: ErrorKind, message: str) -> Episode:
         return blank_episode(request, self.name, EpisodeError(kind, message))

@@ -27,15 +27,15 @@ from headway.envs.workers.frames import (
 )
 from headway.envs.workers.output import OutputLog
 
-logger = logging.getLogger("headway.envs.workers.pool")
+logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 
 
 class Owner(Protocol):
-    """Whom a worker reports to."""
+    """The pool, as a worker process reports to it."""
 
-    def finished(self, worker: "WorkerProcess", job: int, episode: Episode) -> None: ...
+    def finished(self, worker: "WorkerProcess", number: int, episode: Episode) -> None: ...
 
     def lost(self, worker: "WorkerProcess", reason: str) -> None: ...
 
@@ -53,9 +53,10 @@ class WorkerProcess:
         self._serving = False
         self._gone = False
         self._reason: str | None = None
-        self.jobs: set[int] = set()
+        self.running: set[int] = set()
+        """Numbers of the episodes that it has."""
         self.retiring = False
-        self._asked: float | None = None
+        self._pinged: float | None = None
         self.idle_since = time.monotonic()
 
     @property
@@ -85,11 +86,11 @@ class WorkerProcess:
         self._connection.send(frame)
 
     def ping(self, now: float) -> float:
-        """Ask for a sign of life; returns for how long the worker has not answered."""
-        if self._asked is None:
-            self._asked = now
+        """Send a heartbeat unless one is unanswered; returns for how long the worker has not answered."""
+        if self._pinged is None:
+            self._pinged = now
             self._connection.send(Ping())
-        return now - self._asked
+        return now - self._pinged
 
     async def stop(self) -> None:
         """End in good order, or by force after STOP_SECONDS."""
@@ -142,18 +143,18 @@ class WorkerProcess:
             await asyncio.sleep(0.02)
 
     def _received(self, data: bytes) -> None:
-        self._asked = None
+        self._pinged = None
         match from_worker.decode(data):
-            case Done(job=job, episode=episode):
-                self.jobs.discard(job)
+            case Done(number=number, episode=episode):
+                self.running.discard(number)
                 self.idle_since = time.monotonic()
-                self._owner.finished(self, job, episode)
+                self._owner.finished(self, number, episode)
             case Ready(tasks=tasks) if not self._ready.done():
                 self._ready.set_result(tasks)
             case Failed(message=message) if not self._ready.done():
                 self._ready.set_exception(HeadwayError(message))
             case Retiring(reason=reason):
-                logger.warning("%s: worker %d is replaced: %s", self._name, self.pid, reason)
+                logger.warning("environment %s: worker %d will be replaced: %s", self._name, self.pid, reason)
                 self.retiring = True
 
     def _disconnected(self) -> None:
@@ -169,10 +170,10 @@ class WorkerProcess:
             self._owner.lost(self, self._reason or "the worker died")
 
     def _died_early(self) -> HeadwayError:
-        return HeadwayError(f'environment "{self._name}": its worker died while starting; the log has its output')
+        return HeadwayError(f'environment "{self._name}": its worker died while starting; see its output in the log')
 
 
 def _environment() -> dict[str, str]:
-    """Variables of a worker: ours, but for the token that commands engines, which environments have no need of."""
+    """The environment of a worker: ours, except for the token of the engines' admin routes."""
     kept = {name: value for name, value in os.environ.items() if name != "HEADWAY_TOKEN"}
     return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}

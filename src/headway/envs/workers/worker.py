@@ -4,7 +4,6 @@ Started by the pool as `python -m headway.envs.workers.worker SOCKET [MEMORY]`.
 """
 
 import asyncio
-import ctypes
 import logging
 import os
 import resource
@@ -17,10 +16,10 @@ from pathlib import Path
 
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Task
 from headway.core.errors import HeadwayError
+from headway.core.processes import die_with_parent
 from headway.envs.base import Environment
 from headway.envs.engines import Engines
-from headway.envs.episodes import EpisodeRunner, blank_episode
-from headway.envs.failures import as_error
+from headway.envs.episodes import EpisodeRunner, as_error, blank_episode
 from headway.envs.registry import load_environment
 from headway.envs.threads import abandoned
 from headway.envs.workers.frames import (
@@ -39,12 +38,11 @@ from headway.envs.workers.frames import (
 )
 from headway.rendering.load import load_renderer
 
-logger = logging.getLogger("headway.envs.workers.worker")
+logger = logging.getLogger(__name__)
 
 RETIRE_AT = 8
 """Hung threads after which a worker asks to be replaced."""
 CLOSE_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -69,13 +67,13 @@ class Worker:
             environment, tasks = await self._open(start)
             self._connection.send(Ready(tasks if start.tasks else []))
         except Exception as error:
-            logger.debug("the environment failed to start", exc_info=True)
+            logger.debug("environment %s failed to start", start.env, exc_info=True)
             reason = f'environment "{start.env}" failed to start: {type(error).__name__}: {error}'
             self._connection.send(Failed(str(error) if isinstance(error, HeadwayError) else reason))
             self._connection.close()
         else:
             await self._stopped.wait()
-            await self._wind_down(environment)
+            await self._shut_down(environment)
             self._connection.close()
         await self._stopped.wait()
 
@@ -90,7 +88,7 @@ class Worker:
         self._runner = EpisodeRunner(environment, start.name, renderer, self._engines)
         return environment, tasks
 
-    async def _wind_down(self, environment: Environment) -> None:
+    async def _shut_down(self, environment: Environment) -> None:
         running = list(self._episodes.values())
         for task in running:
             task.cancel()
@@ -101,16 +99,16 @@ class Worker:
                 await environment.close()
                 await self._engines.close()
         except Exception:
-            logger.exception("closing the environment failed")
+            logger.exception("environment %s could not be closed", self._name)
 
     def _received(self, data: bytes) -> None:
         match to_worker.decode(data):
-            case Run(job=job, request=request) if self._runner is not None:
+            case Run(number=number, request=request) if self._runner is not None:
                 task = asyncio.get_running_loop().create_task(self._runner.run(request))
-                task.add_done_callback(partial(self._finished, job, request))
-                self._episodes[job] = task
-            case Cancel(job=job) if job in self._episodes:
-                self._episodes[job].cancel()
+                task.add_done_callback(partial(self._finished, number, request))
+                self._episodes[number] = task
+            case Cancel(number=number) if number in self._episodes:
+                self._episodes[number].cancel()
             case Ping():
                 self._connection.send(Pong())
             case Start() as start:
@@ -118,24 +116,24 @@ class Worker:
             case Stop():
                 self._stopped.set()
 
-    def _finished(self, job: int, request: EpisodeRequest, task: "asyncio.Task[Episode]") -> None:
-        del self._episodes[job]
+    def _finished(self, number: int, request: EpisodeRequest, task: "asyncio.Task[Episode]") -> None:
+        del self._episodes[number]
         if task.cancelled():  # before it took its first step
             episode = blank_episode(request, self._name, EpisodeError("cancelled", "the episode was cancelled"))
         elif error := task.exception():
             episode = blank_episode(request, self._name, as_error(error))
         else:
             episode = task.result()
-        self._report(job, request, episode)
+        self._report(number, request, episode)
         if not self._retiring and abandoned() >= RETIRE_AT:
             self._retiring = True
-            self._connection.send(Retiring(f"{abandoned()} tool calls hang"))
+            self._connection.send(Retiring(f"{abandoned()} tool calls have not returned"))
 
-    def _report(self, job: int, request: EpisodeRequest, episode: Episode) -> None:
+    def _report(self, number: int, request: EpisodeRequest, episode: Episode) -> None:
         try:
-            self._connection.send(Done(job, episode))
+            self._connection.send(Done(number, episode))
         except Exception as error:  # an environment put something into the episode that cannot be sent
-            self._connection.send(Done(job, blank_episode(request, self._name, as_error(error))))
+            self._connection.send(Done(number, blank_episode(request, self._name, as_error(error))))
 
     def _lost(self) -> None:
         self._starting.cancel()
@@ -154,12 +152,6 @@ def _check_tasks(env: str, tasks: list[Task]) -> None:
         seen.add(task.id)
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process when its parent dies, even while the event loop hangs."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 async def _main(pool: socket.socket) -> None:
     await Worker().serve(pool)
     sys.stdout.flush()
@@ -167,7 +159,7 @@ async def _main(pool: socket.socket) -> None:
 
 
 def main(argv: list[str]) -> None:
-    die_with_parent()
+    die_with_parent()  # even while the event loop hangs
     if len(argv) > 1:
         limit = int(argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

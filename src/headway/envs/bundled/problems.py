@@ -1,21 +1,24 @@
-"""Random problems from seeds, with training and evaluation problems that never meet."""
+"""Random problems from seeds, with disjoint train and eval splits; prompts and demonstrations made of them."""
 
 import random
 import zlib
 from collections.abc import Callable
 from string import ascii_lowercase
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from headway.core.errors import UsageError
+from headway.core.messages import Message
 
 Split = Literal["train", "eval"]
 Problem = TypeVar("Problem")
+Row = dict[str, Any]
+"""One line of a supervised data set: `messages` in OpenAI's shape, and `tools` where there are any."""
 
 _EVAL_SHARE = 8  # one problem in eight is kept for evaluation
 
 
 def in_split(key: str, split: Split) -> bool:
-    """Whether the problem called `key` belongs to `split`.
+    """Tell whether the problem called `key` belongs to `split`.
 
     Decided by a checksum of the problem itself, so that no seed can bring a problem into both.
     """
@@ -54,3 +57,12 @@ def distinct(
 
 def random_word(rng: random.Random, shortest: int, longest: int) -> str:
     return "".join(rng.choices(ascii_lowercase, k=rng.randint(shortest, longest)))
+
+
+def opening(system: str | None, text: str) -> list[Message]:
+    """A user's text, after a system prompt where there is one."""
+    return [*([Message("system", system)] if system else []), Message("user", text)]
+
+
+def demonstration(messages: list[Message]) -> Row:
+    return {"messages": [message.to_openai() for message in messages]}
