@@ -165,7 +165,7 @@ def table(rows: list[Row]) -> str:
 def machine() -> dict[str, Any]:
     import torch
 
-    from headway.models import flash
+    from headway.models.ops import flash_attention as flash
 
     properties = torch.cuda.get_device_properties(0)
     return {

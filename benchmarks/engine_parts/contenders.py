@@ -60,10 +60,10 @@ def headway(work: Work, talk: Talk) -> None:
 
 def headway_plain(work: Work, talk: Talk) -> None:
     from headway.inference.embedded.load import load_service
-    from headway.models.native import library
+    from headway.models.ops import registry
 
     service = load_service(settings_of(work), Path(work.folder))
-    library.disable()
+    registry.disable("c")
     serve(service, work, talk)
 
 

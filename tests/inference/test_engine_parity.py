@@ -23,7 +23,7 @@ from engine_common import (
 
 from headway.inference.embedded.running.window import Window
 from headway.models.attention import PackedPlan
-from headway.models.native import library
+from headway.models.ops import registry
 from headway.models.packed import PackedTokens, positions_of
 
 TOLERANCE = 1e-5
@@ -32,11 +32,11 @@ TOLERANCE = 1e-5
 @pytest.fixture(autouse=True, params=["compiled", "plain"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """With the compiled kernels and without; the training pass that is compared with never uses them."""
-    library.disable()
+    registry.disable("c")
     if request.param == "compiled":
-        assert library.enable(), "these tests need a C compiler"
+        assert registry.enable("c"), "these tests need a C compiler"
     yield
-    library.disable()
+    registry.disable("c")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,7 +186,7 @@ def test_waves_of_requests_leave_holes_between_rows() -> None:
 
 @pytest.mark.parametrize("budget", [0, 10**9])
 def test_decoding_with_and_without_the_dense_window(budget: int) -> None:
-    library.disable()
+    registry.disable("c")
     model = make_model(LLAMA)
     engine = make_engine(model)
     assert engine.runner.window is not None

@@ -9,7 +9,7 @@ from headway.core.protocol import SamplingParams
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.sampler import Sampled, choice_seed, sample, uniform
 from headway.inference.embedded.scheduling.sequence import Sequence
-from headway.models.native import library
+from headway.models.ops import registry
 
 VOCAB = 23
 
@@ -70,12 +70,12 @@ def test_the_compiled_kernel_draws_the_same() -> None:
     params = [SamplingParams(temperature=temperature) for temperature in temperatures]
     logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(4)) * 2
     before, plain = logits.clone(), draw(logits, params, list(range(len(params))))
-    assert library.enable(), "this test needs a C compiler"
+    assert registry.enable("c"), "this test needs a C compiler"
     try:
         with torch.inference_mode():
             compiled = draw(logits, params, list(range(len(params))))
     finally:
-        library.disable()
+        registry.disable("c")
     assert compiled.tokens == plain.tokens and torch.equal(logits, before)
     assert np.allclose(compiled.logprobs, plain.logprobs, atol=1e-5)
 

@@ -26,7 +26,7 @@ from headway.core.runs import RunPaths
 from headway.inference.embedded.service import EmbeddedService
 from headway.inference.engine import Choice, FailedError, UpdateError
 from headway.models.adapters.lora import adapter_tensors, apply_lora, merge_adapter
-from headway.models.native import library
+from headway.models.ops import registry
 from headway.transport.weights import make_sender
 
 TOLERANCE = 1e-5
@@ -46,7 +46,7 @@ def with_service(service: EmbeddedService, body: Callable[[EmbeddedService], Awa
 @pytest.fixture(autouse=True)
 def plain() -> None:
     """Without compiled kernels, whoever enabled them: requests must be in flight long enough to be met by updates."""
-    library.disable()
+    registry.disable("c")
 
 
 async def until_running(service: EmbeddedService, count: int) -> None:

@@ -3,29 +3,25 @@
 import pytest
 import torch
 from models_common import packed_logits, random_model, random_tokens, run_packed, small
+from ops_common import backend
 from torch import Tensor
 from torch.nn import functional as F
 
 from headway.config.shared import LoraSettings
-from headway.models import flash
-from headway.models.adapted import adapted
+from headway.models import ops
 from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.decoder import DecoderLM
-from headway.models.layers.experts import grouped_linear, grouped_linear_loop
-from headway.models.layers.mlp import gated_silu
-from headway.models.layers.rope import RotaryTable, rotate, rotate_plain
+from headway.models.layers.rope import RotaryTable
+from headway.models.ops import flash_attention as flash
+from headway.models.ops.paged_attention import Tiles
 from headway.models.packed import PackedTokens, positions_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-if torch.cuda.is_available():
-    from headway.models.kernels.gated import gated_halves
-    from headway.models.kernels.norm import added_norm, rms_norm
-    from headway.models.kernels.turned import Turn, turned, turned_together
 LENGTHS = [9, 1, 30, 4]
 
 
@@ -94,7 +90,7 @@ def test_the_grouped_kernel_equals_the_loop_forward_and_backward() -> None:
     weight = torch.randn(4, 48, 64, generator=draw).bfloat16().cuda().requires_grad_()
     ends = counts.cumsum(0).int().cuda()
     probe = torch.randn(32, 48, generator=draw).bfloat16().cuda()
-    ours, expected = grouped_linear(rows, weight, ends), grouped_linear_loop(rows, weight, ends)
+    ours, expected = ops.grouped_linear(rows, weight, ends), ops.grouped_linear.reference(rows, weight, ends)
     torch.testing.assert_close(ours, expected, atol=0.1, rtol=0.02)
     for a, b in zip(
         torch.autograd.grad((ours * probe).sum(), (rows, weight)),
@@ -111,7 +107,10 @@ def test_fused_kernels_equal_the_plain_functions(dtype: torch.dtype, shape: tupl
     x, up, probe = (torch.randn(shape, generator=draw).to("cuda", dtype).requires_grad_() for _ in range(3))
     table = RotaryTable(small("qwen3", head_dim=shape[2]))
     cos, sin = table.gather(torch.arange(shape[0], device="cuda") * 3)
-    pairs = [(rotate(x, cos, sin), rotate_plain(x, cos, sin), (x,)), (gated_silu(x, up), F.silu(x) * up, (x, up))]
+    pairs = [
+        (ops.rope(x, cos, sin), ops.rope.reference(x, cos, sin), (x,)),
+        (ops.gated_silu(x, up), F.silu(x) * up, (x, up)),
+    ]
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     for ours, expected, inputs in pairs:
         assert ours.dtype == dtype
@@ -137,14 +136,17 @@ def test_fused_norms_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[
     q, k, head_weight, k_weight = random(*shape), random(tokens, 1, size), random(size), random(size)
     table = RotaryTable(small("qwen3", head_dim=size, max_len=tokens))
     cos, sin = table.gather(torch.arange(tokens, device="cuda"))
-    total, out = added_norm(x, delta, weight, 1e-6)
+    total, out = ops.add_rms_norm(x, delta, weight, 1e-6)
     cases = [
-        (rms_norm(x, weight, 1e-6), _normed(x.float(), weight), (x, weight)),
+        (ops.rms_norm(x, weight, 1e-6), _normed(x.float(), weight), (x, weight)),
         (out + total, _normed((x + delta).float(), weight) + x + delta, (x, delta, weight)),
         *(
-            (found, rotate_plain(_normed(x.float(), weight), cos, sin), (x, weight))
+            (found, ops.rope.reference(_normed(x.float(), weight), cos, sin), (x, weight))
             for found, x, weight in zip(
-                turned(q, k, Turn(head_weight, k_weight, 1e-6, cos, sin)), (q, k), (head_weight, k_weight), strict=True
+                ops.qk_norm_rope(q, k, (head_weight, k_weight), 1e-6, cos, sin),
+                (q, k),
+                (head_weight, k_weight),
+                strict=True,
             )
         ),
     ]
@@ -172,11 +174,14 @@ def test_kernels_over_joined_inputs_equal_those_over_separate_ones(dtype: torch.
     x, q_weight, k_weight = random(tokens, queries + 2 * keys, size), random(size), random(size)
     cos, sin = RotaryTable(small("qwen3", head_dim=size)).gather(torch.arange(tokens, device="cuda"))
     q, k, v = torch.split(x, [queries, keys, keys], dim=1)
-    turn = Turn(q_weight, k_weight, 1e-6, cos, sin)
-    apart = torch.cat([*turned(q, k, turn), v], 1)
-    together = torch.cat(turned_together(x, queries, turn), 1)
+    norms = (q_weight, k_weight)
+    apart = torch.cat([*ops.qk_norm_rope(q, k, norms, 1e-6, cos, sin), v], 1)
+    together = torch.cat(ops.qkv_norm_rope(x, queries, norms, 1e-6, cos, sin), 1)
     both = random(tokens, 2 * 1500)
-    cases = [(together, apart, (x, q_weight, k_weight)), (gated_halves(both), gated_silu(*both.chunk(2, 1)), (both,))]
+    cases = [
+        (together, apart, (x, q_weight, k_weight)),
+        (ops.gated_silu(both), ops.gated_silu(*both.chunk(2, 1)), (both,)),
+    ]
     for ours, expected, inputs in cases:
         assert torch.equal(ours, expected)
         probe = torch.randn(ours.shape, generator=draw).to("cuda", dtype)
@@ -223,7 +228,7 @@ def test_adapted_products_have_the_gradients_of_autograd() -> None:
         own_x, own_downs, own_ups = leaves[0], leaves[1:3], leaves[3:]
         frozen = [w.to(dtype) for w in weights]
         if fused:
-            outs = list(adapted(own_x, frozen, own_downs, own_ups, 0.5))
+            outs = list(ops.lora_linears(own_x, frozen, own_downs, own_ups, 0.5))
         else:
             outs = [own_x @ w.T + 0.5 * own_x @ a.T @ b for w, a, b in zip(frozen, own_downs, own_ups, strict=True)]
         loss = sum((out * probe).sum() for out, probe in zip(outs, probes, strict=True))
@@ -283,8 +288,6 @@ def test_a_decode_step_can_be_captured_in_a_graph() -> None:
 def test_paged_attention_equals_attention_over_gathered_blocks(
     heads: tuple[int, int], dim: int, dtype: torch.dtype
 ) -> None:
-    from headway.models.kernels.paged_attention import Tiles, paged_attention
-
     draw, size = torch.Generator().manual_seed(0), 16
     keys, values = (torch.randn(100 * size, heads[1], dim, generator=draw).to("cuda", dtype) for _ in range(2))
     table = torch.randperm(100, generator=draw)[:80].view(4, 20).int().cuda()
@@ -295,8 +298,8 @@ def test_paged_attention_equals_attention_over_gathered_blocks(
     for splits in (1, 4):
         out = torch.zeros_like(q)
         tiles = torch.tensor(fields, device="cuda").T.contiguous()
-        paged_attention(q, keys, values, table, Tiles.of(tiles[:, :3], 1, splits), size, out)
-        paged_attention(q, keys, values, table, Tiles.of(tiles[:, 3:], 32), size, out)
+        ops.paged_attention(q, keys, values, table, Tiles.of(tiles[:, :3], 1, splits), size, out)
+        ops.paged_attention(q, keys, values, table, Tiles.of(tiles[:, 3:], 32), size, out)
         for row, first, start, count in sequences:
             at = torch.arange(start + count, device="cuda")
             slots = table[row][at // size].long() * size + at % size
@@ -310,8 +313,6 @@ def test_paged_attention_equals_attention_over_gathered_blocks(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [True, False])
 def test_heads_go_into_the_cache_as_the_plain_functions_make_them(dtype: torch.dtype, normed: bool) -> None:
-    from headway.models.kernels.turn import turn_into_cache
-
     draw = torch.Generator().manual_seed(0)
     qkv = torch.randn(5, (6 + 2 * 2) * 24, generator=draw).to("cuda", dtype)
     q, k, v = (x.view(5, -1, 24) for x in qkv.split([6 * 24, 2 * 24, 2 * 24], dim=-1))
@@ -320,44 +321,40 @@ def test_heads_go_into_the_cache_as_the_plain_functions_make_them(dtype: torch.d
     slots = torch.tensor([3, 9, 1, 20, 8], device="cuda")
     cos, sin = RotaryTable(small("qwen3", head_dim=24)).gather(torch.arange(5, device="cuda") * 7)
     norms = (weights[0], weights[1]) if normed else None
-    turned = turn_into_cache(q, k, v, norms, 1e-6, cos, sin, slots, keys, values)
+    rotated = ops.qk_norm_rope_to_cache(q, k, v, norms, 1e-6, cos, sin, slots, keys, values)
     if normed:
         q, k = F.rms_norm(q, (24,), weights[0], 1e-6), F.rms_norm(k, (24,), weights[1], 1e-6)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(turned, rotate_plain(q, cos, sin), atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(keys[slots], rotate_plain(k, cos, sin), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(rotated, ops.rope.reference(q, cos, sin), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(keys[slots], ops.rope.reference(k, cos, sin), atol=tolerance, rtol=tolerance)
     assert torch.equal(values[slots], v)
     assert keys[0].abs().max() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_over_rows_equal_the_plain_functions(dtype: torch.dtype) -> None:
-    from headway.models.kernels import rows
-
     draw = torch.Generator().manual_seed(0)
     x, delta, joined = (torch.randn(7, n, generator=draw).to("cuda", dtype) for n in (1000, 1000, 600))
     weight = torch.randn(1000, generator=draw).to("cuda", dtype)
-    total, normed = rows.added_norm(x, delta, weight, 1e-6)
+    total, normed = backend(ops.add_rms_norm, "add_rms_norm_serving")(x, delta, weight, 1e-6)
     gate, up = joined.chunk(2, dim=-1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     assert torch.equal(total, x + delta)
     for found, expected in (
         (normed, F.rms_norm(x + delta, (1000,), weight, 1e-6)),
-        (rows.rms_norm(x, weight, 1e-6), F.rms_norm(x, (1000,), weight, 1e-6)),
-        (rows.gated_silu(gate, up), F.silu(gate) * up),
+        (backend(ops.rms_norm, "rms_norm_serving")(x, weight, 1e-6), F.rms_norm(x, (1000,), weight, 1e-6)),
+        (backend(ops.gated_silu, "gated_silu_serving")(gate, up), F.silu(gate) * up),
     ):
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("vocab", [97, 151_936])
 def test_tokens_are_drawn_where_the_cumulative_probability_exceeds_the_noise(vocab: int) -> None:
-    from headway.models.kernels.draw import draw as draw_tokens
-
     draw = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(64, vocab, generator=draw)).bfloat16().cuda()
     heat, noise = torch.rand(2, 64, generator=draw, dtype=torch.float64).cuda() * 0.999
     noise[:8] = -1
-    tokens, logprobs = draw_tokens(logits, heat + 0.5, noise)
+    tokens, logprobs = ops.draw_tokens(logits, heat + 0.5, noise)
     expected = torch.log_softmax(logits.double() / (heat + 0.5)[:, None], dim=-1)
     torch.testing.assert_close(logprobs.double(), expected.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
     assert torch.equal(expected[:8].gather(1, tokens[:8, None])[:, 0], expected[:8].amax(-1))
@@ -367,4 +364,4 @@ def test_tokens_are_drawn_where_the_cumulative_probability_exceeds_the_noise(voc
     assert (reached > noise[8:] - 1e-5).all()
     assert (before < noise[8:] + 1e-5).all()
     logits[0, 3], logits[1] = torch.nan, torch.inf
-    assert draw_tokens(logits, heat + 0.5, noise)[1][:2].isnan().all()
+    assert ops.draw_tokens(logits, heat + 0.5, noise)[1][:2].isnan().all()

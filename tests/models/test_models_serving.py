@@ -6,7 +6,7 @@ from models_common import packed_logits, random_model, random_tokens, small
 
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.decoder import DecoderLM
-from headway.models.serving import SpareWeights, join_siblings, trade_weights
+from headway.models.serving import SpareWeights, fuse_projections, trade_weights
 
 LENGTHS = [5, 9]
 
@@ -22,7 +22,7 @@ def test_joining_changes_neither_weights_nor_what_is_computed(family: str, chang
     model = random_model(small(family, **changes))
     weights = {name: tensor.clone() for name, tensor in hf_tensors(model)}
     before = served(model)
-    join_siblings(model)
+    fuse_projections(model)
     assert (served(model) - before).abs().max() < 1e-5
     assert all(torch.equal(tensor, weights[name]) for name, tensor in hf_tensors(model))
 
@@ -31,9 +31,9 @@ def test_models_trade_their_weights_joined_or_not() -> None:
     for joined in (True, False):
         live, spare = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)
         old, new = served(live), served(spare)
-        join_siblings(live)
+        fuse_projections(live)
         if joined:
-            join_siblings(spare)
+            fuse_projections(spare)
         trade_weights(live, spare)
         assert (served(live) - new).abs().max() < 1e-5 and (served(spare) - old).abs().max() < 1e-5
         trade_weights(live, spare)
@@ -42,7 +42,7 @@ def test_models_trade_their_weights_joined_or_not() -> None:
 
 def test_a_joined_model_can_still_be_trained_and_moved() -> None:
     model = random_model(small("qwen3"))
-    join_siblings(model)
+    fuse_projections(model)
     packed_logits(model, random_tokens(model.config, LENGTHS), LENGTHS).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
     before = served(model)
@@ -54,7 +54,7 @@ def test_a_joined_model_can_still_be_trained_and_moved() -> None:
 
 def test_weights_are_taken_over_where_they_lie_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     live = random_model(small("qwen3"), seed=1)
-    join_siblings(live)
+    fuse_projections(live)
     places = [parameter.data_ptr() for parameter in live.parameters()]
     with monkeypatch.context() as patched:
         patched.setattr(type(live.head_weight()), "is_cpu", False, raising=False)

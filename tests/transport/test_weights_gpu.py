@@ -18,7 +18,7 @@ from headway.core.runs import RunPaths
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
-from headway.models.serving import SpareWeights, join_siblings
+from headway.models.serving import SpareWeights, fuse_projections
 from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.channels import backend_between, gpu_name
 from headway.transport.weights.fingerprint import fingerprint_of
@@ -111,7 +111,7 @@ def test_nccl_is_for_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_keep_their_addresses_when_new_ones_take_over() -> None:
     config = ModelConfig("qwen3", 97, 32, 2, 4, 2, 8, 48, tied=True, max_len=256)
     live = build_model(config, device="cuda", dtype=torch.bfloat16, seed=1)
-    join_siblings(live)
+    fuse_projections(live)
     spare, places = SpareWeights(live), [parameter.data_ptr() for parameter in live.parameters()]
     for seed in (2, 3):
         new = build_model(config, device="cuda", dtype=torch.bfloat16, seed=seed)

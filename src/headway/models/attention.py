@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
-from headway.models import flash
-from headway.models.packed import AttentionPlan
-from headway.models.varlen import (
+from headway.models.ops import flash_attention as flash
+from headway.models.ops.attention import (
     long_attention,
     long_backward,
     long_forward,
@@ -20,6 +19,7 @@ from headway.models.varlen import (
     varlen_backward,
     varlen_forward,
 )
+from headway.models.packed import AttentionPlan
 
 _SHORT = 64
 """Samples of up to this many tokens on average are batched by length: a call each would cost more than padding."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.models.config import ModelConfig
-from headway.models.cpu import tune_matmul
 from headway.models.decoder import DecoderLM
+from headway.models.ops.linear import tune_matmul
 from headway.models.registry import find_family
 
 

@@ -5,12 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from headway.models import ops
 from headway.models.adapters.bank import AdapterBank
 from headway.models.config import ModelConfig
 from headway.models.layers.block import Block
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import expert_counts
-from headway.models.layers.linear import Linear, product
+from headway.models.layers.linear import Linear
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import RotaryTable
 from headway.models.packed import ModelOutput, PackedTokens
@@ -80,7 +81,7 @@ class DecoderLM(nn.Module):
         weight_VD = self.head_weight()
         if hidden_ND.is_cuda and not torch.is_grad_enabled():
             return torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32, out=out)
-        logits_NV = product(hidden_ND, weight_VD).float()
+        logits_NV = ops.linear(hidden_ND, weight_VD).float()
         return logits_NV if out is None else out.copy_(logits_NV)
 
     def _routing(self, experts: list[Tensor | None]) -> tuple[Tensor, Tensor]:

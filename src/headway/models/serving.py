@@ -9,14 +9,14 @@ from headway.models.build import build_model
 from headway.models.checkpoints.tensors import Target, base_parameters, hf_targets
 from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
-from headway.models.layers.linear import Siblings
+from headway.models.layers.linear import FusedProjections
 from headway.models.layers.mlp import GatedMlp
 
 
-def join_siblings(model: DecoderLM) -> None:
+def fuse_projections(model: DecoderLM) -> None:
     """Lay the weights of layers that share an input side by side, so that they are one product."""
-    for siblings in _siblings(model):
-        siblings.join()
+    for projections in _projections(model):
+        projections.join()
 
 
 class SpareWeights:
@@ -29,7 +29,7 @@ class SpareWeights:
     def __init__(self, live: DecoderLM) -> None:
         weight = live.head_weight()
         self.model = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
-        join_siblings(self.model)
+        fuse_projections(self.model)
         self._live = live
         self._stays = not weight.is_cpu
         self._targets = hf_targets(self.model)
@@ -55,7 +55,7 @@ def trade_weights(live: DecoderLM, spare: DecoderLM) -> None:
     """Two models of one shape trade their weights. Only pointers move."""
     for (_, ours), (_, theirs) in zip(base_parameters(live), base_parameters(spare), strict=True):
         ours.data, theirs.data = theirs.data, ours.data
-    for mine, other in zip(_siblings(live), _siblings(spare), strict=True):
+    for mine, other in zip(_projections(live), _projections(spare), strict=True):
         mine.joined, other.joined = other.joined, mine.joined
 
 
@@ -63,7 +63,7 @@ def _memory(model: DecoderLM) -> list[Tensor]:
     return [parameter.data for _, parameter in base_parameters(model)]
 
 
-def _siblings(model: DecoderLM) -> Iterator[Siblings]:
+def _projections(model: DecoderLM) -> Iterator[FusedProjections]:
     for module in model.modules():
         if isinstance(module, SelfAttention | GatedMlp):
-            yield module.siblings
+            yield module.projections

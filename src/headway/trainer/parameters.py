@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headway.models.kernels import fused
 from headway.models.layers.linear import Linear
 from headway.models.layers.norm import RMSNorm
+from headway.models.ops.registry import in_triton as fused
 
 
 class Parameters:

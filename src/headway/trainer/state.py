@@ -15,8 +15,8 @@ from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.config import ModelConfig
-from headway.models.cpu import tune_matmul
 from headway.models.decoder import DecoderLM
+from headway.models.ops.linear import tune_matmul
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.trainer.optimizers.optimizer import PolicyOptimizer

@@ -20,8 +20,8 @@ from headway.inference.embedded.scheduling.scheduler import Scheduler, Scheduler
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
-from headway.models import kernels
 from headway.models.decoder import DecoderLM
+from headway.models.ops import registry
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class EmbeddedEngine:
 def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runner:
     """Build the runner for the model's device, with its KV store."""
     weight, config = model.head_weight(), model.config
-    on_device = kernels.fused(weight)
+    on_device = registry.in_triton(weight)
     store = KvStore(
         config.layers,
         limits.num_blocks + on_device,
@@ -297,7 +297,7 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         runner.warm_up()
     except Exception:
         logger.exception("fused kernels failed on this device; serving with slower torch operations instead")
-        kernels.give_up()
+        registry.disable("triton")
         return Runner(model, store, rows, ahead=ahead)
     return runner
 

@@ -6,6 +6,7 @@ import torch
 
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.errors import HeadwayError, UsageError
+from headway.inference.embedded.cpu import library as cpu
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
@@ -14,7 +15,6 @@ from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_te
 from headway.models.config import ModelConfig
 from headway.models.costs import kv_bytes_per_token
 from headway.models.decoder import DecoderLM
-from headway.models.native import library
 from headway.models.registry import load_config
 from headway.monitor.progress import progress
 from headway.transport.weights.fingerprint import fingerprint_of
@@ -34,7 +34,7 @@ def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
         # Otherwise torch's own choice: all cores, or what OMP_NUM_THREADS left to this process.
         torch.set_num_threads(inference.threads)
     if device.type == "cpu" and dtype is torch.float32:
-        library.enable()
+        cpu.enable()
     model = _load_model(folder, device, dtype)
     if device.type == "cuda" and "max_batched_tokens" not in inference.model_fields_set:
         inference = inference.model_copy(update={"max_batched_tokens": _CUDA_BATCH})

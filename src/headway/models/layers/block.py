@@ -44,7 +44,7 @@ class Block(nn.Module):
         self, x_TD: Tensor, mixed_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """What `forward` returns, once attention is done: every row by itself."""
-        x_TD, normed_TD = self.post_attention_layernorm.added(x_TD, mixed_TD)
+        x_TD, normed_TD = self.post_attention_layernorm.add_and_norm(x_TD, mixed_TD)
         if isinstance(self.mlp, SparseMlp):
             sparse_TD, experts_Tk = self.mlp(normed_TD, given_Tk)
             return x_TD + sparse_TD, experts_Tk

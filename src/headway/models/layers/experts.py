@@ -4,11 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headway.models import ops
 from headway.models.config import ModelConfig
-from headway.models.layers.mlp import gated_silu
-
-_ALIGNED = 8
-"""The grouped kernel wants rows of whole 16 bytes."""
 
 
 class Router(nn.Module):
@@ -22,7 +19,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gates and experts, (T, k). Given choices (-1: choose freely) are gated by the live router's scores."""
-        scores_TE = F.softmax(F.linear(x_TD, self.weight), dim=-1, dtype=torch.float32)
+        scores_TE = F.softmax(F.linear(x_TD, self.weight.to(x_TD.dtype)), dim=-1, dtype=torch.float32)
         if given_Tk is None:
             gates_Tk, experts_Tk = scores_TE.topk(self.k, dim=-1)
         else:
@@ -44,8 +41,8 @@ class Experts(nn.Module):
     def forward(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
         """`rows` lie in the order of their experts; expert e has the next `counts[e]` of them."""
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        gate, up = grouped_linear(rows_ND, self.gate_up_proj, ends_E).chunk(2, dim=-1)
-        return grouped_linear(gated_silu(gate, up), self.down_proj, ends_E)
+        gate, up = ops.grouped_linear(rows_ND, self.gate_up_proj, ends_E).chunk(2, dim=-1)
+        return ops.grouped_linear(ops.gated_silu(gate, up), self.down_proj, ends_E)
 
 
 class SparseMlp(nn.Module):
@@ -81,22 +78,3 @@ def combine(rows_ND: Tensor, gates_Tk: Tensor, order_N: Tensor) -> Tensor:
 def expert_counts(experts_N: Tensor, experts: int) -> Tensor:
     """Rows per expert, (E,). A one-hot sum and not bincount, which makes the host wait for a GPU."""
     return (experts_N.unsqueeze(-1) == torch.arange(experts, device=experts_N.device)).sum(0)
-
-
-def grouped_linear(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """`F.linear` of each group of rows (group e ends at `ends[e]`) with its own weight."""
-    if rows_NI.is_cuda and grouped_at_once(rows_NI.dtype, *weight_EOI.shape[1:]):
-        return torch._grouped_mm(rows_NI, weight_EOI.transpose(-2, -1), offs=ends_E)
-    return grouped_linear_loop(rows_NI, weight_EOI, ends_E)
-
-
-def grouped_at_once(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
-    """Whether CUDA's grouped kernel takes weights of this shape; the loop makes the host wait."""
-    return dtype == torch.bfloat16 and outputs % _ALIGNED == 0 and inputs % _ALIGNED == 0
-
-
-def grouped_linear_loop(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """The same, one group at a time: the CPU path, and what the grouped kernel is checked against."""
-    ends = ends_E.tolist()
-    groups = torch.split(rows_NI, [end - start for start, end in zip([0, *ends], ends, strict=False)])
-    return torch.cat([F.linear(group, weight) for group, weight in zip(groups, weight_EOI, strict=True)])

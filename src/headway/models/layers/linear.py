@@ -6,10 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headway.models.adapted import adapted, products, products_together, unvalued_product
-from headway.models.kernels import fused
-from headway.models.native import ops
-from headway.models.native.library import native
+from headway.models import ops
+from headway.models.ops.linear import prefers_fused
 
 
 class Linear(nn.Module):
@@ -19,6 +17,9 @@ class Linear(nn.Module):
     The gate of a forward pass scales every token's ranks: alpha / rank where the slot is the token's own, 0
     elsewhere. So one adapter or many in one batch, trained or served, are the same two matrix products, of
     fixed shape. Without a gate the layer is the base layer and pays nothing.
+
+    All parameters may be of a higher precision than the input: they are cast here, and their gradients come in their
+    own precision.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -30,36 +31,28 @@ class Linear(nn.Module):
         self.adapter_dropout = 0.0
 
     def forward(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
-        if isinstance(adapter_gate, float) and (outs := _adapted([self], x_TI, adapter_gate)):
+        if isinstance(adapter_gate, float) and (outs := _lora_linears([self], x_TI, adapter_gate)):
             return outs[0]
-        out_TO = product(x_TI, self.weight, self.bias)
+        out_TO = ops.linear(x_TI, self.weight, self.bias)
         if adapter_gate is None or self.lora_A is None or self.lora_B is None:
             return out_TO
         if self.training and self.adapter_dropout:
             x_TI = F.dropout(x_TI, self.adapter_dropout)
-        ranks_TR = F.linear(x_TI, self.lora_A) * adapter_gate
-        return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B)
+        ranks_TR = F.linear(x_TI, self.lora_A.to(x_TI.dtype)) * adapter_gate
+        return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B.to(out_TO.dtype))
 
-    def unvalued(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
+    def grad_only(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
         """The output as far as its gradients go: cheaper, where its values are known or of no interest."""
-        if isinstance(adapter_gate, float) and (outs := _adapted([self], x_TI, adapter_gate, valued=False)):
+        if isinstance(adapter_gate, float) and (outs := _lora_linears([self], x_TI, adapter_gate, grad_only=True)):
             return outs[0]
         if adapter_gate is None and self.bias is None:
-            return unvalued_product(x_TI, self.weight)
+            return ops.linear_grad_only(x_TI, self.weight)
         return self(x_TI, adapter_gate)  # type: ignore[no-any-return]  # modules have no types
 
 
-def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear`."""
-    if bias_O is None and native(x_TI) and ops.multiplies(x_TI, weight_OI):
-        return ops.product(x_TI, weight_OI)
-    if weight_OI.dtype != x_TI.dtype:
-        out_TO = products(x_TI, [weight_OI])[0]
-        return out_TO if bias_O is None else out_TO + bias_O
-    return F.linear(x_TI, weight_OI, bias_O)
-
-
-def _adapted(linears: Sequence[Linear], x_TI: Tensor, scale: float, *, valued: bool = True) -> Sequence[Tensor] | None:
+def _lora_linears(
+    linears: Sequence[Linear], x_TI: Tensor, scale: float, *, grad_only: bool = False
+) -> Sequence[Tensor] | None:
     """The output of each as one operation, where all have an adapter to train beside a frozen weight."""
     weights, downs, ups = [], [], []
     for linear in linears:
@@ -71,10 +64,10 @@ def _adapted(linears: Sequence[Linear], x_TI: Tensor, scale: float, *, valued: b
         weights.append(linear.weight)
         downs.append(linear.lora_A)
         ups.append(linear.lora_B)
-    return adapted(x_TI, weights, downs, ups, scale, valued=valued)
+    return ops.lora_linears(x_TI, weights, downs, ups, scale, grad_only)
 
 
-class Siblings:
+class FusedProjections:
     """Linear layers over one input, each with its own parameters. `join` lays these side by side in memory, and
     then a serving pass is one matrix product. Not a module: the parameters belong to the layers."""
 
@@ -87,24 +80,22 @@ class Siblings:
     def __call__(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
         """The output of each."""
         if adapter_gate is None and (joined := self.serving()) is not None:
-            return torch.split(product(x_TI, joined), self._sizes, dim=-1)
-        if isinstance(adapter_gate, float) and (outs := _adapted(self._linears, x_TI, adapter_gate)):
+            return torch.split(ops.linear(x_TI, joined), self._sizes, dim=-1)
+        if isinstance(adapter_gate, float) and (outs := _lora_linears(self._linears, x_TI, adapter_gate)):
             return outs
-        if adapter_gate is None and torch.is_grad_enabled() and x_TI.is_cuda and not self._biased:
-            return products(x_TI, [linear.weight for linear in self._linears])
+        if adapter_gate is None and not self._biased:
+            return ops.linears(x_TI, [linear.weight for linear in self._linears])
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
-    def together(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor | None:
-        """The outputs side by side in one tensor, for training. None where there is nothing to gain: where weights need
-        no casting, they would have to be moved together first."""
-        weights = [linear.weight for linear in self._linears]
-        if adapter_gate is not None or self._biased or weights[0].dtype == x_TI.dtype or not fused(x_TI):
-            return None
-        return products_together(x_TI, weights)
+    def fused(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
+        """The output of each, or one tensor with all of them side by side, where that is faster in training."""
+        if adapter_gate is None and not self._biased and prefers_fused(x_TI, self._linears[0].weight):
+            return [ops.fused_linears(x_TI, [linear.weight for linear in self._linears])]
+        return self(x_TI, adapter_gate)
 
     def join(self) -> None:
         """Move the weights together, unless they are. Layers with a bias stay as they are."""
-        if any(linear.bias is not None for linear in self._linears):
+        if self._biased:
             return
         if self.joined is not None and self.joined.data_ptr() == self._linears[0].weight.data_ptr():
             return

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from headway.models.config import ModelConfig, RopeScaling
-from headway.models.kernels import fused
 
 
 class RotaryTable:
@@ -20,7 +19,7 @@ class RotaryTable:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def gather(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, (T, 1, head size) in float32, as `rotate` takes them."""
+        """cos and signed sin, (T, 1, head size) in float32, as `ops.rope` takes them."""
         cos, sin = self.table(positions_T.device)
         return cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
 
@@ -37,20 +36,6 @@ class RotaryTable:
         angles = torch.arange(self._config.max_len, dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
-
-
-def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + half) of a head by its position's angle. Computed in float32, returned as `x` came."""
-    if fused(x_THD):
-        from headway.models.kernels.rotate import rotate as rotate_fused
-
-        return rotate_fused(x_THD, cos, sin)
-    return rotate_plain(x_THD, cos, sin)
-
-
-def rotate_plain(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    swapped = x_THD.roll(x_THD.shape[-1] // 2, -1)
-    return torch.addcmul(x_THD * cos, swapped, sin).to(x_THD.dtype)
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:

@@ -80,8 +80,8 @@ class Pass:
             delta_TD = block.self_attn.o_proj(mixed_TE, gate)
             if not isinstance(block.mlp, GatedMlp):
                 return block.finish(x_TD, delta_TD, self.context, used_Tk)[0]
-            x_TD, normed_TD = block.post_attention_layernorm.added(x_TD, delta_TD)
-            return x_TD + block.mlp.down_proj.unvalued(block.mlp.hidden(normed_TD, self.context), gate)
+            x_TD, normed_TD = block.post_attention_layernorm.add_and_norm(x_TD, delta_TD)
+            return x_TD + block.mlp.down_proj.grad_only(block.mlp.hidden(normed_TD, self.context), gate)
 
     def portions(self, rows: int) -> list[slice]:
         """Which rows to finish at a time. All, where that isn't the same."""

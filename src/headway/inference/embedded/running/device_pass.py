@@ -6,7 +6,7 @@ from torch import Tensor
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import TilePlan
 from headway.models.decoder import DecoderLM
-from headway.models.kernels.paged_attention import Tiles
+from headway.models.ops.paged_attention import Tiles
 from headway.models.packed import PackedTokens
 
 

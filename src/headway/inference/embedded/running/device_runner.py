@@ -17,7 +17,7 @@ from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import make_tiles, prompt_queries
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.models.decoder import DecoderLM
-from headway.models.layers.experts import grouped_at_once
+from headway.models.ops.grouped_linear import grouped_at_once
 
 Ints = NDArray[np.int64]
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from headway.inference.embedded.running.copies import HostCopy, InputBuffers
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.sampler import Sampled, sample, uniform
+from headway.models import ops
 
 Ints = NDArray[np.int64]
 
@@ -74,8 +75,6 @@ class Drawer:
     def _draw(
         self, logits_NV: Tensor, which: Ints, positions: Ints, staging: InputBuffers, last: Tensor
     ) -> PendingTokens:
-        from headway.models.kernels.draw import draw
-
         count, rows = len(which), self._rows
         fields = staging.next()
         fields[0, :count] = which
@@ -85,7 +84,7 @@ class Drawer:
         staging.send()
         sent = staging.on_device[:, :count]
         numbers = sent[1:].view(torch.float64)
-        tokens, logprobs = draw(logits_NV, numbers[0], numbers[1])
+        tokens, logprobs = ops.draw_tokens(logits_NV, numbers[0], numbers[1])
         last[sent[0]] = tokens
         self._out[0, :count] = tokens
         self._out[1, :count].view(torch.float64).copy_(logprobs)

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.inference.embedded.cpu.sampling import Sampling
 from headway.inference.embedded.scheduling.sequence import Sequence
-from headway.models.native.sampling import Sampling
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

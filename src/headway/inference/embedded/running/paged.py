@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.window import Window, WindowGroup
-from headway.models.native import ops
-from headway.models.native.forward import Forward
-from headway.models.native.library import native
+from headway.models import ops
+from headway.models.ops.registry import in_c
 
 Ints = NDArray[np.int64]
 
@@ -68,7 +68,7 @@ class DirectGroup:
     def attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, layer: int) -> Tensor:
         store = self._store
         keys, values = store.keys[layer], store.values[layer]
-        return ops.attend_cache(
+        return ops.paged_token_attention(
             q_BHD, keys, values, self._table, self._rows, self._positions, store.block_size, self._longest
         )
 
@@ -130,7 +130,7 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
     slots = to_device(store, layout.blocks[rows_T, positions // size] * size + positions % size)
     rest = np.arange(len(layout.rows))
     decoding: DecodeGroup | None = None
-    if native(store.keys[0]):
+    if in_c(store.keys[0]):
         short = layout.counts <= _SHORT
         decoding = _direct_group(store, layout, rows_T, short)
         rest = np.flatnonzero(~short)
@@ -143,14 +143,14 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
     return PagedPlan(store, slots, decoding, groups)
 
 
-def run_whole(forward: Forward, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
+def run_whole(decoder: CpuDecoder, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
     """Hidden states of the tokens `wanted`, or all. None where the step has more than is read in place."""
     rows_T = layout.rows
     if len(tokens) > len(rows_T):
         if layout.counts.max() > _SHORT:
             return None
         rows_T = np.repeat(rows_T, layout.counts)
-    return forward(tokens, layout.positions_T, rows_T, wanted)
+    return decoder(tokens, layout.positions_T, rows_T, wanted)
 
 
 def _direct_group(store: KvStore, layout: Layout, rows_T: Ints, short: NDArray[np.bool_]) -> DirectGroup | None:

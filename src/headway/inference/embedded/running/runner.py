@@ -5,6 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
@@ -15,9 +16,8 @@ from headway.inference.embedded.running.window import Window
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM
-from headway.models.native.forward import Forward
 from headway.models.packed import PackedTokens
-from headway.models.serving import join_siblings
+from headway.models.serving import fuse_projections
 
 Ints = NDArray[np.int64]
 
@@ -37,12 +37,12 @@ class Runner:
         self.rows = rows
         self.device = next(model.parameters()).device
         config = model.config
-        join_siblings(model)
+        fuse_projections(model)
         self._heads_per_kv = config.heads // config.kv_heads
         self._packer = Packer(rows)
         self._drawer = self._make_drawer(ahead)
         self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
-        self._whole = Forward(model, store.keys, store.values, store.block_size, rows.blocks)
+        self._whole = CpuDecoder(model, store.keys, store.values, store.block_size, rows.blocks)
         self._experts: Tensor | None = None
         if config.experts:
             slots = store.num_blocks * store.block_size

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.engine import TopLogprobs
-from headway.models.native import ops
-from headway.models.native.library import native
+from headway.models import ops
+from headway.models.ops.registry import in_c
 
 Ints = NDArray[np.int64]
 _MASK = 0xFFFFFFFFFFFFFFFF
@@ -34,15 +34,15 @@ def sample(logits_NV: Tensor, rows: InputBatch, which: Ints, positions: Ints) ->
     was drawn from: after temperature and filters; of the plain one where decoding is greedy. Raises
     FloatingPointError where the logits are not finite, as those of a model that has diverged.
     """
-    if native(logits_NV) and not rows.special[which].any():
+    if in_c(logits_NV) and not rows.special[which].any():
         return _checked(*rows.sampling.draw(logits_NV, which, positions), None)
     logits = logits_NV
     if rows.tempered[which].any():
         logits = logits / torch.from_numpy(rows.temperature[which]).to(logits.device)[:, None]
     if rows.filtered[which].any():
         logits = _filter(logits, rows, which)
-    noise = uniform(rows.seed[which], positions)
-    tokens, logprobs = _draw(logits, noise, rows.greedy[which])
+    noise = np.where(rows.greedy[which], np.float32(-1), uniform(rows.seed[which], positions))
+    tokens, logprobs = ops.draw_tokens(logits, None, torch.from_numpy(noise).to(logits.device))
     most = rows.top_logprobs[which]
     top = top_logprobs(torch.log_softmax(logits, dim=-1), most) if most.any() else None
     return _checked(tokens.tolist(), logprobs.tolist(), top)
@@ -84,22 +84,6 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def choice_seed(seed: int, index: int) -> int:
     """Derive the seed of a request's `index`-th choice."""
     return (seed + index * 0xD1342543DE82EF95) & _MASK
-
-
-def _draw(logits_NV: Tensor, noise_N: NDArray[np.float32], greedy_N: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """Pick tokens where the cumulative probability first exceeds the noise, or the most likely; also their logprobs.
-
-    A token of probability 0 is never drawn.
-    """
-    if native(logits_NV):
-        return ops.draw(logits_NV, torch.from_numpy(np.where(greedy_N, np.float32(-1), noise_N)))
-    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-    cumulative = logprobs_NV.exp().cumsum(-1)
-    target = torch.from_numpy(noise_N).to(logits_NV.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logprobs_NV.shape[-1] - 1)
-    if greedy_N.any():
-        tokens = torch.where(torch.from_numpy(greedy_N).to(logits_NV.device), logits_NV.argmax(-1), tokens)
-    return tokens, logprobs_NV.gather(1, tokens[:, None])[:, 0]
 
 
 def _filter(logits_NV: Tensor, rows: InputBatch, which: Ints) -> Tensor:

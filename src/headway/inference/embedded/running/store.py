@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from headway.models.native import ops
-from headway.models.native.library import native
+from headway.models import ops
 
 
 class KvStore:
@@ -30,12 +29,7 @@ class KvStore:
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Put tokens' keys and values into their slots."""
-        keys, values = self.keys[layer], self.values[layer]
-        if native(keys):
-            ops.write_cache(k_TKD, v_TKD, slots_T, keys, values)
-        else:
-            keys.index_copy_(0, slots_T, k_TKD)
-            values.index_copy_(0, slots_T, v_TKD)
+        ops.write_cache(k_TKD, v_TKD, slots_T, self.keys[layer], self.values[layer])
 
     @property
     def bytes(self) -> int:

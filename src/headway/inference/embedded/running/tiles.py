@@ -8,8 +8,8 @@ from torch import Tensor
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.paged import Layout
 from headway.inference.embedded.running.store import KvStore
-from headway.models.kernels.paged_attention import Tiles, paged_attention
-from headway.models.kernels.turn import turn_into_cache
+from headway.models import ops
+from headway.models.ops.paged_attention import Tiles
 from headway.models.packed import CachePlan
 
 Ints = NDArray[np.int64]
@@ -45,10 +45,10 @@ class TilePlan(CachePlan):
     ) -> Tensor:
         store = self._store
         keys, values = store.keys[layer], store.values[layer]
-        q_THD = turn_into_cache(q_THD, k_TKD, v_TKD, norms, eps, cos, sin, self.slots_T, keys, values)
+        q_THD = ops.qk_norm_rope_to_cache(q_THD, k_TKD, v_TKD, norms, eps, cos, sin, self.slots_T, keys, values)
         out = torch.zeros_like(q_THD) if self._padded else torch.empty_like(q_THD)
         for tiles in self._tiles:
-            paged_attention(q_THD, keys, values, self._table, tiles, store.block_size, out)
+            ops.paged_attention(q_THD, keys, values, self._table, tiles, store.block_size, out)
         return out
 
 

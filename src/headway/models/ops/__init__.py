@@ -1,0 +1,31 @@
+"""Operations that layers are made of. Each file has one: the plain torch reference, then its faster backends, which
+`registry` chooses from by what a call brings."""
+
+from headway.models.ops.gated_silu import gated_silu
+from headway.models.ops.grouped_linear import grouped_linear
+from headway.models.ops.kv_cache import qk_norm_rope_to_cache, write_cache
+from headway.models.ops.linear import fused_linears, linear, linear_grad_only, linears, lora_linears
+from headway.models.ops.paged_attention import paged_attention, paged_token_attention
+from headway.models.ops.qk_norm_rope import qk_norm_rope, qkv_norm_rope, rope
+from headway.models.ops.rms_norm import add_rms_norm, rms_norm
+from headway.models.ops.sample import draw_tokens
+
+__all__ = [
+    "add_rms_norm",
+    "draw_tokens",
+    "fused_linears",
+    "gated_silu",
+    "grouped_linear",
+    "linear",
+    "linear_grad_only",
+    "linears",
+    "lora_linears",
+    "paged_attention",
+    "paged_token_attention",
+    "qk_norm_rope",
+    "qk_norm_rope_to_cache",
+    "qkv_norm_rope",
+    "rms_norm",
+    "rope",
+    "write_cache",
+]

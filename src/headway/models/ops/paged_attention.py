@@ -1,0 +1,111 @@
+"""Attention of a step's queries over a paged cache, read in place through a table of blocks.
+
+Position p of the sequence in row r is in slot `table[r, p // block_size] * block_size + p % block_size`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headway.models.ops.native.library import dense_rows, kernels
+from headway.models.ops.registry import Op, in_c, in_triton
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A few neighbouring queries of one sequence each: tile i are `counts[i]` queries, at most `queries`, from packed
+    place `tokens[i]` on; the first stands at `positions[i]` of the sequence in row `rows[i]` of the table. A count of
+    0 is an empty tile. `splits`: parts of its keys that a tile of one query is cut into, where there are few tiles."""
+
+    rows: Tensor
+    tokens: Tensor
+    positions: Tensor
+    counts: Tensor
+    queries: int
+    splits: int = 1
+
+    @classmethod
+    def of(cls, fields: Tensor, queries: int, splits: int = 1) -> "Tiles":
+        """From the first four as rows of one tensor."""
+        rows, tokens, positions, counts = fields
+        return cls(rows, tokens, positions, counts, queries, splits)
+
+
+@Op
+def paged_attention(
+    q_THD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, table: Tensor, tiles: Tiles, block_size: int, out_THD: Tensor
+) -> None:
+    """Causal attention of the tiles' queries, into `out`; other rows of it stay as they are."""
+    fields = torch.stack([tiles.rows, tiles.tokens, tiles.positions, tiles.counts]).T.tolist()
+    for row, first, start, count in fields:
+        if count:
+            own = slice(first, first + count)
+            out_THD[own] = _attend(q_THD[own], keys_SKD, values_SKD, table[row], start, block_size)
+
+
+@Op
+def paged_token_attention(
+    q_THD: Tensor,
+    keys_SKD: Tensor,
+    values_SKD: Tensor,
+    table: Tensor,
+    rows_T: Tensor,
+    positions_T: Tensor,
+    block_size: int,
+    longest: int,
+) -> Tensor:
+    """Token t attends over places 0 to `positions[t]` of the sequence in row `rows[t]`. `longest` is the largest
+    position."""
+    each = zip(torch.split(q_THD, 1), rows_T.tolist(), positions_T.tolist(), strict=True)
+    return torch.cat([_attend(q, keys_SKD, values_SKD, table[row], at, block_size) for q, row, at in each])
+
+
+def _attend(q_nHD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, blocks: Tensor, start: int, block_size: int) -> Tensor:
+    """Queries that stand at `start` and behind it, over all places up to their own."""
+    places = torch.arange(start + len(q_nHD), device=q_nHD.device)
+    slots = blocks[places // block_size].long() * block_size + places % block_size
+    seen = places <= places[start:, None]
+    q, k, v = (x.transpose(0, 1) for x in (q_nHD, keys_SKD[slots], values_SKD[slots]))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+
+
+@paged_token_attention.backend("c", takes=in_c)
+def _paged_token_attention_c(
+    q_THD: Tensor,
+    keys_SKD: Tensor,
+    values_SKD: Tensor,
+    table: Tensor,
+    rows_T: Tensor,
+    positions_T: Tensor,
+    block_size: int,
+    longest: int,
+) -> Tensor:
+    q_THD = dense_rows(q_THD)
+    out = torch.empty(q_THD.shape)
+    tokens, heads, size = q_THD.shape
+    failed = kernels().attend_cache(
+        q_THD.data_ptr(),
+        q_THD.stride(0),
+        keys_SKD.data_ptr(),
+        values_SKD.data_ptr(),
+        table.data_ptr(),
+        table.stride(0),
+        rows_T.data_ptr(),
+        positions_T.data_ptr(),
+        tokens,
+        heads,
+        keys_SKD.shape[1],
+        size,
+        block_size,
+        longest,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("no memory for the scores of attention")
+    return out
+
+
+paged_attention.backend("triton", takes=in_triton)("headway.models.ops.triton.paged_attention:paged_attention")
