@@ -15,7 +15,7 @@ from headway.trainer.feed import fake_micro_batch
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import full, global_norm
 from headway.trainer.state import build_state
-from headway.trainer.step import Reading, Stepper
+from headway.trainer.step import AsyncScalars, Stepper
 from headway.transport.rollouts import RankBatch
 
 TOLERANCE = 1e-6
@@ -33,8 +33,8 @@ def gradients(cases: list[dict[str, Any]]) -> list[Result]:
             state = build_state(settings, ranks)
             batch = rich_batch(1, ranks.size, state.config.vocab_size)
             stepper = Stepper(settings, ranks)
-            tally = stepper._accumulate(state, batch.ranks[ranks.rank], batch.counts)
-            loss = tally.totals(ranks, Reading(tally.sums).numbers())["loss"]
+            sums = stepper._accumulate(state, batch.ranks[ranks.rank], batch.counts)
+            loss = sums.totals(ranks, AsyncScalars(sums.values).numbers())["loss"]
             norm = float(global_norm(p.grad for _, p in state.trained() if p.grad is not None))
             whole = {name: full(p.grad).numpy() for name, p in state.trained() if p.grad is not None}
             results.append({"loss": loss, "norm": norm, "gradients": whole if ranks.is_main else {}})
@@ -51,6 +51,24 @@ def idle_rank(model: str) -> tuple[float, dict[str, np.ndarray]]:
         mine = [batch.ranks[0], [filler]][ranks.rank]
         report = Stepper(settings, ranks).step(state, RankBatch(1, mine, batch.counts))
         return report.metrics["tokens"], {name: full(p).numpy() for name, p in state.trained()}
+
+
+def poisoned_rank(optimizer: str) -> tuple[bool, int, bool]:
+    """Two ranks, of which the second has a loss that is not finite: skipped, updates, weights unchanged."""
+    settings = small_settings(placement__trainer_ranks=2, trainer__optim={"type": optimizer})
+    with joined(settings.placement) as ranks:
+        state = build_state(settings, ranks)
+        batch = rich_batch(1, 2, state.config.vocab_size)
+        batch.ranks[1][0].advantages[:] = np.inf
+        before = [full(p).clone() for _, p in state.trained()]
+        report = Stepper(settings, ranks).step(state, RankBatch(1, batch.ranks[ranks.rank], batch.counts))
+        same = all(torch.equal(full(p), old) for (_, p), old in zip(state.trained(), before, strict=True))
+        return report.skipped, state.optimizer.updates, same
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(optimizer: str) -> None:
+    assert run_ranks(2, poisoned_rank, optimizer) == [(True, 0, True)] * 2
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])

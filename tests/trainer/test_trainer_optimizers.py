@@ -15,10 +15,12 @@ from headway.config.shared import PlacementSettings
 from headway.config.trainer import AdamW, Constant, Cosine, Linear, Muon, Optimizer, Sgd, SignSgd
 from headway.trainer.optimizers.muon import orthogonalize
 from headway.trainer.optimizers.optimizer import PolicyOptimizer
+from headway.trainer.optimizers.rules import StepGuard
 from headway.trainer.optimizers.schedules import rate_at
 from headway.trainer.parallel.ranks import joined
-from headway.trainer.parallel.sharding import full, global_norm, scale_gradients
+from headway.trainer.parallel.sharding import full, global_norm
 
+HALVED = StepGuard(divisor=torch.tensor(2.0), broken=torch.tensor(0.0))
 SHAPES = {"model.layers.0.w": (6, 10), "model.layers.0.experts": (3, 7, 4), "model.embed": (11, 4), "model.norm": (9,)}
 
 
@@ -110,6 +112,43 @@ def test_state_on_cpu_changes_nothing(settings: Optimizer) -> None:
         assert torch.equal(want[name], got[name])
 
 
+OPTIMIZERS: list[Optimizer] = [AdamW(lr=1e-2), Muon(lr=1e-2), Sgd(momentum=0.9, weight_decay=0.1), SignSgd()]
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS, ids=lambda s: s.type)
+def test_a_guard_divides_gradients(settings: Optimizer) -> None:
+    found = []
+    for factor, guard in ((0.5, None), (1.0, HALVED)):
+        parameters = make_parameters(0)
+        optimizer = PolicyOptimizer(parameters.items(), settings)
+        for step in range(2):
+            for name, gradient in gradients(step).items():
+                parameters[name].grad = gradient * factor
+            optimizer.step(0.5, guard)
+        found.append(parameters)
+    for name in SHAPES:
+        assert torch.equal(found[0][name], found[1][name])
+
+
+@pytest.mark.parametrize("settings", OPTIMIZERS, ids=lambda s: s.type)
+def test_a_broken_step_changes_neither_weights_nor_state(settings: Optimizer) -> None:
+    """Three steps, of which the second has gradients that are not finite: as if it had never been."""
+    found = []
+    for steps in ([0, 1], [0, None, 1]):
+        parameters = make_parameters(0)
+        optimizer = PolicyOptimizer(parameters.items(), settings)
+        for step in steps:
+            for name, gradient in gradients(step or 0).items():
+                parameters[name].grad = gradient * torch.inf if step is None else gradient
+            optimizer.step(0.5, StepGuard(torch.tensor(1.0), torch.tensor(float(step is None))))
+            if step is None:
+                optimizer.undo_step()
+        found.append({**parameters, **optimizer.state_tensors()})
+        assert optimizer.updates == 2
+    for name, tensor in found[0].items():
+        assert torch.equal(found[1][name], tensor), name
+
+
 def test_parameters_without_gradients_stay() -> None:
     parameters = make_parameters(0)
     optimizer = PolicyOptimizer(parameters.items(), AdamW(lr=1.0))
@@ -142,8 +181,7 @@ def sharded_run(settings: Optimizer, steps: int) -> tuple[float, dict[str, np.nd
             for name, gradient in gradients(step).items():
                 parameters[name].grad = shard(gradient)
             norm = float(global_norm(p.grad for p in parameters.values() if p.grad is not None))
-            scale_gradients(parameters.values(), 0.5)
-            optimizer.step(rate=0.5)
+            optimizer.step(rate=0.5, guard=HALVED)
         return norm, {name: full(p).numpy() for name, p in parameters.items()}
 
 
@@ -156,8 +194,7 @@ def test_muon_over_three_ranks_is_muon_on_one() -> None:
         for name, gradient in gradients(step).items():
             parameters[name].grad = gradient
         norm = float(torch.stack([g.norm() for g in gradients(step).values()]).norm())
-        scale_gradients(parameters.values(), 0.5)
-        optimizer.step(rate=0.5)
+        optimizer.step(rate=0.5, guard=HALVED)
     for got_norm, got in run_ranks(3, sharded_run, settings, 3):
         assert got_norm == pytest.approx(norm, rel=1e-6)
         for name, parameter in parameters.items():

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
-from headway.trainer.optimizers.rules import AdamWRule, Guard, MuonRule, Rule, SgdRule, SignSgdRule, State
+from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, SignSgdRule, State, StepGuard
 from headway.trainer.parallel.sharding import local
 
-# Parameters whose state is brought to the device at a time when it lives in CPU memory.
+# State in CPU memory is brought to the device for this many parameters at a time.
 FETCHED_AT_ONCE = 16
 
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter and the tensors remembered for it."""
+    """One parameter and its optimizer state."""
 
     name: str
     parameter: Tensor
@@ -43,25 +43,21 @@ class PolicyOptimizer:
         """The state by name, sharded as the parameters are; writing into these tensors restores it."""
         return {f"{slot.name}.{key}": t for _, slots in self._groups for slot in slots for key, t in slot.state.items()}
 
-    @property
-    def guards(self) -> bool:
-        """Whether `step` takes a guard."""
-        return all(isinstance(rule, AdamWRule) for rule, _ in self._groups)
-
     @torch.no_grad()
-    def step(self, rate: float, guard: Guard | None = None) -> None:
-        """Update every parameter that has a gradient; `rate` multiplies the learning rates."""
+    def step(self, rate: float, guard: StepGuard | None = None) -> None:
+        """Update every parameter that has a gradient; `rate` multiplies the learning rates.
+
+        Nothing changes if the guard is broken. Whoever learns that calls `undo_step`.
+        """
         self.updates += 1
         for rule, slots in self._groups:
-            if isinstance(rule, AdamWRule):
-                rule.guard = guard
             due = [slot for slot in slots if slot.parameter.grad is not None]
             portion = FETCHED_AT_ONCE if self._on_cpu else max(1, len(due))
             for start in range(0, len(due), portion):
-                self._update(rule, due[start : start + portion], rate)
+                self._update(rule, due[start : start + portion], rate, guard)
 
-    def take_back(self) -> None:
-        """Forget the last step, which a guard found broken."""
+    def undo_step(self) -> None:
+        """Take back the count of the last step, whose guard was broken."""
         self.updates -= 1
 
     def zero_grad(self) -> None:
@@ -69,11 +65,11 @@ class PolicyOptimizer:
             for slot in slots:
                 slot.parameter.grad = None
 
-    def _update(self, rule: Rule, slots: list[Slot], rate: float) -> None:
+    def _update(self, rule: Rule, slots: list[Slot], rate: float, guard: StepGuard | None) -> None:
         states = [slot.state for slot in slots]
         if self._on_cpu:
             states = [{key: t.to(local(slot.parameter).device) for key, t in slot.state.items()} for slot in slots]
-        rule.update([slot.parameter for slot in slots], states, self.updates, rate)
+        rule.update([slot.parameter for slot in slots], states, self.updates, rate, guard)
         for slot, state in zip(slots, states, strict=True):
             for key, tensor in state.items():
                 if tensor is not slot.state[key]:
@@ -81,7 +77,7 @@ class PolicyOptimizer:
 
 
 def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[Rule, list[tuple[str, Tensor]]]]:
-    """Which rule updates which parameters."""
+    """Assign parameters to update rules."""
     decay = settings.weight_decay
     if isinstance(settings, AdamW):
         return [(AdamWRule(settings.lr, settings.betas, settings.eps, decay), named)]
@@ -105,5 +101,5 @@ def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 def _make_slot(name: str, parameter: Tensor, rule: Rule, on_cpu: bool) -> Slot:
     device = "cpu" if on_cpu else local(parameter).device
-    state = {key: torch.zeros_like(parameter, device=device, requires_grad=False) for key in rule.remembers}
+    state = {key: torch.zeros_like(parameter, device=device, requires_grad=False) for key in rule.state_names}
     return Slot(name, parameter, state)

@@ -17,36 +17,38 @@ State = dict[str, Tensor]
 MUON_RMS = 0.2
 
 
-class Guard(NamedTuple):
-    """What the device knows about gradients and the host need not wait for. Both are float32 numbers."""
+class StepGuard(NamedTuple):
+    """Facts about the gradients that stay on the device, so that the host need not wait: float32 scalars."""
 
     divisor: Tensor
-    """Gradients are divided by it."""
+    """Gradients are divided by it; 1 where they are not clipped."""
     broken: Tensor
-    """1 where nothing may change, since something is not finite; else 0."""
+    """1 where the loss or the gradients are not finite and nothing may change; else 0."""
 
 
 class Rule(Protocol):
-    remembers: tuple[str, ...]
+    state_names: tuple[str, ...]
     """Names of the tensors that are kept per parameter, shaped like it and zero at the start."""
 
-    def update(self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float) -> None:
-        """Change the parameters, which have gradients, and their states in place.
+    def update(
+        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
+    ) -> None:
+        """Change the parameters, which have gradients, and their states in place, or nothing if the guard is broken.
 
-        `count` is 1 in the first update; `rate` multiplies the learning rate.
+        `count` is 1 in the first update; `rate` multiplies the learning rate. Gradients may be overwritten.
         """
         ...
 
 
 class AdamWRule:
-    remembers: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.guard: Guard | None = None
-        """To be heeded in updates, where there is one."""
 
-    def update(self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float) -> None:
+    def update(
+        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
+    ) -> None:
         weights, gradients = _locals(parameters)
         adamw(
             weights,
@@ -57,8 +59,8 @@ class AdamWRule:
             # The kernel counts up before it uses the count.
             list(torch.full((len(weights),), count - 1.0, device=weights[0].device).unbind()),
             fused=True,
-            grad_scale=None if self.guard is None else self.guard.divisor,
-            found_inf=None if self.guard is None else self.guard.broken,
+            grad_scale=None if guard is None else guard.divisor,
+            found_inf=None if guard is None else guard.broken,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],
@@ -72,13 +74,17 @@ class AdamWRule:
 class MuonRule:
     """Nesterov momentum, orthogonalized. All ranks must update the same parameters in the same order."""
 
-    remembers: tuple[str, ...] = ("momentum",)
+    state_names: tuple[str, ...] = ("momentum",)
 
     def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
 
-    def update(self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float) -> None:
+    def update(
+        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
+    ) -> None:
         weights, gradients = _locals(parameters)
+        if not _clip(gradients, guard):
+            return
         momenta = [local(state["momentum"]) for state in states]
         torch._foreach_mul_(momenta, self.momentum)
         torch._foreach_add_(momenta, gradients)
@@ -93,10 +99,14 @@ class MuonRule:
 class SgdRule:
     def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        self.remembers: tuple[str, ...] = ("momentum",) if momentum else ()
+        self.state_names: tuple[str, ...] = ("momentum",) if momentum else ()
 
-    def update(self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float) -> None:
+    def update(
+        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
+    ) -> None:
         weights, changes = _locals(parameters)
+        if not _clip(changes, guard):
+            return
         if self.momentum:
             momenta = [local(state["momentum"]) for state in states]
             torch._foreach_mul_(momenta, self.momentum)
@@ -107,15 +117,29 @@ class SgdRule:
 
 
 class SignSgdRule:
-    remembers: tuple[str, ...] = ()
+    state_names: tuple[str, ...] = ()
 
     def __init__(self, lr: float, weight_decay: float) -> None:
         self.lr, self.weight_decay = lr, weight_decay
 
-    def update(self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float) -> None:
+    def update(
+        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
+    ) -> None:
         weights, gradients = _locals(parameters)
+        if not _clip(gradients, guard):
+            return
         torch._foreach_mul_(weights, 1 - self.lr * rate * self.weight_decay)
         torch._foreach_add_(weights, torch._foreach_sign(gradients), alpha=-self.lr * rate)
+
+
+def _clip(gradients: list[Tensor], guard: StepGuard | None) -> bool:
+    """Clip the gradients in place; False where they are broken. Waits for the device, which AdamW's kernel need not."""
+    if guard is None:
+        return True
+    divisor, broken = torch.stack(guard).tolist()
+    if not broken and divisor > 1:
+        torch._foreach_div_(gradients, divisor)
+    return not broken
 
 
 def _gradient(parameter: Tensor) -> Tensor:

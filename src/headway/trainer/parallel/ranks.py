@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from headway.config.shared import PlacementSettings
@@ -45,6 +46,12 @@ class Ranks:
 
     def barrier(self) -> None:
         self.any(False)
+
+    def max_on_device(self, value: Tensor) -> Tensor:
+        """Reduce `value` in place over all ranks, on its device and without waiting for it."""
+        if self.size > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
 
     def _reduce(self, values: Mapping[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
         if self.size == 1 or not values:

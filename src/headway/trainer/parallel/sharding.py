@@ -53,8 +53,3 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total = squares if total is None else total + squares
     return torch.zeros(()) if total is None else total.sqrt()
-
-
-def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    torch._foreach_mul_(gradients, factor)
