@@ -98,7 +98,7 @@ def run_ours(options: argparse.Namespace) -> dict[str, float]:
     settings = TrainSettings.model_validate(
         {"placement": {"device": options.device}, "model": model, "trainer": trainer, "seq_len": options.seq_len}
     )
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         return measure_ours(options, settings, ranks)
 
 

@@ -68,7 +68,7 @@ def measure(name: str) -> dict[str, float]:
     """Medians over steps: `tokens_per_second`, `step_seconds`, `mfu`; `peak_gib`; `compile_seconds` of the first steps
     beyond that."""
     row = ROWS[name]
-    with joined(_settings(row, "cuda").placement) as ranks:
+    with joined(_settings(row, "cuda")) as ranks:
         return _measure(row, ranks)
 
 
@@ -114,7 +114,7 @@ def check(device: str = "cuda") -> list[dict[str, Any]]:
         ("adapters", replace(again, lora_rank=16), "bfloat16", 0.05),
     ]
     found = []
-    with joined(_settings(row, device).placement) as ranks:
+    with joined(_settings(row, device)) as ranks:
         cpu = replace(ranks, device=torch.device("cpu"))
         wanted = {rank: _gradients(replace(row, lora_rank=rank), lengths, cpu) for rank in (None, 16)}
         for name, own, dtype, tolerance in cases:

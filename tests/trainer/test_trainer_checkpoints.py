@@ -33,7 +33,7 @@ def checkpoint_without_end(folder: Path, pipe: Connection) -> None:
     In the state of step s every number is s, so a mix of two steps would show.
     """
     settings = small_settings(trainer__checkpoints={"interval": 1, "keep_last": 2})
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         checkpoints = Checkpoints(settings, run_paths(folder), ranks)
         restored = checkpoints.restore(state)

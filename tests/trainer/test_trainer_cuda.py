@@ -34,7 +34,7 @@ def expected() -> dict[str, torch.Tensor]:
 
 def gradient_error(**changes: Any) -> float:
     settings = small_settings(placement__device="cuda", **changes)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         batch = rich_batch(1, 1, state.config.vocab_size)
         Stepper(settings, ranks)._accumulate(state, batch.ranks[0], batch.counts)
@@ -86,7 +86,7 @@ def test_adapter_gradients_are_near_the_cpus(mode: str) -> None:
 
 def adapter_gradients(**changes: Any) -> dict[str, torch.Tensor]:
     settings = small_settings(**changes)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         with torch.no_grad():
             for name, parameter in state.trained():
@@ -122,7 +122,7 @@ def test_steps_run_with_the_state_on_either_device(optimizer: str, on_cpu: bool)
     settings = small_settings(
         placement__device="cuda", trainer__optim__type=optimizer, trainer__optimizer_on_cpu=on_cpu
     )
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state, stepper = build_state(settings, ranks), Stepper(settings, ranks)
         for step in (1, 2):
             batch = rich_batch(step, 1, state.config.vocab_size)

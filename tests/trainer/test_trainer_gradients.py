@@ -1,6 +1,7 @@
 """Gradients over 1, 2 and 4 real processes, dense and MoE, with every kind of activation checkpointing, against plain
 PyTorch that runs one sample at a time with full logits."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from trainer_helpers import reference_gradients, rich_batch, run_ranks, small_se
 from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.trainer.feed import fake_micro_batch
+from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import full, global_norm
 from headway.trainer.state import build_state
@@ -26,14 +28,14 @@ Result = dict[str, Any]
 def gradients(cases: list[dict[str, Any]]) -> list[Result]:
     """Loss and gradients of each case in this rank's group; one process does all cases, since starting is slow."""
     results: list[Result] = []
-    ranks_wanted = cases[0]["placement__trainer_ranks"]
-    with joined(small_settings(placement__trainer_ranks=ranks_wanted).placement) as ranks:
+    with joined(small_settings(**cases[0])) as group:
         for case in cases:
             settings = small_settings(**case)
+            ranks = replace(group, dims=ParallelDims.from_settings(settings))
             state = build_state(settings, ranks)
-            batch = rich_batch(1, ranks.size, state.config.vocab_size)
+            batch = rich_batch(1, ranks.data_size, state.config.vocab_size)
             stepper = Stepper(settings, ranks)
-            sums = stepper._accumulate(state, batch.ranks[ranks.rank], batch.counts)
+            sums = stepper._accumulate(state, batch.ranks[ranks.data_rank], batch.counts)
             loss = sums.totals(ranks, AsyncScalars(sums.values).numbers())["loss"]
             norm = float(global_norm(p.grad for _, p in state.trained() if p.grad is not None))
             whole = {name: full(p.grad).numpy() for name, p in state.trained() if p.grad is not None}
@@ -44,7 +46,7 @@ def gradients(cases: list[dict[str, Any]]) -> list[Result]:
 def idle_rank(model: str) -> tuple[float, dict[str, np.ndarray]]:
     """Two ranks, of which the second has only the one token that fills a rank without work."""
     settings = small_settings(model__path=model, placement__trainer_ranks=2)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         batch = rich_batch(1, 1, state.config.vocab_size, [[9, 17]])
         filler = fake_micro_batch([1], state.config.vocab_size, np.random.default_rng(0))
@@ -56,12 +58,12 @@ def idle_rank(model: str) -> tuple[float, dict[str, np.ndarray]]:
 def poisoned_rank(optimizer: str) -> tuple[bool, int, bool]:
     """Two ranks, of which the second has a loss that is not finite: skipped, updates, weights unchanged."""
     settings = small_settings(placement__trainer_ranks=2, trainer__optim={"type": optimizer})
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         batch = rich_batch(1, 2, state.config.vocab_size)
         batch.ranks[1][0].advantages[:] = np.inf
         before = [full(p).clone() for _, p in state.trained()]
-        report = Stepper(settings, ranks).step(state, RankBatch(1, batch.ranks[ranks.rank], batch.counts))
+        report = Stepper(settings, ranks).step(state, RankBatch(1, batch.ranks[ranks.data_rank], batch.counts))
         same = all(torch.equal(full(p), old) for (_, p), old in zip(state.trained(), before, strict=True))
         return report.skipped, state.optimizer.updates, same
 
@@ -74,7 +76,7 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(optimizer: str) -> None
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 def test_a_rank_without_work_steps_along(model: str) -> None:
     settings = small_settings(model__path=model)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         batch = rich_batch(1, 1, state.config.vocab_size, [[9, 17]])
         Stepper(settings, ranks).step(state, RankBatch(1, batch.ranks[0], batch.counts))

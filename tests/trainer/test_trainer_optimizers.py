@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from trainer_helpers import run_ranks
+from trainer_helpers import run_ranks, small_settings
 
-from headway.config.shared import PlacementSettings
 from headway.config.trainer import AdamW, Constant, Cosine, Linear, Muon, Optimizer, Sgd, SignSgd
 from headway.trainer.optimizers.muon import orthogonalize
 from headway.trainer.optimizers.optimizer import PolicyOptimizer
@@ -169,7 +168,7 @@ def test_schedules() -> None:
 
 
 def sharded_run(settings: Optimizer, steps: int) -> tuple[float, dict[str, np.ndarray]]:
-    with joined(PlacementSettings(device="cpu", trainer_ranks=3)):
+    with joined(small_settings(placement__trainer_ranks=3)):
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))
 
         def shard(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ MODELS = ["tiny", "tiny-llama", "tiny-moe"]
 
 def after_a_step(settings: Any, ranks: Ranks) -> TrainState:
     state = build_state(settings, ranks)
-    batch = rich_batch(1, ranks.size, vocab_of(settings.model.path))
-    Stepper(settings, ranks).step(state, RankBatch(1, batch.ranks[ranks.rank], batch.counts))
+    batch = rich_batch(1, ranks.data_size, vocab_of(settings.model.path))
+    Stepper(settings, ranks).step(state, RankBatch(1, batch.ranks[ranks.data_rank], batch.counts))
     return state
 
 
@@ -47,7 +47,7 @@ def of_transformers(folder: Path, probe: WeightProbe) -> tuple[list[float], list
 @pytest.mark.parametrize("model", MODELS)
 def test_the_probe_is_what_transformers_computes_with_the_new_weights(tmp_path: Path, model: str) -> None:
     settings = small_settings(model__path=model)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = after_a_step(settings, ranks)
         before = make_probe(build_state(settings, ranks), settings.seq_len)
         probe = make_probe(state, settings.seq_len)
@@ -62,7 +62,7 @@ def test_the_probe_is_what_transformers_computes_with_the_new_weights(tmp_path: 
 
 def test_probing_changes_nothing() -> None:
     settings = small_settings()
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         plain, probed = after_a_step(settings, ranks), after_a_step(settings, ranks)
         make_probe(probed, settings.seq_len)
         batch = rich_batch(2, 1, vocab_of("tiny"))
@@ -76,7 +76,7 @@ def test_probing_changes_nothing() -> None:
 def sharded_probe(dtype: str) -> tuple[WeightProbe | None, list[bool]]:
     """A rank's probe, and which of its parameters are still shards after it."""
     settings = small_settings(placement__trainer_ranks=2, model__dtype=dtype)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = after_a_step(settings, ranks)
         probe = make_probe(state, settings.seq_len)
         return probe, [isinstance(parameter, DTensor) for parameter in state.policy.parameters()]
@@ -85,7 +85,7 @@ def sharded_probe(dtype: str) -> tuple[WeightProbe | None, list[bool]]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_ranks_that_share_the_weights_make_the_probe_together(dtype: str, tolerance: float) -> None:
     settings = small_settings()
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         alone = make_probe(after_a_step(settings, ranks), settings.seq_len)
     (first, sharded), (second, _) = run_ranks(2, sharded_probe, dtype)
     assert alone is not None and first is not None and second is not None
@@ -98,7 +98,7 @@ def test_ranks_that_share_the_weights_make_the_probe_together(dtype: str, tolera
 def published(folder: Path, **changes: Any) -> WeightProbe | None:
     settings = small_settings(**changes)
     paths: RunPaths = run_paths(folder)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         publisher = Publisher(settings, paths)
         publisher.publish(build_state(settings, ranks))
         publisher.close()
@@ -110,7 +110,7 @@ def published(folder: Path, **changes: Any) -> WeightProbe | None:
 @pytest.mark.parametrize("transport", ["filesystem", "shared_memory", "point_to_point"])
 def test_every_transport_announces_the_probe(tmp_path: Path, transport: str) -> None:
     settings = small_settings()
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         expected = make_probe(build_state(settings, ranks), settings.seq_len)
     assert published(tmp_path, weights={"type": transport}) == expected
 
@@ -122,7 +122,7 @@ def test_an_adapter_goes_out_without_a_probe_and_so_does_a_run_that_wants_none(t
 
 def test_weights_that_are_not_finite_are_no_yardstick() -> None:
     settings = small_settings()
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         with torch.no_grad():
             state.model.head_weight()[0, 0] = torch.nan

@@ -24,7 +24,7 @@ def publish_all(folder: Path, ranks: int, replicas: int) -> list[str]:
     """Publish each model's first version; the fingerprints."""
     found = []
     layout = {"placement__trainer_ranks": ranks, "trainer__replicas": replicas}
-    with joined(small_settings(**layout).placement) as group:
+    with joined(small_settings(**layout)) as group:
         for model in MODELS:
             settings = small_settings(model__path=model, **layout)
             publisher, state = Publisher(settings, run_paths(folder / model)), build_state(settings, group)
@@ -57,7 +57,7 @@ def test_every_layout_publishes_the_same_weights(tmp_path: Path) -> None:
 def test_the_other_transports_take_what_the_publisher_gives(tmp_path: Path, transport: str) -> None:
     settings = small_settings(weights={"type": transport})
     paths = run_paths(tmp_path)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         publisher = Publisher(settings, paths)
         publisher.publish(build_state(settings, ranks))
         update = latest(paths)

@@ -17,7 +17,7 @@ LORA = {"model__lora__rank": 4, "model__lora__dropout": 0.3}
 
 def gradients(**changes: Any) -> dict[str, torch.Tensor]:
     settings = small_settings(**changes)
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         state = build_state(settings, ranks)
         for name, parameter in state.trained():
             if "lora_B" in name:
@@ -50,7 +50,7 @@ def test_recomputed_gradients_are_those_of_kept_activations(
 def test_a_guarded_update_is_the_plain_one_or_none() -> None:
     """What runs on CUDA, where the host doesn't wait for the norm."""
     settings = small_settings()
-    with joined(settings.placement) as ranks:
+    with joined(settings) as ranks:
         results = []
         for loss in (None, 1.0, float("nan")):
             state, stepper = build_state(settings, ranks), Stepper(settings, ranks)

@@ -148,7 +148,7 @@ def _train(pipe: Connection, root: str, rank: int, ranks: int, port: int) -> Non
 
     placement = {"device": "cuda", "trainer_ranks": ranks}
     settings, paths = TrainSettings.model_validate(SETTINGS | {"placement": placement}), RunPaths(Path(root))
-    with joined(settings.placement) as group:
+    with joined(settings) as group:
         publisher, state = Publisher(settings, paths), build_state(settings, group)
         stepper, losses = Stepper(settings, group), []
         for step in range(1, STEPS + 1):

@@ -83,9 +83,14 @@ class PlacementSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models run. auto: CUDA where there is a device."""
     trainer_ranks: int = Field(default=1, ge=1)
-    """Processes of the trainer's group; batches are packed for this many data ranks."""
+    """Processes of the trainer's group."""
     engines: int = Field(default=1, ge=1)
     """Inference servers that the run starts."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different parts of a batch: every rank of the trainer, as long as none share a sequence."""
+        return self.trainer_ranks
 
 
 class FilesystemRollouts(Settings):

@@ -247,6 +247,11 @@ class TrainSettings(SharedSettings):
     trainer: TrainerSettings = TrainerSettings()
     """The trainer."""
 
+    @property
+    def shard_ranks(self) -> int:
+        """Data ranks that share one copy of the weights."""
+        return self.placement.data_ranks // self.trainer.replicas
+
     @model_validator(mode="after")
     def _replicas_divide_ranks(self) -> Self:
         ranks, replicas = self.placement.trainer_ranks, self.trainer.replicas

@@ -52,7 +52,7 @@ def trainer_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     """Of one rank, at its peak."""
     trainer, lora = settings.trainer, settings.model.lora
     number = compute_bytes(settings.model)
-    ranks = settings.placement.trainer_ranks // trainer.replicas
+    ranks = settings.shard_ranks
     weights = parameter_count(config)
     trained = weights if lora is None else adapter_count(config, lora)
     remembered = 0 if trainer.optimizer_on_cpu else _remembered(trainer.optim) * trained

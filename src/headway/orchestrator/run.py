@@ -97,7 +97,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
             sender,
             paths,
             seq_len=settings.seq_len,
-            ranks=settings.placement.trainer_ranks,
+            ranks=settings.placement.data_ranks,
             cost=Cost.of_width(model_width(model)),
             record=options.record_rollouts,
         )

@@ -18,7 +18,7 @@ def extract(settings: TrainSettings, paths: RunPaths, step: int, out: Path) -> P
     placement = settings.placement.model_copy(update={"device": "cpu", "trainer_ranks": 1})
     trainer = settings.trainer.model_copy(update={"replicas": 1})
     alone = settings.model_copy(update={"placement": placement, "trainer": trainer})
-    with joined(placement) as ranks:
+    with joined(alone) as ranks:
         state = build_state(alone, ranks)
         checkpoints = Checkpoints(alone, paths, ranks)
         checkpoints.load(state, step)

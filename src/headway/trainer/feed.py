@@ -41,7 +41,7 @@ class RolloutFeed:
     """Waits for batches. All ranks start a batch or stop together, whatever each of them saw first."""
 
     def __init__(self, settings: TrainSettings, paths: RunPaths, ranks: Ranks, stop: StopRequest) -> None:
-        self._receiver = make_receiver(settings.rollouts, paths, ranks.rank, ranks.size)
+        self._receiver = make_receiver(settings.rollouts, paths, ranks.data_rank, ranks.data_size)
         self._ranks, self._stop = ranks, stop
 
     def next(self, step: int) -> RankBatch | None:
@@ -72,7 +72,7 @@ class FakeFeed:
     def next(self, step: int) -> RankBatch | None:
         if self._ranks.any(self._stop.asked):
             return None
-        rng = np.random.default_rng((self._seed % 2**32, step, self._ranks.rank))
+        rng = np.random.default_rng((self._seed % 2**32, step, self._ranks.data_rank))
         micro_batches = [
             fake_micro_batch(fake_lengths(rng, self._seq_len, self._fake.mean_len), self._config.vocab_size, rng)
             for _ in range(self._fake.micro_batches)

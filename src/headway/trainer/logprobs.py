@@ -31,8 +31,8 @@ class LogprobRecorder:
     """Writes one file per step and rank, of at most `tokens` tokens over all ranks. 0 writes nothing."""
 
     def __init__(self, paths: RunPaths, ranks: Ranks, tokens: int) -> None:
-        self._paths, self._rank = paths, ranks.rank
-        self._most = tokens // ranks.size
+        self._paths, self._rank = paths, ranks.data_rank
+        self._most = tokens // ranks.data_size
 
     def record(self, batch: RankBatch, logprobs: Sequence[Tensor]) -> None:
         """`logprobs` hold, per micro-batch of `batch`, those of the tokens that `needed_tokens` names."""

@@ -28,7 +28,7 @@ def train(settings: TrainSettings, paths: RunPaths) -> None:
 
     Either way a checkpoint is left at the end; a finished run also leaves a Hugging Face export.
     """
-    with joined(settings.placement) as ranks, StopRequest(paths) as stop, ExitStack() as stack:
+    with joined(settings) as ranks, StopRequest(paths) as stop, ExitStack() as stack:
         _Trainer(settings, paths, ranks, stop, stack).run()
 
 
@@ -89,7 +89,7 @@ class _Trainer:
         if self.state.bad_steps < self.settings.trainer.max_bad_steps:
             return
         folder = self.paths.root / "bad_batches" / f"step_{batch.step:06d}"
-        write_atomic(folder / f"rank_{self.ranks.rank:03d}.msgpack", encode(batch))
+        write_atomic(folder / f"rank_{self.ranks.data_rank:03d}.msgpack", encode(batch))
         raise HeadwayError(
             f"the loss or gradients of {self.state.bad_steps} steps in a row were not finite, the last at step "
             f"{batch.step}; its batch is in {folder}. Lower trainer.optim.lr or look at the rewards"

@@ -40,7 +40,7 @@ def sft(settings: SftSettings, paths: RunPaths) -> Path:
 
     Either way a checkpoint and a Hugging Face export are left at the end; returns the export's folder.
     """
-    with joined(settings.placement) as ranks, StopRequest(paths) as stop, ExitStack() as stack:
+    with joined(settings) as ranks, StopRequest(paths) as stop, ExitStack() as stack:
         return _FineTuning(settings, paths, ranks, stop, stack).run()
 
 
@@ -100,7 +100,7 @@ class _FineTuning:
 
     def next_batch(self) -> RankBatch:
         chosen = self.order.next()
-        micro = micro_batches(self.rows, chosen, self.settings.seq_len, self.ranks.rank, self.ranks.size)
+        micro = micro_batches(self.rows, chosen, self.settings.seq_len, self.ranks.data_rank, self.ranks.data_size)
         return RankBatch(self.state.step + 1, micro, counts_of(self.rows, chosen), metrics={"rows": float(len(chosen))})
 
     def validate(self) -> dict[str, float]:
@@ -141,7 +141,7 @@ class _FineTuning:
             return None
         rows = shared_rows(self.settings, self.paths, self.ranks, str(path), "validation")
         every = np.arange(len(rows))
-        micro = micro_batches(rows, every, self.settings.seq_len, self.ranks.rank, self.ranks.size)
+        micro = micro_batches(rows, every, self.settings.seq_len, self.ranks.data_rank, self.ranks.data_size)
         return Validation(micro, counts_of(rows, every))
 
 

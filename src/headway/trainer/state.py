@@ -73,7 +73,7 @@ def make_state(
     model = build_model(config, device="meta", dtype=torch.float32 if lora is None else dtype)
     adapters = {} if lora is None else _add_adapters(model, lora, settings.seed)
     policy = Policy(model, trainer.head_chunk, trainer.activations.offload)
-    parallelize(policy, make_mesh(ranks, trainer.replicas), ParallelPolicy(dtype, trainer.activations, trainer.compile))
+    parallelize(policy, make_mesh(ranks), ParallelPolicy(dtype, trainer.activations, trainer.compile))
     policy.to_empty(device=ranks.device)
     if ranks.device.type == "cpu":
         tune_matmul(config.width)

@@ -67,7 +67,8 @@ class Stepper:
         started = time.perf_counter()
         step = state.step + 1
         check_counts(batch.micro_batches, batch.counts, step)
-        # Dropout depends on where the run is, not on how it got there: a resumed run draws the same.
+        # Dropout depends on where the run is, not on how it got there: a resumed run draws the same. Every rank draws
+        # its own, for no two hold the same tokens.
         torch.manual_seed(seed_of(self._seed, step, self._ranks.rank))
         state.optimizer.zero_grad()
         sums = self._accumulate(state, batch.micro_batches, batch.counts)

@@ -38,7 +38,7 @@ class Updates:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            ranks = stack.enter_context(joined(self._settings.placement))
+            ranks = stack.enter_context(joined(self._settings))
             self._state = build_state(self._settings, ranks)
             self._publisher = Publisher(self._settings, self.paths)
             stack.callback(self._publisher.close)

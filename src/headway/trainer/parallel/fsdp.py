@@ -13,8 +13,6 @@ from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.policy import Policy
 from headway.trainer.precision import compute_in
 
-MESH_DIMS = ("replicate", "shard", "context", "expert")
-
 
 @dataclass(frozen=True)
 class ParallelPolicy:
@@ -25,10 +23,10 @@ class ParallelPolicy:
     compile: bool = False
 
 
-def make_mesh(ranks: Ranks, replicas: int) -> DeviceMesh:
-    """All ranks, by name: replicas of groups that shard. Context and expert have room and size 1."""
-    sizes = (replicas, ranks.size // replicas, 1, 1)
-    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=MESH_DIMS)
+def make_mesh(ranks: Ranks) -> DeviceMesh:
+    """Lay out all ranks by name: copies of the weights, each sharded."""
+    sizes = (ranks.dims.replicate, ranks.dims.copy_size)
+    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
@@ -50,7 +48,7 @@ def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
 
 def shard(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """FSDP2, block by block."""
-    sharded = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    sharded = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in [*policy.model.layers, policy]:
         fully_shard(module, mesh=sharded, mp_policy=precision)

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from headway.config.shared import PlacementSettings
+from headway.config.trainer import TrainSettings
 from headway.core.errors import UsageError
+from headway.trainer.parallel.dims import ParallelDims
 
 # Ranks wait for each other while one of them loads, exports or compiles.
 TIMEOUT = timedelta(minutes=60)
@@ -20,25 +22,40 @@ TIMEOUT = timedelta(minutes=60)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is in the group, and the small things that ranks tell each other (over the CPU backend)."""
+    """This process in the trainer's group, and the small numbers that ranks tell each other (over the CPU backend)."""
 
     rank: int
-    size: int
+    dims: ParallelDims
     device: torch.device
 
     @property
+    def size(self) -> int:
+        return self.dims.world_size
+
+    @property
     def is_main(self) -> bool:
+        """Whether this rank writes what is written once: metrics, markers, exports."""
         return self.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """The part of each batch that this rank reads."""
+        return self.dims.data_rank(self.rank)
+
+    @property
+    def data_size(self) -> int:
+        """The number of parts of a batch."""
+        return self.dims.data_size
+
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each value added up over all ranks, which must give the same names in the same order."""
+        """Add up each value over all ranks, which must give the same names in the same order."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Mapping[str, float]) -> dict[str, float]:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so. Every rank gets the same answer, so that all go the same way."""
+        """True on every rank if any rank says so: all go the same way."""
         return self.max({"flag": float(flag)})["flag"] > 0
 
     def all(self, flag: bool) -> bool:
@@ -62,22 +79,19 @@ class Ranks:
 
 
 @contextmanager
-def joined(placement: PlacementSettings) -> Iterator[Ranks]:
+def joined(settings: TrainSettings) -> Iterator[Ranks]:
     """Be a rank: of the group that torchrun started, or of a group of one. Leaves the group at the end."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size != placement.trainer_ranks:
-        raise UsageError(
-            f"placement.trainer_ranks is {placement.trainer_ranks}, but this process belongs to a group of {size}; "
-            "start it with `headway train`, which makes the group"
-        )
-    device = _device(placement)
+    dims = ParallelDims.from_settings(settings)
+    dims.check(size)
+    device = _device(settings.placement)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     else:
         dist.init_process_group(backend, timeout=TIMEOUT)
     try:
-        yield Ranks(dist.get_rank(), size, device)
+        yield Ranks(dist.get_rank(), dims, device)
     finally:
         dist.destroy_process_group()
 
