@@ -46,7 +46,8 @@ def disable(kind: Kind) -> None:
 
 
 class Backend(Generic[P, R]):
-    """One way to compute an operation. `trains`: its results have gradients."""
+    """One way to compute an operation, for calls whose positional arguments it `takes`. `trains`: its results have
+    gradients."""
 
     def __init__(self, kind: Kind, takes: Callable[..., bool], trains: bool, run: Callable[P, R] | str) -> None:
         self.kind, self.takes, self.trains = kind, takes, trains
@@ -71,7 +72,7 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         for backend in self._traceable if torch.compiler.is_compiling() else self.backends:
-            if backend.takes(*args, **kwargs):
+            if backend.takes(*args):
                 return backend.run(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
