@@ -1,6 +1,6 @@
 """When a dead process is started again, and when the run gives up."""
 
-from headway.launch.restarts import RestartBudget
+from headway.launch.process import RestartBudget
 
 
 def test_delays_double_up_to_the_longest() -> None:

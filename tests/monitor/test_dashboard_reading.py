@@ -22,8 +22,8 @@ from headway.monitor.dashboard.rollouts import find_tokenizer, page, read_record
 from headway.monitor.dashboard.settings import view_settings
 from headway.monitor.dashboard.summary import summarize
 from headway.monitor.dashboard.table import MetricTable, Thinner
-from headway.monitor.dashboard.tail import LineTail, last_lines
 from headway.monitor.dashboard.timeline import lanes, restarts
+from headway.monitor.tail import LineTail, last_lines
 
 
 def test_a_tail_hands_out_each_whole_line_once(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_gpu_that_torch_cannot_use_is_a_problem(
     build: dict[str, str | None], gpus: list[list[str]], status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "torch_build", lambda: build)
-    monkeypatch.setattr(devices, "_nvidia_smi", lambda: gpus)
+    monkeypatch.setattr(devices, "query_gpus", lambda fields, timeout: gpus)
     findings = list(devices.check_devices())
     assert statuses(findings, "gpu")[0] == "ok"
     assert statuses(findings, "gpu")[-1] == status

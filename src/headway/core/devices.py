@@ -1,5 +1,6 @@
-"""The meaning of "auto" for devices and dtypes, as names: `core` has no torch, so callers say whether it sees CUDA."""
+"""Devices without torch: the meaning of "auto", and the GPUs that nvidia-smi reports."""
 
+import subprocess
 from typing import Literal
 
 from headway.core.errors import UsageError
@@ -22,3 +23,14 @@ def resolve_dtype(name: Literal["auto", "float32", "bfloat16"], device: str) -> 
     if name == "auto":
         return "bfloat16" if device == "cuda" else "float32"
     return name
+
+
+def query_gpus(fields: str, *, gpu: str | None = None, timeout: float = 10.0) -> list[list[str]]:
+    """Ask nvidia-smi for comma-separated `fields` of all GPUs, or of one: a row of texts each; none where it fails."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", *(["-i", gpu] if gpu else [])]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=timeout, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
+    return [row for row in rows if len(row) == len(fields.split(","))]

@@ -1,11 +1,10 @@
-"""Which devices and how many threads each process of a local run gets."""
+"""The placement of a local run: the devices and the number of threads of each process."""
 
 import os
-import subprocess
 from dataclasses import dataclass
 
 from headway.config.shared import PlacementSettings
-from headway.core.devices import resolve_device
+from headway.core.devices import query_gpus, resolve_device
 from headway.core.errors import UsageError
 
 
@@ -19,7 +18,7 @@ class Placement:
 
 
 def place(settings: PlacementSettings, gpus: list[str], cores: int) -> Placement:
-    """On CPU the cores are shared evenly; with enough GPUs everyone gets its own, with fewer they are shared."""
+    """Divide the cores evenly on CPU; give each process GPUs of its own where there are enough, else shared ones."""
     if resolve_device(settings.device, bool(gpus)) == "cpu":
         threads = max(1, cores // (settings.trainer_ranks + settings.engines))
         environment = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
@@ -38,8 +37,11 @@ def place(settings: PlacementSettings, gpus: list[str], cores: int) -> Placement
 
 
 def place_engines(count: int, gpus: list[str], cores: int, gpus_each: int = 1) -> list[dict[str, str]]:
-    """Environment variables of engines that have the machine to themselves: GPUs of their own where there are enough,
-    shared ones where each needs but one, an even share of the cores where there are none."""
+    """Return environment variables of engines that have the machine to themselves.
+
+    Each gets GPUs of its own where there are enough, a shared one where one is all it needs, and an even share of the
+    cores where there are none.
+    """
     if not gpus:
         return [{"OMP_NUM_THREADS": str(max(1, cores // count)), "CUDA_VISIBLE_DEVICES": ""}] * count
     if len(gpus) >= count * gpus_each:
@@ -54,17 +56,12 @@ def _cuda(gpus: list[str]) -> dict[str, str]:
 
 
 def gpus_of(environment: dict[str, str]) -> list[str]:
-    """The GPUs that a process with these variables sees; none on CPU."""
+    """Return the GPUs that a process with these variables sees; none on CPU."""
     return [gpu for gpu in environment["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
 
 
 def visible_gpus() -> list[str]:
-    """Indices of NVIDIA GPUs, as CUDA_VISIBLE_DEVICES narrows them; found without importing torch."""
+    """Return the indices of NVIDIA GPUs, as CUDA_VISIBLE_DEVICES narrows them, without importing torch."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [gpu for gpu in chosen.split(",") if gpu]
-    try:
-        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return found.stdout.split() if found.returncode == 0 else []
+    return [index for (index,) in query_gpus("index") if index.isdigit()]

@@ -1,4 +1,4 @@
-"""One supervised process: started with its own log, watched, restarted, ended with everything it started."""
+"""One supervised process: started with its own log, watched, restarted, and ended with all processes it started."""
 
 import contextlib
 import os
@@ -10,18 +10,43 @@ from pathlib import Path
 
 from headway.core.errors import UsageError
 from headway.core.processes import die_with_parent_environment
-from headway.launch.restarts import RestartBudget
 from headway.monitor.logs import SUPERVISED, next_log
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to start. `ends` says that exiting with 0 means its work is done; others serve until they are stopped."""
+    """A command to start. If `ends`, exiting with 0 means that its work is done; others serve until stopped."""
 
     name: str
     argv: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     ends: bool = False
+
+
+@dataclass
+class RestartBudget:
+    """Allows `limit` deaths in a row, with delays that double from `first_delay` to `longest_delay`.
+
+    A death counts as "in a row" unless the process had been up for `healthy_after` seconds or the run had made
+    progress (a new step) since the death before.
+    """
+
+    limit: int = 5
+    first_delay: float = 0.25
+    longest_delay: float = 30.0
+    healthy_after: float = 60.0
+    deaths: int = 0
+    _last_progress: int = field(default=-1, repr=False)
+
+    def died(self, uptime: float, progress: int) -> float | None:
+        """Return the seconds to wait before the next start, or None when there should be none."""
+        if uptime >= self.healthy_after or progress > self._last_progress:
+            self.deaths = 0
+        self._last_progress = max(progress, self._last_progress)
+        self.deaths += 1
+        if self.deaths > self.limit:
+            return None
+        return min(self.longest_delay, self.first_delay * 2.0 ** (self.deaths - 1))
 
 
 class ManagedProcess:
@@ -60,39 +85,39 @@ class ManagedProcess:
     def watch(self, progress: int) -> str | None:
         """Restart the process if it died and its delay is over. Returns a line for the user when something happened.
 
-        Raises UsageError when the process refused its settings, and KeepsDyingError when it keeps dying.
+        Raises UsageError when the process refused its settings, and CrashLoopError when it keeps dying.
         """
         if self._start_again_at is not None and time.monotonic() >= self._start_again_at:
             self.start()
             return f"{self.spec.name} restarted, log: {self.log}"
         if self._child is None or (code := self._child.poll()) is None:
             return None
-        self._sweep()
+        self._kill_group()
         if code == 0 and self.spec.ends:
             self.finished = True
             return f"{self.spec.name} finished"
         if code == UsageError.exit_code:
-            raise UsageError(f"{self.spec.name} refused to start: {self.last_words()}")
+            raise UsageError(f"{self.spec.name} refused to start: {self.log_tail()}")
         delay = self.budget.died(time.monotonic() - self._started_at, progress)
         if delay is None:
-            raise KeepsDyingError(self)
+            raise CrashLoopError(self)
         self._start_again_at = time.monotonic() + delay
         return f"{self.spec.name} died ({_cause(code)}); starting again in {delay:.1f} s"
 
-    def ask_to_stop(self) -> None:
+    def terminate(self) -> None:
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
         self._start_again_at = None
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended within `seconds`. What it had started is gone then, too."""
+        """Wait up to `seconds`. Returns whether it ended; then all that it had started has ended, too."""
         if self._child is None:
             return True
         try:
             self._child.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             return False
-        self._sweep()
+        self._kill_group()
         return True
 
     def kill(self) -> None:
@@ -101,24 +126,24 @@ class ManagedProcess:
         self.wait(10.0)
         self._start_again_at = None
 
-    def last_words(self, lines: int = 1) -> str:
-        """The end of the current log, without empty lines."""
+    def log_tail(self, lines: int = 1) -> str:
+        """Return the last `lines` of the current log, without empty ones."""
         try:
             text = self.log.read_bytes()[-20_000:].decode(errors="replace")
         except OSError:
             return "no log was written"
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:]) or "its log is empty"
 
-    def _sweep(self) -> None:
-        """End what is left of the process group, and forget the child."""
+    def _kill_group(self) -> None:
+        """Kill what is left of the process group, and forget the child."""
         assert self._child is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child = None
 
 
-class KeepsDyingError(Exception):
-    """A process kept dying."""
+class CrashLoopError(Exception):
+    """A process died too often in a row."""
 
     def __init__(self, process: ManagedProcess) -> None:
         super().__init__(process.spec.name)

@@ -20,12 +20,12 @@ from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 
 ROUTER = "vllm-router"
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where things listen. `router` is None where there is none in front."""
+class Addresses:
+    """The ports of engines and of the router in front of them, None where there is none."""
 
     host: str
     engines: list[int]
@@ -49,87 +49,89 @@ def run_replicas(
     run: RunPaths | None = None,
     name: str = "replica",
     router: bool = True,
-    say: Callable[[str], None] = print,
+    show: Callable[[str], None] = print,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then end all. An engine that dies is started again at its port.
+    """Serve until SIGTERM or SIGINT, then end all. An engine that dies is restarted at its port.
 
     With `run` each engine joins it and the run's orchestrator chooses among them; otherwise a router does, where one
     is installed. Raises HeadwayError when a process keeps dying, UsageError when one refuses its settings.
     """
     command = find_router() if router and run is None else None
-    layout = plan(settings.inference.host, settings.inference.port, count, router=command is not None)
+    addresses = plan_addresses(settings.inference.host, settings.inference.port, count, router=command is not None)
     folder = run.config if run is not None else Path(tempfile.mkdtemp(prefix="headway-serve-"))
     logs = run.logs if run is not None else folder
     file = folder / f"{name}.toml"
     write_settings(settings, file)
-    specs = engine_specs(settings, layout, file, name, run)
+    specs = engine_specs(settings, addresses, file, name, run)
     if command is not None:
-        specs.append(router_spec(command, layout))
-    say(f"starting {count} engines; logs: {logs}")
-    ready = _Announcement(layout, say)
+        specs.append(router_spec(command, addresses))
+    show(f"starting {count} engines; logs: {logs}")
+    ready = _ReadyMessage(addresses, show)
     processes = [ManagedProcess(spec, logs) for spec in specs]
-    Supervisor(processes, progress=lambda: 0, on_tick=ready.look, on_event=say).run()
+    Supervisor(processes, progress=lambda: 0, on_tick=ready.poll, on_event=show).run()
     if run is None:
-        # They ended because they were asked to, so nobody will look for a reason.
+        # They ended because they were asked to, so their logs are not needed.
         shutil.rmtree(folder)
 
 
-def plan(host: str, port: int, count: int, *, router: bool) -> Layout:
-    """A router takes the port that was asked for, and engines the ones after it. Port 0 means any that are free."""
+def plan_addresses(host: str, port: int, count: int, *, router: bool) -> Addresses:
+    """Give the router the port that was asked for and engines those after it; port 0 means any that are free."""
     if count < 1:
         raise UsageError(f"--replicas must be at least 1 (got {count})")
     ports = consecutive_ports(host, port, count + router)
-    return Layout(host, ports[router:], ports[0] if router else None)
+    return Addresses(host, ports[router:], ports[0] if router else None)
 
 
 def engine_specs(
-    settings: ServeSettings, layout: Layout, file: Path, name: str, run: RunPaths | None
+    settings: ServeSettings, addresses: Addresses, file: Path, name: str, run: RunPaths | None
 ) -> list[ProcessSpec]:
     vllm = settings.inference.vllm
     devices = vllm.get("tensor_parallel_size", 1) * vllm.get("pipeline_parallel_size", 1)
     cuda = [] if settings.placement.device == "cpu" else visible_gpus()
-    environments = place_engines(len(layout.engines), cuda, usable_cores(), devices)
+    environments = place_engines(len(addresses.engines), cuda, usable_cores(), devices)
     serve = [sys.executable, "-m", "headway.cli.main", "serve", "@", str(file)]
     join = [] if run is None else ["--join", str(run.root)]
     return [
         ProcessSpec(f"{name}-{index}", [*serve, *join, "--port", str(port), "--name", f"{name}-{index}"], environment)
-        for index, (port, environment) in enumerate(zip(layout.engines, environments, strict=True))
+        for index, (port, environment) in enumerate(zip(addresses.engines, environments, strict=True))
     ]
 
 
-def router_spec(command: str, layout: Layout) -> ProcessSpec:
-    """vllm-router sends requests of one `x-session-id`, which is an episode's, to one engine, whose cache knows it."""
-    assert layout.router is not None
-    argv = [command, "--host", layout.host, "--port", str(layout.router), "--policy", "consistent_hash"]
+def router_spec(command: str, addresses: Addresses) -> ProcessSpec:
+    """Start vllm-router so that requests of one `x-session-id` (an episode) go to one engine, whose cache has them."""
+    assert addresses.router is not None
+    argv = [command, "--host", addresses.host, "--port", str(addresses.router), "--policy", "consistent_hash"]
     argv += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"]
-    # An engine that was started again is back as soon as it answers.
+    # A restarted engine is back as soon as it answers.
     argv += ["--health-success-threshold", "1", "--log-level", "warning"]
     argv += ["--prometheus-port", str(free_port("127.0.0.1")), "--prometheus-host", "127.0.0.1"]
-    argv += ["--worker-urls", *map(layout.url, layout.engines)]
+    argv += ["--worker-urls", *map(addresses.url, addresses.engines)]
     # Without the variable it logs every request, whatever the level.
     return ProcessSpec("router", die_with_parent_command(argv), {"RUST_LOG": "warn"})
 
 
 def find_router() -> str | None:
-    """The router's command: beside this Python, or on the path."""
+    """Find the router's command: beside this Python, or on the path."""
     return shutil.which(ROUTER, path=str(Path(sys.executable).parent)) or shutil.which(ROUTER)
 
 
-class _Announcement:
-    """Says, once, where everything is when everything answers."""
+class _ReadyMessage:
+    """Prints the addresses once, when everything answers."""
 
-    def __init__(self, layout: Layout, say: Callable[[str], None]) -> None:
-        self._layout, self._say = layout, say
-        self._missing = [layout.url(port) for port in [*layout.engines, *([layout.router] if layout.router else [])]]
+    def __init__(self, addresses: Addresses, show: Callable[[str], None]) -> None:
+        self._addresses, self._show = addresses, show
+        self._missing = [
+            addresses.url(port) for port in [*addresses.engines, *([addresses.router] if addresses.router else [])]
+        ]
         self._next = 0.0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if not self._missing or time.monotonic() < self._next:
             return
         self._missing = [url for url in self._missing if not _answers(url)]
-        self._next = time.monotonic() + _LOOK_SECONDS
+        self._next = time.monotonic() + _POLL_SECONDS
         if not self._missing:
-            self._say(self._layout.explain())
+            self._show(self._addresses.explain())
 
 
 def _answers(url: str) -> bool:

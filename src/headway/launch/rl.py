@@ -1,4 +1,4 @@
-"""A whole run on one machine: which processes it has, how they are started, and the loop that keeps them alive."""
+"""A whole run on one machine: its processes, how they are started, and the loop that keeps them alive."""
 
 import fcntl
 import secrets
@@ -32,7 +32,7 @@ def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None
     memory = _plan_memory(settings, placement)
     write_process_settings(settings, paths.config)
     _write_token(paths)
-    with _only_supervisor(paths), RunView(paths, settings.max_steps, console) as view:
+    with _supervisor_lock(paths), RunView(paths, settings.max_steps, console) as view:
         view.event(f"run folder: {paths.root}")
         for line in (placement.explanation, *memory.lines):
             view.event(line)
@@ -47,14 +47,14 @@ def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None
 def process_specs(
     settings: RlSettings, paths: RunPaths, placement: Placement, memory: MemoryPlan | None = None
 ) -> list[ProcessSpec]:
-    """Engines (unless the settings name running ones), orchestrator, trainer."""
+    """List the engines (unless the settings name running ones), the orchestrator and the trainer."""
     python = [sys.executable, "-m", "headway.cli.main"]
     engines = [] if settings.orchestrator.engines else placement.engines
     serve = [*python, "serve", "@", str(paths.config / "inference.toml"), "--join", str(paths.root)]
     specs = [
         ProcessSpec(
             f"inference-{index}",
-            # A port of its own for all attempts: who was talking to an engine that died finds the next one there.
+            # One port for all attempts, so that clients of an engine that died find the restarted one.
             [
                 *(*serve, "--port", str(free_port(settings.inference.host)), "--name", f"inference-{index}"),
                 *_kv_flags(memory.kv_bytes[index] if memory else None),
@@ -77,7 +77,7 @@ def process_specs(
 
 
 def _plan_memory(settings: RlSettings, placement: Placement) -> MemoryPlan:
-    """The division of GPUs that trainer and engines share; nothing to divide on CPU or with engines elsewhere."""
+    """Divide GPUs that trainer and engines share; there are none on CPU or with engines elsewhere."""
     gpus = gpus_of(placement.trainer)
     if not gpus or settings.orchestrator.engines:
         return MemoryPlan([None] * len(placement.engines), [])
@@ -91,7 +91,7 @@ def _kv_flags(kv_bytes: int | None) -> list[str]:
 
 
 def _write_token(paths: RunPaths) -> None:
-    """The secret that admin routes of this run's engines demand."""
+    """Write the secret that admin routes of this run's engines demand."""
     paths.control.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = paths.control / "token"
     if not token.exists():
@@ -100,7 +100,7 @@ def _write_token(paths: RunPaths) -> None:
 
 
 @contextmanager
-def _only_supervisor(paths: RunPaths) -> Iterator[None]:
+def _supervisor_lock(paths: RunPaths) -> Iterator[None]:
     """Refuse to run a run twice. The lock goes with the process, however it ends."""
     with (paths.control / "supervisor.lock").open("w") as lock:
         try:

@@ -1,14 +1,14 @@
 """The memory of GPUs that several processes share, divided before any of them starts.
 
-The trainer gets what it will need at its peak, by estimate; engines get their weights, and as much KV cache as is then
-left, but never more than could be full.
+The trainer gets its estimated peak. Engines get their weights and a KV cache of what is left, but never more than could
+be full.
 """
 
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.config.rl import RlSettings
+from headway.core.devices import query_gpus
 from headway.core.errors import UsageError
 from headway.launch.memory import (
     Shares,
@@ -23,7 +23,7 @@ from headway.models.config import ModelConfig
 from headway.models.costs import kv_bytes_per_token
 
 MARGIN = 0.05
-"""Share of a GPU that nobody is given: estimates are estimates."""
+"""Share of a GPU that is given to no process, because estimates are estimates."""
 
 REMEDIES = {
     "weights": "train an adapter with model.lora.rank, or use more GPUs",
@@ -42,7 +42,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes of a GPU, and how many of them nobody has taken."""
+    """Bytes of a GPU, and how many of them are free."""
 
     total: int
     free: int
@@ -83,7 +83,7 @@ def plan_memory(
 def _divide(
     settings: RlSettings, config: ModelConfig, gpu: str, memory: GpuMemory, trainer: Shares, engines: int
 ) -> int:
-    """Bytes of each engine's KV cache."""
+    """Return the bytes of each engine's KV cache."""
     engine = engine_shares(settings, config)
     least, most = kv_limits(settings.inference, config, settings.seq_len, compute_bytes(settings.model))
     if settings.inference.kv_memory_gb is not None:
@@ -95,7 +95,7 @@ def _divide(
 
 
 def _too_small(gpu: str, memory: GpuMemory, trainer: Shares, engine: Shares, kv: int, engines: int) -> str:
-    """What is missing, and what to do about the largest part that can be made smaller."""
+    """Describe what does not fit, and how to make its largest part smaller."""
     parts = {**{name: engines * size for name, size in engine.parts.items()}, "KV": engines * kv}
     parts |= {name: size + parts.get(name, 0) for name, size in trainer.parts.items()}
     largest = max((name for name in parts if name != "process"), key=lambda name: parts[name])
@@ -122,14 +122,10 @@ def _explain(
 
 
 def gpu_memory(gpus: list[str]) -> dict[str, GpuMemory]:
-    """By GPU, as nvidia-smi reports it; without those it does not know."""
+    """Return the memory of each GPU that nvidia-smi knows."""
     found = {}
     for gpu in gpus:
-        query = ["nvidia-smi", "-i", gpu, "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
-        try:
-            reply = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
-            total, free = (int(field) * 2**20 for field in reply.stdout.split(","))
-        except (OSError, ValueError, subprocess.TimeoutExpired):
-            continue
-        found[gpu] = GpuMemory(total, free)
+        for total, free in query_gpus("memory.total,memory.free", gpu=gpu):
+            if total.isdigit() and free.isdigit():
+                found[gpu] = GpuMemory(int(total) * 2**20, int(free) * 2**20)
     return found

@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 from headway.core.errors import HeadwayError
-from headway.launch.process import KeepsDyingError, ManagedProcess
+from headway.launch.process import CrashLoopError, ManagedProcess
 
-log = logging.getLogger("headway.launch")
+logger = logging.getLogger(__name__)
 
 STOP_GRACE = 60.0
 """Seconds that processes get to finish their step and write a checkpoint before they are killed."""
 
 
 class Supervisor:
-    """Crash-only: no process is ever repaired, only started again from what is on disk.
+    """Starts processes and restarts those that die: crash-only, so no process is ever repaired.
 
     `progress` returns the run's newest step (it decides whether deaths are "in a row"); `on_tick` is called between
-    two looks at the processes, for the console.
+    two checks of the processes, for the console.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Supervisor:
         *,
         progress: Callable[[], int],
         on_tick: Callable[[], None] = lambda: None,
-        on_event: Callable[[str], None] = log.info,
+        on_event: Callable[[str], None] = logger.info,
     ) -> None:
         self.processes = processes
         self._progress = progress
@@ -38,23 +38,22 @@ class Supervisor:
         self._signals = 0
 
     def run(self) -> bool:
-        """Until every process that ends has ended (forever, where none does). True then; False when the user stopped
-        the run before.
+        """Run until every process that ends has ended (forever, where none does), or until the user stops it.
 
-        Raises HeadwayError when a process keeps dying. In every case no process is left.
+        Returns whether all have ended. Raises HeadwayError when a process keeps dying. In every case none is left.
         """
         with self._listening():
             try:
                 for process in self.processes:
                     process.start()
                 while not self._signals and not self._done():
-                    self._look()
+                    self._check()
                     self._on_tick()
                     time.sleep(0.1)
                 finished = self._done()
-            except KeepsDyingError as error:
+            except CrashLoopError as error:
                 raise HeadwayError(
-                    _obituary(error.process, resumable=any(p.spec.ends for p in self.processes))
+                    _crash_report(error.process, resumable=any(p.spec.ends for p in self.processes))
                 ) from None
             finally:
                 self._stop()
@@ -64,20 +63,20 @@ class Supervisor:
         ending = [process for process in self.processes if process.spec.ends]
         return bool(ending) and all(process.finished for process in ending)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         progress = self._progress()
         for process in self.processes:
             if (event := process.watch(progress)) is not None:
                 self._on_event(event)
 
     def _stop(self) -> None:
-        """First those that have work to finish, then those that serve them; a second Ctrl-C cuts the wait short."""
+        """Stop those that have work to finish, then those that serve them; a second Ctrl-C cuts the wait short."""
         impatient_after = max(self._signals, 1)
         for ends in (True, False):
             stopping = [process for process in self.processes if process.spec.ends == ends]
             deadline = time.monotonic() + STOP_GRACE
             for process in stopping:
-                process.ask_to_stop()
+                process.terminate()
             for process in stopping:
                 while not process.wait(0.1):
                     self._on_tick()
@@ -98,7 +97,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
 
-def _obituary(process: ManagedProcess, *, resumable: bool) -> str:
+def _crash_report(process: ManagedProcess, *, resumable: bool) -> str:
     stopped = "so the run was stopped. It can be continued with --resume." if resumable else "so all were stopped."
     died = f"{process.spec.name} died {process.budget.deaths} times in a row, {stopped}"
-    return f"{died} Last lines of {process.log}:\n{process.last_words(lines=12)}"
+    return f"{died} Last lines of {process.log}:\n{process.log_tail(lines=12)}"

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import deque
-from pathlib import Path
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
@@ -14,48 +14,25 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.runs import RunPaths
+from headway.monitor.tail import LineTail
 
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-class MetricsTail:
-    """Reads the lines that a process adds to its metrics file; starts over when the file shrinks (a resumed run)."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[dict[str, float]]:
-        try:
-            size = self._path.stat().st_size
-            if size < self._offset:
-                self._offset = 0
-            if size == self._offset:
-                return []
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
-
-
 class RunView:
-    """What a person wants to see while a run goes on. Call `tick` often; it reads files and redraws when it should."""
+    """Shows the progress of a run. Call `tick` often; it reads files and redraws when it should."""
 
     def __init__(self, paths: RunPaths, max_steps: int, console: Console | None = None) -> None:
         self.step = 0
         self._paths = paths
         self._max_steps = max_steps
         self._console = console or Console()
-        self._tails = {name: MetricsTail(paths.metrics / f"{name}.jsonl") for name in ("orchestrator", "trainer")}
+        self._tails = {name: LineTail(paths.metrics / f"{name}.jsonl") for name in ("orchestrator", "trainer")}
         self._newest: dict[str, dict[str, float]] = {"orchestrator": {}, "trainer": {}}
         self._rewards: dict[int, float] = {}
         self._events: deque[str] = deque(maxlen=4)
         self._times: deque[tuple[float, int]] = deque(maxlen=50)
-        self._next_look = 0.0
+        self._next_tick = 0.0
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -64,7 +41,7 @@ class RunView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._next_look = 0.0
+        self._next_tick = 0.0
         self.tick()
         if self._live:
             self._live.stop()
@@ -75,15 +52,15 @@ class RunView:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def tick(self) -> None:
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_tick:
             return
-        self._next_look = time.monotonic() + 0.3
-        for line in self._tails["orchestrator"].read():
+        self._next_tick = time.monotonic() + 0.3
+        for line in self._new_lines("orchestrator"):
             if "batch/episodes" in line:  # other lines are evaluations
                 self._newest["orchestrator"] = line
             if "reward/mean" in line:
                 self._rewards[int(line["step"])] = line["reward/mean"]
-        for line in self._tails["trainer"].read():
+        for line in self._new_lines("trainer"):
             self._newest["trainer"] = line
             self.step = int(line["step"])
             self._times.append((time.monotonic(), self.step))
@@ -91,6 +68,9 @@ class RunView:
                 self._console.print(self._line(line), highlight=False, markup=False)
         if self._live:
             self._live.update(self._panel())
+
+    def _new_lines(self, process: str) -> Iterator[dict[str, float]]:
+        return map(json.loads, self._tails[process].lines())
 
     def _line(self, line: dict[str, float]) -> str:
         reward = self._rewards.get(self.step)
@@ -118,7 +98,7 @@ class RunView:
                 "training",
                 f"{self._get('trainer', 'tokens_per_second'):,.0f} tok/s",
             ),
-            ("lag", f"{self._get('orchestrator', 'lag/mean'):.2f}", "waits", self._who_waits()),
+            ("lag", f"{self._get('orchestrator', 'lag/mean'):.2f}", "waits", self._waiting()),
             (
                 "in flight",
                 f"{self._get('orchestrator', 'in_flight'):.0f}",
@@ -138,7 +118,7 @@ class RunView:
         seconds = (t1 - t0) / (s1 - s0) * (self._max_steps - self.step)
         return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
 
-    def _who_waits(self) -> str:
+    def _waiting(self) -> str:
         trainer = self._get("trainer", "wait_seconds")
         step = self._get("trainer", "step_seconds") + trainer
         return f"trainer {100 * trainer / step:.0f}% of the time" if step else "-"

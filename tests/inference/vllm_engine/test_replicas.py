@@ -24,26 +24,26 @@ from headway.config.shared import RunSettings
 from headway.core.errors import UsageError
 from headway.core.processes import consecutive_ports, free_port
 from headway.launch.placement import place_engines
-from headway.launch.replicas import find_router, plan
+from headway.launch.replicas import find_router, plan_addresses
 from headway.monitor.runs import create_run
 
 
 def test_a_router_takes_the_port_and_engines_the_ones_after_it() -> None:
-    with_router = plan("127.0.0.1", 0, 2, router=True)
+    with_router = plan_addresses("127.0.0.1", 0, 2, router=True)
     assert with_router.router is not None and len({with_router.router, *with_router.engines}) == 3
     first = _free_row(4)
-    assert plan("127.0.0.1", first, 3, router=True).engines == [first + 1, first + 2, first + 3]
-    alone = plan("127.0.0.1", first, 3, router=False)
+    assert plan_addresses("127.0.0.1", first, 3, router=True).engines == [first + 1, first + 2, first + 3]
+    alone = plan_addresses("127.0.0.1", first, 3, router=False)
     assert (alone.engines, alone.router) == ([first, first + 1, first + 2], None)
 
 
 def test_a_port_in_use_and_no_engines_at_all_are_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="choose another --port"):
-        plan("127.0.0.1", taken.getsockname()[1], 1, router=False)
+        plan_addresses("127.0.0.1", taken.getsockname()[1], 1, router=False)
     with pytest.raises(UsageError, match="free ones in a row"):
         consecutive_ports("127.0.0.1", 65535, 2)
     with pytest.raises(UsageError, match="at least 1"):
-        plan("127.0.0.1", 0, 0, router=False)
+        plan_addresses("127.0.0.1", 0, 0, router=False)
 
 
 @given(count=st.integers(1, 9), gpus=st.integers(0, 16), cores=st.integers(1, 64), each=st.integers(1, 4))

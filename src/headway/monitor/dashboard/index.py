@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.runs import RunPaths
-from headway.monitor.dashboard.tail import LONGEST_LINE
+from headway.monitor.tail import LONGEST_LINE
 
 FILE = re.compile(r"^step_(\d{6,})\.jsonl\.gz$")
 ROW = np.dtype(

@@ -11,7 +11,7 @@ import psutil
 
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.attempts import LOG
-from headway.monitor.dashboard.tail import last_lines
+from headway.monitor.tail import last_lines
 
 FRESH_SECONDS = 180.0
 """A run of another machine counts as running while its metrics are younger than this."""

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.monitor.dashboard.tail import LineTail
+from headway.monitor.tail import LineTail
 
 Floats = NDArray[np.float64]
 

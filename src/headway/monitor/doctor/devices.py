@@ -3,10 +3,10 @@
 import platform
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from headway.core.devices import query_gpus
 from headway.core.processes import usable_cores
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.packages import torch_build
@@ -34,7 +34,7 @@ def _cpu() -> Finding:
 
 def _gpus() -> Iterator[Finding]:
     cuda = torch_build().get("cuda")
-    gpus = _nvidia_smi()
+    gpus = [row for row in query_gpus("name,memory.total,driver_version", timeout=2.5) if row[1].isdigit()]
     if not gpus:
         if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
             text = "an NVIDIA driver is there, but it shows no device"
@@ -54,17 +54,6 @@ def _gpus() -> Iterator[Finding]:
         oldest = OLDEST_DRIVER[int(cuda.split(".")[0])]
         text = f"driver {driver} is too old for torch's CUDA {cuda}"
         yield Finding("gpu", "problem", text, f"install NVIDIA driver {oldest} or newer, or a torch for an older CUDA")
-
-
-def _nvidia_smi() -> list[list[str]]:
-    """Name, memory in MiB and driver version of each device; nothing where the tool is missing or fails."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=2.5, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
-    return [row for row in rows if len(row) == 3 and row[1].isdigit()]
 
 
 def _read(path: str) -> str:
