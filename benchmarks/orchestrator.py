@@ -25,7 +25,8 @@ import numpy as np
 import psutil
 from aiohttp import web
 
-from headway.algorithms.grpo import Grpo
+from headway.algorithms.registry import make_algorithm
+from headway.config.algorithms import Grpo
 from headway.config.orchestrator import (
     ConcurrencySettings,
     EnvSettings,
@@ -35,14 +36,14 @@ from headway.config.orchestrator import (
 )
 from headway.config.orchestrator import Shuffled as ShuffledSettings
 from headway.config.shared import FilesystemRollouts, TrackingSettings
+from headway.core.packing import Cost, plan_packing
 from headway.core.protocol import SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.orchestrator.batches.outbox import BatchOutbox
-from headway.orchestrator.batches.packing import Cost, plan_packing
 from headway.orchestrator.dispatch.curriculum import make_curriculum
 from headway.orchestrator.dispatch.training import Source
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator, first_to_end
+from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.parts import Parts
 from headway.orchestrator.run import Pools, RunRecorder, open_session, resolve_folder, spare_the_collector
 from headway.transport.inference import InferenceClient
@@ -137,7 +138,7 @@ async def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[s
             runner=pool,
             tasks=pool.tasks,
             curriculum=make_curriculum(ShuffledSettings(), len(pool.tasks), 0),
-            algorithm=Grpo(),
+            algorithm=make_algorithm(Grpo()),
             group_size=8,
             sampling=SamplingParams(max_tokens=options.tokens),
             timeout=600.0,

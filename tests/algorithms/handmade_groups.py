@@ -35,7 +35,7 @@ def make_group(*episodes: Trace | Sequence[Trace], task: Task | None = None) -> 
 def advantages_of(group: Group) -> list[float]:
     """The advantage of each sample, after checking that it lies on the sampled tokens and nowhere else."""
     found = []
-    for _, sample in group.parts():
+    for _, sample in group.samples():
         on = set(sample.advantages[sample.sampled].tolist())
         assert len(on) == 1, "one advantage for all sampled tokens"
         assert not sample.advantages[~sample.sampled].any()

@@ -3,31 +3,31 @@
 import pytest
 from handmade_groups import advantages_of, make_group, make_trace
 
-from headway.algorithms.base import Algorithm
-from headway.algorithms.grpo import Grpo
-from headway.algorithms.hierarchical_grpo import HierarchicalGrpo
-from headway.algorithms.length_penalty import penalized_rewards
-from headway.algorithms.max_rl import MaxRl
+from headway.algorithms.base import Algorithm, penalized_rewards
 from headway.algorithms.rae import Rae
-from headway.algorithms.reinforce_pp import ReinforcePp
-from headway.algorithms.rloo import Rloo
-from headway.config.algorithms import LengthPenalty
+from headway.algorithms.registry import make_algorithm
+from headway.config import algorithms as settings_of
+from headway.config.algorithms import LengthPenalty, is_group_relative
 
 TABLE: list[tuple[Algorithm, list[float], list[float]]] = [
     # mean 0.5
-    (Grpo(), [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
+    (make_algorithm(settings_of.Grpo()), [1.0, 0.0, 0.5, 0.5], [0.5, -0.5, 0.0, 0.0]),
     # mean 0.5, variance (0.25 + 0.25 + 0.25 + 0.25) / 4 = 0.25, deviation 0.5
-    (Grpo("std"), [1.0, 0.0, 1.0, 0.0], [1.0, -1.0, 1.0, -1.0]),
+    (make_algorithm(settings_of.Grpo(normalize="std")), [1.0, 0.0, 1.0, 0.0], [1.0, -1.0, 1.0, -1.0]),
     # deviation sqrt((4 + 1 + 1 + 4) / 4) = sqrt(2.5)
-    (Grpo("std"), [2.0, 1.0, -1.0, -2.0], [1.264911, 0.632456, -0.632456, -1.264911]),
-    (Grpo("std"), [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]),
+    (
+        make_algorithm(settings_of.Grpo(normalize="std")),
+        [2.0, 1.0, -1.0, -2.0],
+        [1.264911, 0.632456, -0.632456, -1.264911],
+    ),
+    (make_algorithm(settings_of.Grpo(normalize="std")), [0.1, 0.1, 0.1], [0.0, 0.0, 0.0]),
     # mean 0.25: (1 - 0.25) / 0.25 = 3, (0 - 0.25) / 0.25 = -1
-    (MaxRl(), [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),
-    (MaxRl(), [0.0, 0.0], [0.0, 0.0]),
-    (MaxRl(), [-1.0, 0.5], [0.0, 0.0]),
+    (make_algorithm(settings_of.MaxRl()), [1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),
+    (make_algorithm(settings_of.MaxRl()), [0.0, 0.0], [0.0, 0.0]),
+    (make_algorithm(settings_of.MaxRl()), [-1.0, 0.5], [0.0, 0.0]),
     # others of the first: (0 + 2) / 2 = 1; of the second: (1 + 2) / 2 = 1.5; of the third: (1 + 0) / 2 = 0.5
-    (Rloo(), [1.0, 0.0, 2.0], [0.0, -1.5, 1.5]),
-    (Rloo(), [3.0], [0.0]),
+    (make_algorithm(settings_of.Rloo()), [1.0, 0.0, 2.0], [0.0, -1.5, 1.5]),
+    (make_algorithm(settings_of.Rloo()), [3.0], [0.0]),
 ]
 
 
@@ -41,7 +41,7 @@ def test_table(algorithm: Algorithm, rewards: list[float], expected: list[float]
 def test_agents_are_compared_with_their_own_kind() -> None:
     pairs = [(make_trace(white, agent="white"), make_trace(black, agent="black")) for white, black in ((1, 4), (0, 2))]
     group = make_group(*pairs)
-    Grpo().score(group)
+    make_algorithm(settings_of.Grpo()).score(group)
     assert advantages_of(group) == [0.5, 1.0, -0.5, -1.0]
 
 
@@ -58,13 +58,13 @@ def test_hierarchical_grpo_compares_solvers_on_the_same_problem_and_proposers_wi
             make_trace(0.1, agent="solver", problem="p1"),
         ],
     )
-    HierarchicalGrpo().score(group)
+    make_algorithm(settings_of.HierarchicalGrpo()).score(group)
     # proposers: mean 0.5; solvers of p0: mean 0.5; of p1: mean 0.3
     assert advantages_of(group) == pytest.approx([0.3, 0.5, -0.5, -0.3, 0.2, -0.2])
 
 
 def test_reinforce_pp_normalizes_over_the_batch() -> None:
-    algorithm = ReinforcePp()
+    algorithm = make_algorithm(settings_of.ReinforcePp())
     easy, hard = make_group(make_trace(1.0), make_trace(0.0)), make_group(make_trace(4.0), make_trace(0.0))
     for group in (easy, hard):
         algorithm.score(group)
@@ -88,9 +88,9 @@ def test_rae_measures_each_agent_before_its_average_moves() -> None:
 
 
 def test_rae_goes_on_from_its_saved_averages() -> None:
-    first = Rae()
+    first = make_algorithm(settings_of.Rae())
     first.score(make_group(make_trace(1.0)))
-    second = Rae()
+    second = make_algorithm(settings_of.Rae())
     second.load(first.save())
     group = make_group(make_trace(1.0))
     second.score(group)
@@ -107,11 +107,15 @@ def test_length_penalty_by_hand() -> None:
 
 def test_length_penalty_reaches_the_advantages() -> None:
     group = make_group(make_trace(1.0, reply=2), make_trace(1.0, reply=4))
-    Grpo(length_penalty=LengthPenalty(output=0.5, input=0.0, turns=0.0)).score(group)
+    make_algorithm(settings_of.Grpo(length_penalty=LengthPenalty(output=0.5, input=0.0, turns=0.0))).score(group)
     # rewards 1 - 0.25 and 1 - 0.5, mean 0.625
     assert advantages_of(group) == pytest.approx([0.125, -0.125])
 
 
 def test_which_algorithms_need_a_group() -> None:
-    assert Grpo().relative and MaxRl().relative and Rloo().relative and ReinforcePp().relative
-    assert not Rae().relative
+    compared: list[settings_of.Algorithm] = [
+        settings_of.Grpo(), settings_of.MaxRl(), settings_of.Rloo(), settings_of.ReinforcePp(), settings_of.Echo(),
+        settings_of.HierarchicalGrpo(),
+    ]  # fmt: skip
+    assert all(make_algorithm(settings).relative and is_group_relative(settings) for settings in compared)
+    assert not make_algorithm(settings_of.Rae()).relative and not is_group_relative(settings_of.Rae())

@@ -4,7 +4,8 @@ import pytest
 from handmade_groups import make_group
 from tokenizers import Tokenizer
 
-from headway.algorithms.echo import Echo
+from headway.algorithms.registry import make_algorithm
+from headway.config import algorithms as settings_of
 from headway.core.episodes import Trace
 from headway.core.messages import Message
 from headway.core.samples import Sample
@@ -23,16 +24,16 @@ def tokenizer() -> Tokenizer:
 
 def test_all_of_a_tools_reply_counts_and_nothing_beside_it(tokenizer: Tokenizer) -> None:
     group = make_group(conversation(tokenizer, 1.0), conversation(tokenizer, 0.0))
-    Echo({"tool": 0.1}).score(group)
-    for _, sample in group.parts():
+    make_algorithm(settings_of.Echo(roles={"tool": 0.1})).score(group)
+    for _, sample in group.samples():
         assert counted(tokenizer, sample) == REPLIES
         assert not (sample.sampled & (sample.ce_weight > 0)).any()
 
 
 def test_roles_are_chosen(tokenizer: Tokenizer) -> None:
     group = make_group(conversation(tokenizer, 1.0), conversation(tokenizer, 0.0))
-    Echo({"user": 0.5}).score(group)
-    assert {counted(tokenizer, sample) for _, sample in group.parts()} == {"<|im_start|>user\na<|im_end|>\n"}
+    make_algorithm(settings_of.Echo(roles={"user": 0.5})).score(group)
+    assert {counted(tokenizer, sample) for _, sample in group.samples()} == {"<|im_start|>user\na<|im_end|>\n"}
 
 
 def conversation(tokenizer: Tokenizer, reward: float) -> Trace:

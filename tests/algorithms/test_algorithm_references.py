@@ -12,7 +12,6 @@ from aiohttp.test_utils import TestServer
 from handmade_groups import make_group, make_trace
 
 from headway.algorithms.base import Context
-from headway.algorithms.echo import Echo
 from headway.algorithms.opsd import Opsd
 from headway.algorithms.reference import ReferenceModel, parse_prompt_logprobs
 from headway.algorithms.registry import make_algorithm
@@ -69,12 +68,12 @@ def test_opd_puts_the_teachers_logprobs_on_sampled_tokens(handler: Handler) -> N
 
     async def use(url: str) -> None:
         algorithm = make_algorithm(settings_of.Opd(teacher=ReferenceSettings(base_url=url, model="teacher")), Context())
-        await algorithm.consult(group)
+        await algorithm.query_references(group)
         algorithm.score(group)
         await algorithm.close()
 
     bodies = with_server(handler, use)
-    (_, sample), *_ = group.parts()
+    (_, sample), *_ = group.samples()
     assert sample.ref_logprobs.tolist() == pytest.approx([0, 0, -10.02, -11.03, -12.04])
     assert sample.ref_kl_weight.tolist() == [0, 0, 1, 1, 1]
     assert not sample.rl_weight.any() and not sample.ce_weight.any() and not sample.advantages.any()
@@ -97,7 +96,7 @@ def test_opsd_shows_the_demonstration_to_the_teacher_only(tmp_path: Path) -> Non
     async def use(url: str) -> None:
         context = Context(engines=lambda: [url], renderer=lambda: renderer)
         algorithm = make_algorithm(settings_of.Opsd(), context)
-        await algorithm.consult(group)
+        await algorithm.query_references(group)
         algorithm.score(group)
         await algorithm.close()
 
@@ -105,7 +104,7 @@ def test_opsd_shows_the_demonstration_to_the_teacher_only(tmp_path: Path) -> Non
     asked = body["token_ids"]
     assert asked[-len(reply) :] == reply
     assert "xyz becomes zyx" in renderer.decode(asked) and "abc" in renderer.decode(asked)
-    (_, sample), *_ = group.parts()
+    (_, sample), *_ = group.samples()
     start = len(asked) - len(reply)
     expected = [-(token + (start + i) / 100) for i, token in enumerate(reply)]
     assert sample.ref_logprobs[sample.sampled].tolist() == pytest.approx(expected, rel=1e-5)
@@ -115,7 +114,7 @@ def test_opsd_shows_the_demonstration_to_the_teacher_only(tmp_path: Path) -> Non
 def test_opsd_says_which_task_lacks_a_demonstration(tmp_path: Path) -> None:
     algorithm = Opsd(ReferenceModel(ReferenceSettings(base_url="http://127.0.0.1:1")), lambda: None, "solution")  # type: ignore[arg-type, return-value]
     with pytest.raises(HeadwayError, match="task t has no text under 'solution'"):
-        asyncio.run(algorithm.consult(make_group(make_trace(0.0))))
+        asyncio.run(algorithm.query_references(make_group(make_trace(0.0))))
 
 
 def test_sft_learns_the_teachers_tokens_and_nothing_else() -> None:
@@ -124,7 +123,7 @@ def test_sft_learns_the_teachers_tokens_and_nothing_else() -> None:
     assert isinstance(algorithm, Sft) and algorithm.sampler == teacher and not algorithm.relative
     group = make_group(make_trace(1.0, prompt=2, reply=3))
     algorithm.score(group)
-    (_, sample), *_ = group.parts()
+    (_, sample), *_ = group.samples()
     assert sample.ce_weight.tolist() == [0, 0, 1, 1, 1]
     assert not sample.rl_weight.any() and not sample.sampled.any() and set(sample.versions) == {-1}
 
@@ -132,8 +131,8 @@ def test_sft_learns_the_teachers_tokens_and_nothing_else() -> None:
 def test_echo_adds_cross_entropy_on_chosen_roles() -> None:
     trace = make_trace(1.0, prompt=2, reply=3, turns=2)
     group = make_group(trace, make_trace(0.0, prompt=2, reply=3))
-    Echo({"tool": 0.1}).score(group)
-    (_, first), (_, second) = group.parts()
+    make_algorithm(settings_of.Echo(roles={"tool": 0.1})).score(group)
+    (_, first), (_, second) = group.samples()
     #                                    user  reply    tool       reply
     np.testing.assert_allclose(first.ce_weight, [0, 0, 0, 0, 0, 0.1, 0.1, 0, 0, 0], rtol=1e-6)
     assert not second.ce_weight.any()
@@ -148,8 +147,8 @@ def test_echo_counts_a_shared_observation_once() -> None:
     episode = Episode("e", "g", "env", Task("t"), traces=[Trace(nodes=nodes, reward=1.0)])
     assert len(episode_samples(episode)) == 2
     group = make_group(Trace(nodes=nodes, reward=1.0))
-    Echo({"tool": 0.5}).score(group)
-    assert [sample.ce_weight.tolist() for _, sample in group.parts()] == [[0.5, 0.0], [0.0, 0.0]]
+    make_algorithm(settings_of.Echo(roles={"tool": 0.5})).score(group)
+    assert [sample.ce_weight.tolist() for _, sample in group.samples()] == [[0.5, 0.0], [0.0, 0.0]]
 
 
 def test_a_reference_is_asked_again_until_it_answers_and_never_by_more_than_allowed_at_once() -> None:

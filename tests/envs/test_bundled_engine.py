@@ -73,7 +73,7 @@ def test_episodes_hold_exactly_the_tokens_that_the_engine_sent(
     assert_tokens_are_what_was_sent(episodes, kept)
     for episode in episodes:
         sampled = sum(len(n.token_ids) for t in episode.traces for n in t.nodes if n.sampled)
-        assert sum(int(sample.sampled.sum()) for _, sample in episode_samples(episode)) == sampled
+        assert sum(int(sample.sampled.sum()) for sample in episode_samples(episode)) == sampled
 
 
 def test_a_taskset_of_verifiers_runs_in_its_own_server(

@@ -52,7 +52,7 @@ def test_what_the_engine_sent_is_what_the_episode_holds():
     sent = GenerateChoice(0, ids, "stop", logprobs, [(3, 2), (4, 1)], routed)
     engine = ScriptedEngine(lambda request, prompt: sent)
     sampling = SamplingParams(temperature=0.7, stop_token_ids=(7,), max_tokens=9, seed=5)
-    episode = run(Echo(), engine, sampling=sampling, cache_salt="salt", priority=2, policy="adapter")
+    episode = run(Echo(), engine, sampling=sampling, priority=2, policy="adapter")
     node = episode.traces[0].nodes[-1]
     assert episode.reward == 1.0
     assert (node.token_ids, node.logprobs, node.versions) == (ids, [-0.0, -0.25, -0.5], [(3, 2), (4, 1)])
@@ -60,10 +60,10 @@ def test_what_the_engine_sent_is_what_the_episode_holds():
     assert (node.temperature, node.finish_reason) == (0.7, "stop")
     (asked,) = engine.requests
     assert asked.sampling_params.stop_token_ids == (7, *ChatMLRenderer(TOKENIZER).stop_token_ids)
-    assert (asked.cache_salt, asked.priority, asked.model) == ("salt", 2, "adapter")
+    assert (asked.priority, asked.model) == (2, "adapter")
     assert (asked.sampling_params.max_tokens, asked.sampling_params.seed) == (9, 5)
     assert engine.headers[0]["X-Session-ID"] == "episode"
-    (_, sample), *_ = episode_samples(episode)
+    sample, *_ = episode_samples(episode)
     assert sample.token_ids.tolist() == [*asked.token_ids, *ids]
 
 

@@ -48,7 +48,7 @@ def test_logprobs_of_samples_are_those_the_engine_computes_anew(engine):
         async with InferenceClient(engine) as client:
             for episode in episodes:
                 assert episode.error is None
-                ((_, sample),) = episode_samples(episode)
+                (sample,) = episode_samples(episode)
                 asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
                 reply = await client.generate(GenerateRequest(sample.token_ids.tolist(), sampling_params=asked))
                 checked.append((sample, reply.prompt_logprobs))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headway.core.episodes import Episode, RoutedExperts, Task
 from headway.core.messages import Message, Tool, ToolCall
 from headway.envs.rewards import conversation
-from headway.envs.samples import episode_samples, node_spans, trace_samples
+from headway.envs.samples import episode_samples, trace_samples
 from headway.envs.tree import Reply, TraceTree
 from headway.models.tiny_tokenizer import CHAT_TEMPLATE
 from headway.rendering.chatml import ChatMLRenderer
@@ -101,7 +101,7 @@ def play(renderer, plan, tools) -> tuple[TraceTree, Sampler]:
 @given(plan=st.lists(steps, min_size=1, max_size=6), with_tools=st.booleans())
 def test_every_sampled_token_is_trained_verbatim_and_once(name, plan, with_tools):
     tree, sampler = play(RENDERERS[name], plan, (TOOL,) if with_tools else ())
-    samples = [sample for _, sample in episode_samples(Episode("e", "g", "env", Task("t"), traces=[tree.trace]))]
+    samples = episode_samples(Episode("e", "g", "env", Task("t"), traces=[tree.trace]))
     found = {}
     for sample in samples:
         assert not sample.logprobs[~sample.sampled].any()
@@ -216,8 +216,8 @@ def test_ids_that_the_model_wrote_itself_stay():
 def test_spans_and_paths_tell_which_message_a_token_belongs_to():
     step = {"tokens": [97], "cut_off": False, "then": "tool", "text": "x", "move": "go on", "temperature": 1.0}
     tree, _ = play(RENDERERS["chatml-chatml"], [step, step], (TOOL,))
-    ((path, sample),) = trace_samples(tree.trace)
-    spans = node_spans(tree.trace, path)
+    (sample,) = trace_samples(tree.trace)
+    spans = tree.trace.spans(sample.nodes)
     assert spans[-1][2] == len(sample)
     roles = [node.message.role for node, start, end in spans if node.message is not None and end > start]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
@@ -233,7 +233,7 @@ def test_experts_of_the_first_computation_win():
         experts = RoutedExperts(choices.tobytes(), choices.shape, 0, "int8")
         said = tree.record(prompt, Reply([97, END], [-1.0, -1.0], [(0, 2)], "stop", 1.0, experts))
         messages += [said, Message("user", "more")]
-    ((_, sample),) = trace_samples(tree.trace)
+    (sample,) = trace_samples(tree.trace)
     by_token = sample.routed_experts[:, 0, 0].tolist()
     first = len(tree.trace.nodes[0].token_ids) + len(tree.trace.nodes[1].token_ids) + 1
     assert by_token == [0] * first + [1] * (len(sample) - first - 1) + [-1]

@@ -115,7 +115,7 @@ def test_models_state_health_and_metrics(server: LiveServer) -> None:
     assert status == 200 and models["data"][0]["id"] == "policy" and models["data"][0]["max_model_len"] == 512
     assert call(server, "GET", "/health") == (200, {"status": "ok"})
     status, state = call(server, "GET", "/state")
-    assert status == 200 and state["roles"] == ["prefill", "decode"] and state["kv_capacity_tokens"] > 0
+    assert status == 200 and state["kv_capacity_tokens"] > 0
 
     async def text() -> str:
         async with aiohttp.ClientSession() as session, session.get(server.url + "/metrics") as reply:

@@ -12,9 +12,10 @@ import numpy as np
 
 from headway.core.episodes import Episode, EpisodeError, Node, Task, Trace
 from headway.core.files import write_atomic
-from headway.core.logprobs import TrainedLogprobs, TrainedSample, tokens_key
 from headway.core.messages import Message, ToolCall
+from headway.core.records import TrainedLogprobs, TrainedSample
 from headway.core.runs import RunPaths
+from headway.core.samples import BranchKey
 from headway.core.wire import encode
 
 BEGAN = 1_794_700_000.0
@@ -97,9 +98,7 @@ def write_rollouts(folder: Path, step: int, records: Sequence[dict[str, Any]]) -
 
 def write_logprobs(folder: Path, step: int, apart: float) -> None:
     """What a trainer writes whose logprobs of every token of `rollout` are higher than the engine's by `apart`."""
-    sample = TrainedSample(
-        tokens_key(np.array(TOKENS, dtype=np.int32)), [(5, 5)], np.array(LOGPROBS, dtype=np.float32) + np.float32(apart)
-    )
+    sample = TrainedSample(BranchKey("e", 0, 2), [(5, 5)], np.array(LOGPROBS, dtype=np.float32) + np.float32(apart))
     write_atomic(RunPaths(folder).trained_logprobs(step, 0), encode(TrainedLogprobs(step, [sample])))
 
 
@@ -117,7 +116,7 @@ def rollout(
         id="e", group_id=group, env=env, task=Task("gaqd", {}), version=3, error=failed, started_at=time.time(),
         traces=[Trace(nodes=nodes, reward=reward, rewards={"exact": reward})], timings={"total": 0.9},
     )  # fmt: skip
-    sample = {"agent": "policy", "tokens": 10, "sampled": 5, "advantage": reward - 0.5, "versions": [3, 4]}
+    sample = {"agent": "policy", "tokens": 10, "sampled": 5, "advantage": reward - 0.5, "leaf": 2}
     return {
         "step": step,
         "env": env,

@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headway.algorithms.grpo import Grpo
+from headway.algorithms.registry import make_algorithm
+from headway.config.algorithms import Grpo
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings, FilterSettings, OrchestratorSettings
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, Task, Trace
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
@@ -112,9 +113,7 @@ class World:
 
     # The outbox.
 
-    async def send(
-        self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes, created_at: float
-    ) -> None:
+    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:
         plan, orchestrator = self.plan, self.orchestrator
         assert orchestrator is not None
         assert step == self.last_step() + 1, f"batch {step} after {self.last_step()}"
@@ -260,7 +259,7 @@ def build(world: World) -> Orchestrator:
             runner=(workers := SimWorkers(world, f"env{i}")),
             tasks=workers.tasks,
             curriculum=Shuffled(len(workers.tasks), plan.seed),
-            algorithm=Grpo(),
+            algorithm=make_algorithm(Grpo()),
             group_size=plan.group_size,
             sampling=SamplingParams(),
             timeout=3.0,
@@ -281,7 +280,6 @@ def build(world: World) -> Orchestrator:
         world,
         lambda: world.announced,
         clock=clock,
-        wall_clock=clock,
         new_id=lambda: f"g{next(world.serials)}",
     )
     return Orchestrator(parts, plan.settings(), max_steps=plan.max_steps, seq_len=64)

@@ -10,32 +10,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.algorithms.base import Group, Rollout
-from headway.algorithms.grpo import Grpo
+from headway.algorithms.base import Algorithm, Group, Rollout
 from headway.algorithms.rae import Rae
+from headway.algorithms.registry import make_algorithm
 from headway.cli import rollouts as rollouts_command
+from headway.config.algorithms import Grpo
 from headway.config.orchestrator import FilterSettings
 from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Node, Task, Trace
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message
+from headway.core.packing import Cost, make_batch
 from headway.core.protocol import SamplingParams
+from headway.core.records import read_rollouts, write_rollouts
 from headway.core.runs import RunPaths
 from headway.envs.samples import episode_samples
-from headway.orchestrator.batches.batching import make_batch
-from headway.orchestrator.batches.outbox import BatchOutbox
-from headway.orchestrator.batches.packing import Cost
 from headway.orchestrator.collect.collector import LEAST_SHARE, Collector
 from headway.orchestrator.collect.filters import judge, load_gates, repeated_share
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.collect.records import read_records, record_batch, rollout_file
 from headway.orchestrator.dispatch.curriculum import InOrder
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.training import Source
 from headway.orchestrator.health import ENGINE_PATIENCE_SECONDS, WINDOW, Health
+from headway.orchestrator.outbox import BatchOutbox, rollout_records
 from headway.orchestrator.scores import summarize
 from headway.orchestrator.tally import Tally, batch_values
 from headway.transport.rollouts import make_receiver, make_sender
+
+GRPO = make_algorithm(Grpo())
 
 
 def make_episode(
@@ -51,13 +53,13 @@ def make_episode(
 
 def scored(*episodes: Episode) -> Group:
     group = Group("g", "env", Task("task"), [Rollout(e, episode_samples(e)) for e in episodes])
-    Grpo().score(group)
+    GRPO.score(group)
     return group
 
 
 def ready(*episodes: Episode, arrived: int = 3) -> ReadyGroup:
     group = scored(*episodes)
-    samples = [sample for _, sample in group.parts()]
+    samples = [sample for _, sample in group.samples()]
     return ReadyGroup(group, samples, len(episodes), arrived)
 
 
@@ -165,17 +167,17 @@ def test_rewards_that_never_differ_stop_the_run() -> None:
         health.check()
 
 
-class Unreachable(Grpo):
-    async def consult(self, group: Group) -> None:
+class Unreachable(Algorithm):
+    async def query_references(self, group: Group) -> None:
         raise HeadwayError("the teacher is gone")
 
 
-class Broken(Grpo):
+class Broken(Algorithm):
     def score(self, group: Group) -> None:
         raise RuntimeError("a bug")
 
 
-def collect(algorithm: Grpo, *episodes: Episode) -> tuple[Collector, ReadyQueue, Health]:
+def collect(algorithm: Algorithm, *episodes: Episode) -> tuple[Collector, ReadyQueue, Health]:
     async def main() -> tuple[Collector, ReadyQueue, Health]:
         queue, health = ReadyQueue(), make_health()
         collector = Collector(
@@ -201,9 +203,9 @@ def collect(algorithm: Grpo, *episodes: Episode) -> tuple[Collector, ReadyQueue,
 
 
 def test_a_group_goes_on_with_fewer_but_never_alone() -> None:
-    collector, queue, _ = collect(Grpo(), make_episode(1.0), make_episode(0.0), failed("worker"), failed("worker"))
+    collector, queue, _ = collect(GRPO, make_episode(1.0), make_episode(0.0), failed("worker"), failed("worker"))
     assert queue.episodes == 2 and not collector.tally.dropped and collector.useful_share == pytest.approx(0.975)
-    collector, queue, _ = collect(Grpo(), make_episode(1.0), failed("worker"), failed("worker"), failed("tool"))
+    collector, queue, _ = collect(GRPO, make_episode(1.0), failed("worker"), failed("worker"), failed("tool"))
     assert queue.episodes == 0 and collector.tally.dropped == {"failed": 4}
     assert LEAST_SHARE < collector.useful_share < 1
 
@@ -214,10 +216,10 @@ def test_episodes_with_numbers_that_make_no_sense_are_left_out() -> None:
     infinite.traces[0].nodes[1].logprobs = [-1.0, float("-inf"), -1.0]
     uncovered = make_episode(0.0)
     uncovered.traces[0].nodes[1].versions = [(3, 1)]
-    collector, queue, health = collect(Grpo(), make_episode(1.0), make_episode(0.0), wild, infinite)
-    assert queue.episodes == 2 and collector.tally.dropped == {"garbled": 2}
-    collector, queue, health = collect(Grpo(), make_episode(1.0), uncovered)
-    assert queue.episodes == 0 and collector.tally.dropped == {"garbled": 1, "failed": 4}
+    collector, queue, health = collect(GRPO, make_episode(1.0), make_episode(0.0), wild, infinite)
+    assert queue.episodes == 2 and collector.tally.dropped == {"invalid": 2}
+    collector, queue, health = collect(GRPO, make_episode(1.0), uncovered)
+    assert queue.episodes == 0 and collector.tally.dropped == {"invalid": 1, "failed": 4}
     health.check()
 
 
@@ -256,11 +258,11 @@ def test_records_tell_everything_about_a_trained_batch(
     monkeypatch.setenv("COLUMNS", "160")
     paths = RunPaths(tmp_path)
     group = ready(make_episode(1.0, "g.0", version=2), make_episode(0.0, "g.1"))
-    record_batch(paths, 4, [group])
-    one, two = read_records(rollout_file(paths, 4))
+    write_rollouts(paths, 4, rollout_records(4, [group]))
+    one, two = read_rollouts(paths, 4)
     assert one.reward == 1.0 and one.samples[0].advantage == 0.5 and one.samples[0].versions == (2, 2) and one.lag == 1
     assert two.episode.traces[0].nodes[1].logprobs == [-1.0] * 3
-    assert len(gzip.decompress(rollout_file(paths, 4).read_bytes()).splitlines()) == 2
+    assert len(gzip.decompress(paths.rollout_records(4).read_bytes()).splitlines()) == 2
 
     paths.record.write_text("{}")
     assert rollouts_command.run(["show", str(tmp_path), "--max-reward", "0.5", "--tokens"]) == 0
@@ -280,14 +282,14 @@ def test_the_outbox_packs_records_and_prunes_what_checkpoints_cover(tmp_path: Pa
     outbox = BatchOutbox(sender, paths, seq_len=16, ranks=2, cost=Cost(), record=True)
     for step in range(1, 7):
         group = ready(make_episode(1.0), make_episode(0.0))
-        asyncio.run(outbox.send(step, [group], {"reward/mean": 0.5}, b"%d" % step, created_at=7.0))
+        asyncio.run(outbox.send(step, [group], {"reward/mean": 0.5}, b"%d" % step))
         if step % 2 == 0:
             finish_checkpoint(paths, step)
     assert outbox.last_step() == 6 and outbox.load_state() == b"6"
     assert paths.complete_checkpoints() == [2, 4, 6]
     assert sorted(p.name for p in paths.batches.iterdir()) == ["step_000002", *(f"step_00000{s}" for s in (3, 4, 5, 6))]
     part = make_receiver(FilesystemRollouts(), paths, 1, 2).receive(6, timeout=0)
-    assert part is not None and part.metrics == {"reward/mean": 0.5} and part.created_at == 7.0 and part.counts.rl == 6
+    assert part is not None and part.metrics == {"reward/mean": 0.5} and part.counts.rl == 6
     assert sorted(p.name for p in paths.rollouts.iterdir())[-1] == "step_000006.jsonl.gz"
 
 
@@ -306,7 +308,7 @@ def test_a_trainer_can_fall_back_on_the_checkpoint_before_the_newest(
     receiver = make_receiver(transport, paths, 0, 1)
     outbox = BatchOutbox(sender, paths, seq_len=16, ranks=1, cost=Cost(), record=False)
     for step in range(1, 10):
-        asyncio.run(outbox.send(step, [ready(make_episode(1.0), make_episode(0.0))], {}, b"{}", created_at=7.0))
+        asyncio.run(outbox.send(step, [ready(make_episode(1.0), make_episode(0.0))], {}, b"{}"))
         if step in (3, 6, 8):
             finish_checkpoint(paths, step)
     shutil.rmtree(paths.checkpoint(8))  # as the error about a damaged checkpoint advises
@@ -324,7 +326,7 @@ def test_batches_are_also_pruned_for_a_trainer_that_keeps_one_checkpoint(tmp_pat
         make_sender(FilesystemRollouts(), paths), paths, seq_len=16, ranks=1, cost=Cost(), record=False
     )
     for step in range(1, 10):
-        asyncio.run(outbox.send(step, [ready(make_episode(1.0), make_episode(0.0))], {}, b"{}", created_at=7.0))
+        asyncio.run(outbox.send(step, [ready(make_episode(1.0), make_episode(0.0))], {}, b"{}"))
         if step % 2 == 0:
             finish_checkpoint(paths, step)
             shutil.rmtree(paths.checkpoint(step - 2), ignore_errors=True)
@@ -340,9 +342,9 @@ def test_a_run_that_began_from_anothers_checkpoint_counts_on_from_there(tmp_path
 
 def test_frozen_samplers_data_has_no_age() -> None:
     group = scored(make_episode(1.0), make_episode(0.0))
-    for _, sample in group.parts():
+    for _, sample in group.samples():
         sample.versions[:] = -1
-    item = ReadyGroup(group, [sample for _, sample in group.parts()], 2, 5)
+    item = ReadyGroup(group, [sample for _, sample in group.samples()], 2, 5)
     queue = ReadyQueue()
     queue.add(item)
     assert queue.sweep(1000, max_lag=0) == [] and item.lags(1000) == (0, 0)
@@ -350,7 +352,7 @@ def test_frozen_samplers_data_has_no_age() -> None:
 
 
 def test_moving_averages_survive_a_restart() -> None:
-    one, other = Rae(), Rae()
+    one, other = Rae(0.95), Rae(0.95)
     one.advantages(scored(make_episode(1.0)))
     other.load(json.loads(json.dumps(one.save())))
     assert other.averages == one.averages

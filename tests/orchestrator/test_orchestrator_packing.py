@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.packing import Cost, Plan, make_batch, plan_packing
 from headway.core.samples import Sample
-from headway.orchestrator.batches.batching import make_batch
-from headway.orchestrator.batches.packing import Cost, Plan, plan_packing
 
 
 def lognormal(seed: int, tokens: int, seq_len: int, mean: float = 512.0, sigma: float = 1.0) -> list[int]:

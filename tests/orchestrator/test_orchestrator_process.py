@@ -13,10 +13,10 @@ from engine_script import ScriptedEngine
 
 from headway.config.shared import RolloutTransport, RunSettings, ZmqRollouts
 from headway.core.protocol import WeightUpdate
+from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.monitor.runs import create_run
-from headway.orchestrator.collect.records import read_records, rollout_file
 from headway.transport.rollouts import make_receiver
 from headway.transport.weights.announcements import announce
 
@@ -126,7 +126,7 @@ def test_a_killed_orchestrator_goes_on_after_its_last_batch(tmp_path: Path) -> N
     assert steps == [1, 2, 3, 4, 5], "one line a step, through the crash"
     assert [int(line["step"]) for line in lines if "eval/held-out/avg" in line] == [0, 5]
     assert all(line["lag/max"] <= 1 for line in lines if "lag/max" in line)
-    records = {step: list(read_records(rollout_file(run.paths, step))) for step in steps}
+    records = {step: list(read_rollouts(run.paths, step)) for step in steps}
     ids = [record.episode.id for step in steps for record in records[step]]
     assert len(ids) == len(set(ids)) >= 40, "no episode is trained twice"
     tasks = [record.episode.task.id for step in steps for record in records[step]]

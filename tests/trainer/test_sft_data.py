@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.packing import Cost, plan_packing
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.base import Renderer
 from headway.rendering.load import load_renderer
 from headway.trainer.data.conversations import BadRowError, conversation, tokenize
 from headway.trainer.data.order import RowOrder
-from headway.trainer.data.packing import counts_of, micro_batches, pack
+from headway.trainer.data.packing import counts_of, micro_batches
 from headway.trainer.data.rows import TokenRows, tokenize_rows
 from headway.trainer.data.sources import Row, files_in, read_rows
 
@@ -184,7 +185,7 @@ def test_an_order_goes_on_where_it_was_left(sizes: np.ndarray, batch_tokens: int
 @settings(max_examples=120, deadline=None)
 @given(lengths, st.integers(50, 120), st.integers(1, 5))
 def test_packing_loses_nothing_and_gives_every_rank_as_many_bins(sizes: np.ndarray, seq_len: int, ranks: int) -> None:
-    dealt = pack(sizes, seq_len, ranks)
+    dealt = plan_packing(sizes.tolist(), seq_len, ranks, Cost())
     assert len(dealt) == ranks
     assert len({len(bins) for bins in dealt}) == 1
     packed = [bin for bins in dealt for bin in bins]

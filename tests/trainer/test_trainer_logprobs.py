@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_helpers import rich_batch, rich_micro_batch, run_paths, small_settings, spool, vocab_of
 
-from headway.core.logprobs import TrainedLogprobs, tokens_key
+from headway.core.records import TrainedLogprobs
 from headway.core.wire import decode
 from headway.models.attention import PackedPlan
 from headway.models.checkpoints.folders import load_model
 from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
-from headway.trainer.logprobs import choose, sampled_places, spans
+from headway.trainer.logprobs import choose, sampled_tokens, spans
 from headway.trainer.loop import train
 
 
@@ -29,12 +29,12 @@ def test_spans_cover_exactly_what_they_are_made_of(numbers: set[int]) -> None:
 
 @given(st.integers(0, 120))
 def test_whole_samples_are_chosen_up_to_the_bound(most: int) -> None:
-    places = sampled_places([rich_micro_batch([9, 17, 4], 300, seed=1), rich_micro_batch([24, 5], 300, seed=2)])
-    chosen = choose(places, most)
-    left = {place.key for place in places} - {place.key for place in chosen}
-    taken = sum(len(place.tokens) for place in chosen)
+    samples = sampled_tokens([rich_micro_batch([9, 17, 4], 300, seed=1), rich_micro_batch([24, 5], 300, seed=2)])
+    chosen = choose(samples, most)
+    left = {sample.key for sample in samples} - {sample.key for sample in chosen}
+    taken = sum(len(sample.tokens) for sample in chosen)
     assert taken <= most
-    assert all(len(place.tokens) > most - taken for place in places if place.key in left), "nothing more would fit"
+    assert all(len(sample.tokens) > most - taken for sample in samples if sample.key in left), "nothing more would fit"
 
 
 def test_a_step_leaves_the_logprobs_of_the_weights_it_began_with(tmp_path: Path) -> None:
@@ -46,9 +46,9 @@ def test_a_step_leaves_the_logprobs_of_the_weights_it_began_with(tmp_path: Path)
     model = load_model(resolve_model("tiny"))
     compared = 0
     for micro in rich_batch(1, 1, vocab_of("tiny")).ranks[0]:
-        for start, length in zip(np.cumsum([0, *micro.lengths[:-1]]), micro.lengths, strict=True):
+        for key, start, length in zip(micro.keys, np.cumsum([0, *micro.lengths[:-1]]), micro.lengths, strict=True):
             here = slice(start, start + length)
-            sample = found[tokens_key(micro.token_ids[here])]
+            sample = found[key]
             places = [at for first, count in sample.spans for at in range(first, first + count)]
             assert places == [at for at in range(1, length) if micro.sampled[here][at]]
             ids = torch.tensor(micro.token_ids[here], dtype=torch.long)

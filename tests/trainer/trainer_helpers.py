@@ -21,6 +21,7 @@ from headway.config.shared import FilesystemRollouts
 from headway.config.trainer import TrainSettings
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
 from headway.core.runs import RunPaths
+from headway.core.samples import BranchKey
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
@@ -43,6 +44,7 @@ def rich_micro_batch(lengths: list[int], vocab: int, seed: int) -> MicroBatch:
     micro.ce_weight = np.where(~micro.sampled & (rng.random(size) < 0.5), 0.1, 0).astype(np.float32)
     micro.ref_kl_weight = np.where(micro.sampled & (rng.random(size) < 0.5), 1, 0).astype(np.float32)
     micro.ref_logprobs = np.where(micro.sampled, rng.uniform(-7, -3, size), 0).astype(np.float32)
+    micro.keys = [BranchKey(f"{rng.bytes(4).hex()}.0.0", 0, 1) for _ in lengths]
     micro.temperatures = np.repeat(rng.choice([0.7, 1.0, 1.3], len(lengths)), lengths).astype(np.float32)
     return micro
 

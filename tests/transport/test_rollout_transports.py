@@ -10,6 +10,8 @@ from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollo
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
 from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
+from headway.core.samples import BranchKey
+from headway.core.streams import streams_of
 from headway.transport.rollouts import make_receiver, make_sender
 
 TRANSPORTS = [FilesystemRollouts(), ZmqRollouts()]
@@ -17,22 +19,14 @@ both = pytest.mark.parametrize("transport", TRANSPORTS, ids=["filesystem", "zmq"
 
 
 def micro_batch(seed: int, tokens: int = 6) -> MicroBatch:
+    """Random numbers in every stream."""
     rng = np.random.default_rng(seed)
-    floats = {
-        name: rng.normal(size=tokens).astype(np.float32)
-        for name in (
-            "logprobs", "advantages", "rl_weight", "ce_weight", "ref_kl_weight", "ref_logprobs", "temperatures"
-        )
-    }  # fmt: skip
-    return MicroBatch(
-        token_ids=rng.integers(0, 99, tokens, dtype=np.int32),
-        positions=np.arange(tokens, dtype=np.int32),
-        lengths=[2, tokens - 2],
-        sampled=rng.integers(0, 2, tokens).astype(np.bool_),
-        versions=np.full(tokens, 3, dtype=np.int32),
-        routed_experts=rng.integers(0, 8, (tokens, 2, 2)).astype(np.int16),
-        **floats,
-    )
+    micro = MicroBatch.blank([2, tokens - 2])
+    for stream in streams_of(MicroBatch).values():
+        setattr(micro, stream.name, (9 * rng.normal(size=tokens)).astype(stream.dtype))
+    micro.keys = [BranchKey(f"{seed}.0", 1, 3), BranchKey(f"{seed}.1", 0, 4)]
+    micro.routed_experts = rng.integers(0, 8, (tokens, 2, 2)).astype(np.int16)
+    return micro
 
 
 def batch_of(step: int, ranks: int = 2) -> Batch:
@@ -40,7 +34,8 @@ def batch_of(step: int, ranks: int = 2) -> Batch:
 
 
 def assert_same(got: MicroBatch, want: MicroBatch) -> None:
-    for name in MicroBatch.__struct_fields__:
+    assert got.keys == want.keys
+    for name in (*streams_of(MicroBatch), "lengths", "routed_experts"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
 
 

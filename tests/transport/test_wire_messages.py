@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from numpy.typing import NDArray
 
-from headway.core.samples import Floats, Ints
+from headway.core.streams import Floats, Ints
 from headway.core.wire import Array, decode, encode
 
 

@@ -1,18 +1,16 @@
-"""Grpo, and a cross-entropy on what the environment said back, so that the policy also learns its world."""
+"""Echo: GRPO, and a cross-entropy on what the environment replied, so that the policy also learns its world."""
 
 from collections.abc import Mapping
 
 from headway.algorithms.base import Group, Rollout
 from headway.algorithms.grpo import Grpo, Normalize
-from headway.core.episodes import Trace
-from headway.core.samples import Sample
 
 
 class Echo(Grpo):
     """`roles` are the weights of observation tokens by the role of their message."""
 
-    def __init__(self, roles: Mapping[str, float], normalize: Normalize = "none") -> None:
-        super().__init__(normalize)
+    def __init__(self, roles: Mapping[str, float], normalize: Normalize) -> None:
+        super().__init__(normalize, length_penalty=None)
         self.roles = dict(roles)
 
     def score(self, group: Group) -> None:
@@ -21,24 +19,12 @@ class Echo(Grpo):
             self._weigh_observations(rollout)
 
     def _weigh_observations(self, rollout: Rollout) -> None:
-        """A node that several branches share counts in the first of them only."""
+        """Set the cross-entropy weights. A node that several branches share counts in the first of them only."""
         counted: set[tuple[int, int]] = set()
-        for trace, sample in rollout.parts:
-            start = 0
-            for index in branch_of(trace, sample):
-                node = trace.nodes[index]
-                stop = start + len(node.token_ids)
+        for sample in rollout.samples:
+            spans = rollout.episode.traces[sample.trace].spans(sample.nodes)
+            for index, (node, start, end) in zip(sample.nodes, spans, strict=True):
                 weight = self.roles.get(node.message.role, 0.0) if node.message and not node.sampled else 0.0
-                if weight and (id(trace), index) not in counted:
-                    counted.add((id(trace), index))
-                    sample.ce_weight[start:stop] = weight
-                start = stop
-
-
-def branch_of(trace: Trace, sample: Sample) -> list[int]:
-    """The nodes whose tokens the sample is made of. Raises ValueError when it is none of the trace's branches."""
-    tokens = sample.token_ids.tolist()
-    for branch in trace.branches():
-        if [token for index in branch for token in trace.nodes[index].token_ids] == tokens:
-            return branch
-    raise ValueError("the sample is not a branch of this trace")
+                if weight and (sample.trace, index) not in counted:
+                    counted.add((sample.trace, index))
+                    sample.ce_weight[start:end] = weight

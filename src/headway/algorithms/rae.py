@@ -1,4 +1,4 @@
-"""Role-conditioned advantage estimation, for self-play: each agent is measured against its own past."""
+"""RAE, role-conditioned advantage estimation for self-play (https://arxiv.org/abs/2506.24119)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class Rae(Algorithm):
 
     relative = False
 
-    def __init__(self, decay: float = 0.95) -> None:
+    def __init__(self, decay: float) -> None:
         self.decay = decay
         self.averages: dict[str, float] = {}
 

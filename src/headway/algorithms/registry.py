@@ -1,4 +1,4 @@
-"""From settings to algorithms."""
+"""Construction of algorithms from their settings, which alone hold the defaults."""
 
 from headway.algorithms.base import Algorithm, Context
 from headway.algorithms.echo import Echo
@@ -15,9 +15,11 @@ from headway.algorithms.sft import Sft
 from headway.config import algorithms as settings_of
 from headway.core.errors import UsageError
 
+_NO_CONTEXT = Context()
 
-def make_algorithm(settings: settings_of.Algorithm, context: Context) -> Algorithm:
-    """A fresh instance, for one environment. Raises UsageError when something it needs is missing."""
+
+def make_algorithm(settings: settings_of.Algorithm, context: Context = _NO_CONTEXT) -> Algorithm:
+    """Make an instance, for one environment. Raises UsageError when something it needs is missing."""
     match settings:
         case settings_of.Grpo():
             return Grpo(settings.normalize, settings.length_penalty)
@@ -26,11 +28,11 @@ def make_algorithm(settings: settings_of.Algorithm, context: Context) -> Algorit
         case settings_of.Rloo():
             return Rloo(settings.length_penalty)
         case settings_of.ReinforcePp():
-            return ReinforcePp()
+            return ReinforcePp("none", None)
         case settings_of.Rae():
             return Rae(settings.decay)
         case settings_of.HierarchicalGrpo():
-            return HierarchicalGrpo(settings.normalize)
+            return HierarchicalGrpo(settings.normalize, None)
         case settings_of.Opd():
             return Opd(ReferenceModel(_teacher(settings.teacher, "opd")))
         case settings_of.Opsd():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headway.core.episodes import Trace
-    from headway.orchestrator.collect.records import RolloutRecord
+    from headway.core.records import RolloutRecord
 
 HELP = """\
 usage: headway rollouts show RUN [--step N] [--env NAME] [--min-reward R] [--max-reward R] [options]
@@ -37,8 +37,8 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
+    from headway.core.records import read_rollouts, recorded_steps
     from headway.monitor.runs import open_run
-    from headway.orchestrator.collect.records import read_records, recorded_steps, rollout_file
 
     options = parse(argv)
     paths = open_run(options.run)
@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
     step = steps[-1] if options.step is None else options.step
     if step not in steps:
         raise UsageError(f"{options.run} has no record of step {step}; it has {steps[0]} to {steps[-1]}")
-    found = islice(matching(read_records(rollout_file(paths, step)), options), options.n)
+    found = islice(matching(read_rollouts(paths, step), options), options.n)
     return _print_json(found) if options.json else _print(found, step, options)
 
 

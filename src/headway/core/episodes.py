@@ -1,5 +1,7 @@
-"""Tasks, and the episodes that come of them: trees of messages whose tokens are the truth."""
+"""Tasks, and the episodes run on them: trees of messages with the tokens that engines saw and sampled."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -9,7 +11,7 @@ from headway.core.protocol import SamplingParams
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem of an environment. `id` is stable within it; `data` is what the environment needs."""
+    """One problem of an environment. `id` is stable within it; `data` belongs to the environment."""
 
     id: str
     data: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -48,7 +50,7 @@ class Node(msgspec.Struct, omit_defaults=True):
 
 
 class Trace(msgspec.Struct, omit_defaults=True):
-    """What one agent of an episode saw and said, and what it was rewarded for.
+    """The messages that one agent of an episode saw and said, and its reward.
 
     `rewards` are the named parts before weighting, `reward` their weighted sum. `rewrites` counts the times
     a template rewrote history, so that a new branch had to start. `problem` names what agents are compared
@@ -65,24 +67,29 @@ class Trace(msgspec.Struct, omit_defaults=True):
     problem: str | None = None
 
     def branches(self) -> list[list[int]]:
-        """Node indices from root to leaf, one list per leaf, in the order the leaves were added."""
+        """Return node indices from root to leaf, one list per leaf, in the order the leaves were added."""
         parents = {node.parent for node in self.nodes}
         return [self.path(leaf) for leaf in range(len(self.nodes)) if leaf not in parents]
 
     def path(self, node: int) -> list[int]:
-        """Node indices from the root to `node`."""
+        """Return node indices from the root to `node`."""
         path = []
         while node >= 0:
             path.append(node)
             node = self.nodes[node].parent
         return path[::-1]
 
+    def spans(self, nodes: Sequence[int]) -> list[tuple[Node, int, int]]:
+        """Return each node of a branch with the tokens `start .. end` that it holds there."""
+        ends = list(accumulate(len(self.nodes[index].token_ids) for index in nodes))
+        return [(self.nodes[i], start, end) for i, start, end in zip(nodes, [0, *ends], ends, strict=False)]
+
 
 ErrorKind = Literal["environment", "reward", "tool", "timeout", "worker", "engine", "context", "cancelled"]
 
 
 class EpisodeError(msgspec.Struct, frozen=True):
-    """Why an episode has no result. `detail` may hold a traceback; it is recorded, not shown by default."""
+    """The reason why an episode has no result. `detail` may hold a traceback; it is recorded, not shown by default."""
 
     kind: ErrorKind
     message: str
@@ -103,7 +110,6 @@ class EpisodeRequest(msgspec.Struct, omit_defaults=True):
     version: int = 0
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     timeout: float = 600.0
-    cache_salt: str | None = None
     priority: int = 0
     evaluation: bool = False
     api: Literal["tokens", "chat"] = "tokens"
@@ -124,7 +130,6 @@ class Episode(msgspec.Struct, omit_defaults=True):
     version: int = 0
     traces: list[Trace] = msgspec.field(default_factory=list)
     error: EpisodeError | None = None
-    origin: str = "local"
     evaluation: bool = False
     started_at: float = 0.0
     timings: dict[str, float] = msgspec.field(default_factory=dict)

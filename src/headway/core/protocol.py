@@ -1,4 +1,4 @@
-"""The inference protocol's bodies: what orchestrator, workers and engines say over HTTP."""
+"""The inference protocol's bodies: the messages that orchestrator, workers and engines exchange over HTTP."""
 
 from typing import Any, Literal
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch their filters off.
+    """Parameters of sampling. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch their filters off.
 
     `logprobs` asks for the sampled token's (0) or also the `logprobs` most likely ones; None for neither.
     `prompt_logprobs` likewise for the prompt. `max_tokens` None means up to the end of the context.
@@ -83,7 +83,7 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
 
 
 class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
-    """What one choice grew by. `versions`, in the last chunk, covers the whole choice."""
+    """The tokens that one choice grew by. `versions`, in the last chunk, covers the whole choice."""
 
     index: int
     token_ids: list[int]
@@ -101,7 +101,7 @@ class GenerateChunk(msgspec.Struct, omit_defaults=True):
 
 
 class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the trainer's own model makes of a short sequence with a version's weights, for an engine to be held to.
+    """The trainer's logprobs of a short sequence with a version's weights, which an engine must reproduce.
 
     `logprobs` are those of `token_ids[1:]` at temperature 1; `dtype` is what the trainer computed them in. `stream` is
     the root mean square of the residual stream at the last token: after the embedding, after each layer, and after
@@ -115,7 +115,7 @@ class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WeightUpdate(msgspec.Struct, omit_defaults=True):
-    """The body of POST /weights, and what the trainer announces.
+    """The body of POST /weights and the trainer's announcement of a version.
 
     `transport` has a `type` ("filesystem", "point_to_point", "shared_memory") and what that one needs to fetch
     the tensors. `adapter` names the LoRA adapter that is updated; None updates the base weights. An engine that
@@ -145,7 +145,7 @@ class WeightState(msgspec.Struct):
 
 
 class EngineState(msgspec.Struct):
-    """What the orchestrator steers by. `kv_usage` is a share; `roles` are what the engine plays."""
+    """The load of an engine, which the orchestrator steers by. `kv_usage` is a share."""
 
     version: int
     fingerprint: str
@@ -158,7 +158,6 @@ class EngineState(msgspec.Struct):
     max_model_len: int
     generated_tokens: int = 0
     paused: bool = False
-    roles: list[str] = msgspec.field(default_factory=lambda: ["prefill", "decode"])
     adapters: dict[str, int] = msgspec.field(default_factory=dict)
 
 

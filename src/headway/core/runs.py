@@ -73,6 +73,9 @@ class RunPaths:
     def batch(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}"
 
+    def rollout_records(self, step: int) -> Path:
+        return self.rollouts / f"step_{step:06d}.jsonl.gz"
+
     def trained_logprobs(self, step: int, rank: int) -> Path:
         return self.logprobs / f"step_{step:06d}_rank_{rank:03d}.msgpack"
 

@@ -1,43 +1,37 @@
 """Samples: one branch of an episode as token-aligned streams, ready for the loss."""
 
+from typing import Self
+
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
-Flags = NDArray[np.bool_]
-Experts = NDArray[np.int16]
+from headway.core.streams import TokenStreams, blank_streams
 
 
-class Sample(msgspec.Struct):
-    """Streams over the T tokens of one sequence; entry t describes token t given the tokens before it.
+class BranchKey(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """The name of a branch: its episode, the index of its trace there, and the index of its last node in the trace."""
 
-    `sampled` marks what the policy sampled and this sample is to train (a prefix shared with an earlier
-    branch is False here). `logprobs` and `versions` hold on sampled tokens (0 and -1 elsewhere). The three
-    weights say how much a token counts in each loss component. `routed_experts` is (T, layers, k), with -1
-    where no choice was recorded.
-    """
+    episode: str = ""
+    trace: int = 0
+    leaf: int = -1
 
-    token_ids: Ints
-    sampled: Flags
-    logprobs: Floats
-    versions: Ints
-    advantages: Floats
-    rl_weight: Floats
-    ce_weight: Floats
-    ref_kl_weight: Floats
-    ref_logprobs: Floats
+
+class Sample(TokenStreams, kw_only=True):
+    """One branch: the tokens of the nodes `nodes` of trace `trace` of an episode, sampled at one temperature."""
+
     temperature: float = 1.0
-    routed_experts: Experts | None = None
-    env: str = ""
-    group_id: str = ""
-    episode_id: str = ""
     agent: str = "policy"
-    policy: str = "policy"
+    episode_id: str = ""
+    trace: int = 0
+    nodes: list[int] = msgspec.field(default_factory=list)
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
+    @classmethod
+    def blank(cls, size: int) -> Self:
+        """A sample of `size` tokens in which nothing is trained."""
+        return cls(**blank_streams(cls, size))
+
+    @property
+    def key(self) -> BranchKey:
+        return BranchKey(self.episode_id, self.trace, self.nodes[-1] if self.nodes else -1)
 
     @property
     def oldest_version(self) -> int:

@@ -25,7 +25,7 @@ def _encode_array(value: object) -> _RawArray:
 
 def _decode_array(kind: Any, value: object) -> Array:
     raw = msgspec.convert(value, _RawArray)
-    dtype, expected = np.dtype(raw.dtype), _element_type(kind)
+    dtype, expected = np.dtype(raw.dtype), element_type(kind)
     if dtype.hasobject:
         raise ValueError("arrays of objects are refused")
     if expected is not None and dtype != expected:
@@ -35,8 +35,8 @@ def _decode_array(kind: Any, value: object) -> Array:
 
 
 @cache
-def _element_type(kind: Any) -> "np.dtype[Any] | None":
-    """What `NDArray[...]` says of its elements; None where it leaves that open."""
+def element_type(kind: Any) -> "np.dtype[Any] | None":
+    """Return the dtype that `NDArray[...]` names; None where it leaves that open."""
     for parameter in get_args(kind):
         for element in get_args(parameter):
             if isinstance(element, type) and issubclass(element, np.generic):

@@ -110,7 +110,7 @@ class EngineSampler:
         request = self._request
         client = self._engines.client(url)
         sampling = self._fitted(token_ids, sampling, self._engines.context.get(url))
-        body = GenerateRequest(token_ids, request.policy, sampling, request.cache_salt, request.priority)
+        body = GenerateRequest(token_ids, request.policy, sampling, priority=request.priority)
         try:
             response = await client.generate(body, session_id=request.episode_id)
         except EngineError as error:

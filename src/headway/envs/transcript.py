@@ -65,7 +65,7 @@ def token_lines(trace: Trace, renderer: Renderer, paint: Paint) -> list[str]:
     """Each sample's tokens. Sampled ones are green, or in [brackets] where there is no color."""
     brackets = paint("sampled", "") == ""
     lines = []
-    for number, (_, sample) in enumerate(trace_samples(trace)):
+    for number, sample in enumerate(trace_samples(trace)):
         sampled = int(sample.sampled.sum())
         mean = float(sample.logprobs[sample.sampled].mean()) if sampled else 0.0
         head = f"sample {number}: {len(sample.token_ids)} tokens, {sampled} sampled, mean logprob {mean:.3f}"

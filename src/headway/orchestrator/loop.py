@@ -139,7 +139,7 @@ class Orchestrator:
         self.dispatcher.pump()
         # The line comes first: after a crash in between, a line without its batch is dropped, not the other way round.
         self.parts.recorder.log(step, values)
-        await self.parts.outbox.send(step, groups, values, state, self.parts.wall_clock())
+        await self.parts.outbox.send(step, groups, values, state)
 
     def _step_values(self, groups: Sequence[ReadyGroup]) -> dict[str, float]:
         now = self.parts.clock()

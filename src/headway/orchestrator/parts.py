@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headway.core.protocol import WeightReply, WeightUpdate
-from headway.orchestrator.batches.outbox import Outbox
 from headway.orchestrator.dispatch.concurrency import Load
 from headway.orchestrator.dispatch.dispatcher import Router
 from headway.orchestrator.dispatch.training import Source
 from headway.orchestrator.evaluation import EvalEnv, Round
+from headway.orchestrator.outbox import Outbox
 
 
 class RunFleet(Router, Protocol):
@@ -50,5 +50,4 @@ class Parts:
     workers: Callable[[], dict[str, float]] = dict
     """Metrics of environment workers since it was last asked."""
     clock: Callable[[], float] = time.monotonic
-    wall_clock: Callable[[], float] = time.time
     new_id: Callable[[], str] = lambda: uuid.uuid4().hex

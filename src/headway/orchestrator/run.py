@@ -18,13 +18,12 @@ from headway.algorithms.registry import make_algorithm
 from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestrateSettings, SamplingSettings
 from headway.config.shared import TrackingSettings
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.packing import Cost
 from headway.core.protocol import SamplingParams
 from headway.core.runs import RunPaths
 from headway.envs.workers.pool import EnvPool
 from headway.monitor.metrics import MetricsWriter
 from headway.monitor.sinks import make_sinks
-from headway.orchestrator.batches.outbox import BatchOutbox
-from headway.orchestrator.batches.packing import Cost
 from headway.orchestrator.dispatch.curriculum import make_curriculum
 from headway.orchestrator.dispatch.rate import RateLimit
 from headway.orchestrator.dispatch.training import Source
@@ -32,6 +31,7 @@ from headway.orchestrator.evaluation import EvalEnv, Round, write_round
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.fleet.membership import admin_token, engine_finder
 from headway.orchestrator.loop import Orchestrator, first_to_end
+from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.parts import Parts
 from headway.rendering.base import Renderer
 from headway.transport.inference import InferenceClient

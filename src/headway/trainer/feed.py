@@ -79,7 +79,7 @@ class FakeFeed:
         ]
         here = sum(int(np.count_nonzero(micro.rl_weight)) for micro in micro_batches)
         total = int(self._ranks.sum({"rl": here})["rl"])
-        return RankBatch(step, micro_batches, ComponentCounts(rl=total), created_at=time.time())
+        return RankBatch(step, micro_batches, ComponentCounts(rl=total))
 
     def close(self) -> None: ...
 
@@ -98,22 +98,11 @@ def fake_lengths(rng: np.random.Generator, seq_len: int, mean_len: int | None) -
 
 
 def fake_micro_batch(lengths: list[int], vocab_size: int, rng: np.random.Generator) -> MicroBatch:
-    size = sum(lengths)
-    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
-    sampled = positions > 0
-    zeros = np.zeros(size, np.float32)
-    logprobs = np.where(sampled, -np.log(vocab_size), 0.0).astype(np.float32)
-    return MicroBatch(
-        token_ids=rng.integers(0, vocab_size, size, dtype=np.int32),
-        positions=positions,
-        lengths=lengths,
-        sampled=sampled,
-        logprobs=logprobs,
-        versions=np.where(sampled, 0, -1).astype(np.int32),
-        advantages=np.where(sampled, rng.normal(size=size), 0.0).astype(np.float32),
-        rl_weight=sampled.astype(np.float32),
-        ce_weight=zeros,
-        ref_kl_weight=zeros,
-        ref_logprobs=zeros,
-        temperatures=np.ones(size, np.float32),
-    )
+    micro = MicroBatch.blank(lengths)
+    sampled = micro.sampled = micro.positions > 0
+    micro.token_ids = rng.integers(0, vocab_size, len(micro), dtype=np.int32)
+    micro.logprobs[sampled] = -np.log(vocab_size)
+    micro.versions[sampled] = 0
+    micro.advantages[:] = np.where(sampled, rng.normal(size=len(micro)), 0.0)
+    micro.rl_weight[sampled] = 1
+    return micro

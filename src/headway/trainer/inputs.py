@@ -1,4 +1,4 @@
-"""From a micro-batch as it came over the wire to tensors on the device, checked on the way."""
+"""Conversion of a micro-batch, as it came over the wire, to checked tensors on the device."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,26 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.batches import ComponentCounts, MicroBatch
+from headway.core.batches import COMPONENTS, ComponentCounts, MicroBatch
 from headway.core.errors import HeadwayError
+from headway.core.streams import streams_of
 from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
 from headway.models.packed import PackedTokens
 from headway.trainer.losses.components import LossTokens
 
-STREAMS = (
-    "token_ids",
-    "positions",
-    "sampled",
-    "logprobs",
-    "versions",
-    "advantages",
-    "rl_weight",
-    "ce_weight",
-    "ref_kl_weight",
-    "ref_logprobs",
-    "temperatures",
-)
+_DTYPES = {"float32": torch.float32, "int32": torch.int64, "bool": torch.bool}
 
 
 @dataclass(slots=True)
@@ -44,7 +33,7 @@ class Scored:
 
 
 class Inputs:
-    """What the model gets, on its way to the device, and what it is scored by, which follows when it is asked for: by
+    """The model's inputs, copied to the device at once, and the scored tokens, copied when they are first asked for: by
     then the device has work."""
 
     def __init__(self, micro: MicroBatch, config: ModelConfig, device: torch.device) -> None:
@@ -60,23 +49,27 @@ class Inputs:
 
     @cached_property
     def scored(self) -> Scored:
-        micro = self._micro
         loss = LossTokens(
-            sampled_N=self._at_rows(micro.sampled, torch.bool),
-            old_logprobs_N=self._at_rows(micro.logprobs),
-            advantages_N=self._at_rows(micro.advantages),
-            rl_weight_N=self._at_rows(micro.rl_weight),
-            ce_weight_N=self._at_rows(micro.ce_weight),
-            ref_kl_weight_N=self._at_rows(micro.ref_kl_weight),
-            ref_logprobs_N=self._at_rows(micro.ref_logprobs),
-            segments_N=self._at_rows(self._segments, torch.int64),
+            sampled_N=self.scored_stream("sampled"),
+            old_logprobs_N=self.scored_stream("logprobs"),
+            advantages_N=self.scored_stream("advantages"),
+            rl_weight_N=self.scored_stream("rl_weight"),
+            ce_weight_N=self.scored_stream("ce_weight"),
+            ref_kl_weight_N=self.scored_stream("ref_kl_weight"),
+            ref_logprobs_N=self.scored_stream("ref_logprobs"),
+            segments_N=self._put(self._segments[self._rows], torch.int64),
         )
         return Scored(
             rows_N=self._put(self._rows, torch.int64),
-            targets_N=self._at_rows(micro.token_ids, torch.int64),
-            temperatures_N=self._at_rows(micro.temperatures),
+            targets_N=self.scored_stream("token_ids"),
+            temperatures_N=self.scored_stream("temperatures"),
             loss=loss,
         )
+
+    def scored_stream(self, name: str) -> Tensor:
+        """Copy a stream of the scored tokens to the device. Any stream of the table can be asked for."""
+        stream_T: NDArray[np.generic] = getattr(self._micro, name)
+        return self._put(stream_T[self._rows], _DTYPES[streams_of(MicroBatch)[name].dtype.name])
 
     @cached_property
     def real_tokens(self) -> int:
@@ -92,9 +85,6 @@ class Inputs:
     def _segments(self) -> NDArray[np.intp]:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
-    def _at_rows(self, stream_T: NDArray[np.generic], dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._put(stream_T[self._rows], dtype)
-
     def _put(self, stream: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
         tensor = torch.as_tensor(np.ascontiguousarray(stream), dtype=dtype)
         # From pinned memory, or the host would wait for what the device does before the copy.
@@ -108,18 +98,18 @@ def prepare(micro: MicroBatch, config: ModelConfig, device: torch.device) -> Inp
 
 
 def needed_tokens(micro: MicroBatch) -> NDArray[np.bool_]:
-    """Which tokens need a logprob: those that a component counts or the policy sampled, but no first ones."""
-    weights_T = (micro.rl_weight != 0) | (micro.ce_weight != 0) | (micro.ref_kl_weight != 0)
-    needed_T: NDArray[np.bool_] = micro.sampled.astype(np.bool_) | weights_T
+    """Mark the tokens that need a logprob: those that a component counts or the policy sampled, except first ones."""
+    needed_T: NDArray[np.bool_] = micro.sampled | micro.counted
     needed_T[np.cumsum([0, *micro.lengths[:-1]])] = False
     return needed_T
 
 
 def check(micro: MicroBatch, config: ModelConfig) -> None:
+    """Raise HeadwayError where the micro-batch contradicts itself or the model."""
     if not micro.lengths or min(micro.lengths) < 1:
         raise HeadwayError(f"micro-batch: lengths must be samples of at least one token (got {micro.lengths[:8]})")
     size = sum(micro.lengths)
-    for name in STREAMS:
+    for name in streams_of(MicroBatch):
         stream = getattr(micro, name)
         if stream.shape != (size,):
             raise HeadwayError(f"micro-batch: {name} has shape {stream.shape}, but lengths add up to {size} tokens")
@@ -154,11 +144,12 @@ def _check_experts(micro: MicroBatch, config: ModelConfig, size: int) -> None:
 
 
 def check_counts(micro_batches: list[MicroBatch], counts: ComponentCounts, step: int) -> None:
-    """A component with tokens here must be counted in the whole batch, or the loss would be divided by too little."""
+    """Check that the batch counts every component's tokens here, or the loss would be divided by too little."""
     if not micro_batches:
         raise HeadwayError(f"batch {step}: has no micro-batches for this rank")
-    for name, total in (("rl", counts.rl), ("ce", counts.ce), ("ref_kl", counts.ref_kl)):
-        here = sum(int(np.count_nonzero(getattr(micro, f"{name}_weight"))) for micro in micro_batches)
+    found = ComponentCounts.of(micro_batches)
+    for name in COMPONENTS:
+        here, total = getattr(found, name), getattr(counts, name)
         if here > total:
             raise HeadwayError(
                 f"batch {step}: {name}_weight is not 0 on {here} tokens of this rank, but counts.{name} is {total}"

@@ -49,22 +49,9 @@ def probe_ids(vocab_size: int, longest: int) -> NDArray[np.int32]:
 
 def _micro_batch(ids_T: NDArray[np.int32]) -> MicroBatch:
     """One sample whose every token but the first wants a logprob at temperature 1, and nothing else."""
-    size = len(ids_T)
-    positions, zeros = np.arange(size, dtype=np.int32), np.zeros(size, np.float32)
-    return MicroBatch(
-        token_ids=ids_T,
-        positions=positions,
-        lengths=[size],
-        sampled=positions > 0,
-        logprobs=zeros,
-        versions=np.zeros(size, np.int32),
-        advantages=zeros,
-        rl_weight=zeros,
-        ce_weight=zeros,
-        ref_kl_weight=zeros,
-        ref_logprobs=zeros,
-        temperatures=np.ones(size, np.float32),
-    )
+    micro = MicroBatch.blank([len(ids_T)])
+    micro.token_ids, micro.sampled = ids_T, micro.positions > 0
+    return micro
 
 
 def _reshard(state: TrainState) -> None:

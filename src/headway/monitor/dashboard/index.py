@@ -1,11 +1,8 @@
 """An index of a run's rollouts: a few dozen bytes for each, built in the background, newest steps first."""
 
-import gzip
 import os
-import re
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.records import rollout_lines, rollout_step
 from headway.core.runs import RunPaths
 from headway.monitor.tail import LONGEST_LINE
 
-FILE = re.compile(r"^step_(\d{6,})\.jsonl\.gz$")
 ROW = np.dtype(
     [
         ("step", "i4"),
@@ -89,7 +86,7 @@ class RolloutIndex:
     """Rows of all recorded rollouts. Queries answer from what has been read so far and say how much that is."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._folder = paths.rollouts
+        self._paths = paths
         self._lock = threading.Lock()
         self._blocks: list[Rows] = []
         self._used = 0
@@ -171,7 +168,7 @@ class RolloutIndex:
     def records(self, step: int) -> Iterator[bytes]:
         """The raw lines of a step; nothing where there is no readable file."""
         if step in self._listing():
-            yield from _lines(self._folder / f"step_{step:06d}.jsonl.gz")
+            yield from rollout_lines(self._paths.rollout_records(step), LONGEST_LINE)
 
     def _build(self) -> None:
         for step, stamp in sorted(self._listing().items(), reverse=True):
@@ -183,10 +180,10 @@ class RolloutIndex:
     def _listing(self) -> dict[int, tuple[int, int]]:
         """Steps with a mark of their files. Looked up again when the folder has changed, or did so just now."""
         try:
-            changed = self._folder.stat().st_mtime_ns
+            changed = self._paths.rollouts.stat().st_mtime_ns
             if changed != self._listed[0] or time.time_ns() - changed < SETTLED:
-                entries = [(FILE.match(entry.name), entry.stat()) for entry in _scan(self._folder)]
-                files = {int(name[1]): (mark.st_mtime_ns, mark.st_size) for name, mark in entries if name is not None}
+                entries = [(rollout_step(entry.name), entry.stat()) for entry in _scan(self._paths.rollouts)]
+                files = {step: (mark.st_mtime_ns, mark.st_size) for step, mark in entries if step is not None}
                 self._listed = (changed, files)
         except OSError:
             self._listed = (0, {})
@@ -195,7 +192,7 @@ class RolloutIndex:
     def _read(self, step: int, stamp: tuple[int, int]) -> None:
         parsed: list[tuple[int, _Line]] = []
         decode = msgspec.json.Decoder(_Line).decode
-        for number, line in enumerate(_lines(self._folder / f"step_{step:06d}.jsonl.gz")):
+        for number, line in enumerate(rollout_lines(self._paths.rollout_records(step), LONGEST_LINE)):
             try:
                 parsed.append((number, decode(line)))
             except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -283,13 +280,3 @@ class RolloutIndex:
 def _scan(folder: Path) -> list[Any]:
     with os.scandir(folder) as entries:
         return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Lines of a compressed file, up to where it is damaged; endless lines are cut."""
-    try:
-        with gzip.open(path, "rb") as file:
-            while line := file.readline(LONGEST_LINE):
-                yield line
-    except (OSError, EOFError, zlib.error):
-        return

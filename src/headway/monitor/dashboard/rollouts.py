@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from headway.core.episodes import Episode, Node, Trace
+from headway.core.episodes import Node
 from headway.core.errors import HeadwayError
+from headway.core.records import RolloutRecord
 from headway.core.runs import RunPaths
+from headway.core.samples import BranchKey
 from headway.monitor.dashboard.index import Filter, RolloutIndex
 from headway.monitor.dashboard.ratios import ratio, trained_logprobs
 from headway.monitor.dashboard.summary import read_settings
@@ -25,27 +27,6 @@ BUILT_IN = ("tiny", "tiny-llama", "tiny-moe")
 """Models that come with the package and share one tokenizer."""
 SEARCH_SECONDS = 1.5
 """A search answers after this long with what it found, and goes on when asked to."""
-
-
-class Trained(msgspec.Struct):
-    """What was trained of one branch, as the orchestrator recorded it."""
-
-    agent: str = "policy"
-    tokens: int = 0
-    sampled: int = 0
-    advantage: float = 0.0
-
-
-class Record(msgspec.Struct):
-    """A line of a rollout file."""
-
-    step: int
-    env: str
-    group: str
-    reward: float
-    episode: Episode
-    lag: int = 0
-    samples: list[Trained] = msgspec.field(default_factory=list)
 
 
 def page(index: RolloutIndex, wanted: Filter, offset: int, limit: int) -> dict[str, Any]:
@@ -77,18 +58,18 @@ def search(index: RolloutIndex, wanted: Filter, text: str, offset: int, limit: i
     }
 
 
-def read_record(index: RolloutIndex, step: int, line: int) -> Record:
+def read_record(index: RolloutIndex, step: int, line: int) -> RolloutRecord:
     """Raises KeyError when there is none, or it is damaged."""
     raw = next(islice(index.records(step), max(line, 0), None), None)
     if raw is None:
         raise KeyError(f"{step}/{line}")
     try:
-        return msgspec.json.decode(raw, type=Record)
+        return msgspec.json.decode(raw, type=RolloutRecord)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise KeyError(f"{step}/{line}: {error}") from None
 
 
-def view_record(record: Record) -> dict[str, Any]:
+def view_record(record: RolloutRecord) -> dict[str, Any]:
     """The record without the long lists of numbers, which `view_tokens` hands out in pieces."""
     plain: dict[str, Any] = msgspec.to_builtins(record)
     for trace, full in zip(plain["episode"]["traces"], record.episode.traces, strict=True):
@@ -100,9 +81,11 @@ def view_record(record: Record) -> dict[str, Any]:
     return plain
 
 
-def view_tokens(record: Record, paths: RunPaths, trace: int, branch: int, offset: int, limit: int) -> dict[str, Any]:
-    """Columns over the tokens of one branch, null where not sampled: id, text, logprob, version, and the ratio to what
-    the trainer made of it; and the advantage of all.
+def view_tokens(
+    record: RolloutRecord, paths: RunPaths, trace: int, branch: int, offset: int, limit: int
+) -> dict[str, Any]:
+    """Return columns over the tokens of one branch, null where not sampled: id, text, logprob, version, and the ratio
+    of the trainer's probability to the engine's; and the advantage of all.
 
     Raises KeyError when there is no such trace or branch.
     """
@@ -113,7 +96,8 @@ def view_tokens(record: Record, paths: RunPaths, trace: int, branch: int, offset
         raise KeyError(f"trace {trace}, branch {branch}") from None
     every = [entry for number in path for entry in _tokens(chosen.nodes[number], number)]
     part = every[offset : offset + limit]
-    trained = trained_logprobs(paths, record.step, [entry[0] for entry in every])
+    trained = trained_logprobs(paths, record.step, BranchKey(record.episode.id, trace, path[-1]))
+    sample = record.find_sample(trace, path[-1])
     return {
         "total": len(every),
         "offset": offset,
@@ -123,7 +107,7 @@ def view_tokens(record: Record, paths: RunPaths, trace: int, branch: int, offset
         "versions": [entry[2] for entry in part],
         "ratios": [ratio(trained.get(offset + place), entry[1]) for place, entry in enumerate(part)],
         "nodes": [entry[3] for entry in part],
-        "advantage": _advantage(record, chosen, trace, branch, len(every)),
+        "advantage": sample.advantage if sample is not None else None,
     }
 
 
@@ -134,16 +118,6 @@ def _tokens(node: Node, number: int) -> Iterator[tuple[int, float | None, int | 
         yield token, logprob, versions[place] if place < len(versions) else None, number
 
 
-def _advantage(record: Record, trace: Trace, trace_number: int, branch: int, tokens: int) -> float | None:
-    """Of the sample that was trained on this branch: by place where all branches were trained, else by its length."""
-    before = sum(len(other.branches()) for other in record.episode.traces[:trace_number])
-    every = sum(len(other.branches()) for other in record.episode.traces)
-    if every == len(record.samples):
-        return record.samples[before + branch].advantage
-    same = [sample for sample in record.samples if sample.agent == trace.agent and sample.tokens == tokens]
-    return same[0].advantage if same else None
-
-
 def _texts(tokenizer: "Tokenizer | None", ids: list[int]) -> list[str]:
     if tokenizer is None:
         return [f"⟨{token}⟩" for token in ids]
@@ -151,7 +125,7 @@ def _texts(tokenizer: "Tokenizer | None", ids: list[int]) -> list[str]:
 
 
 def find_tokenizer(paths: RunPaths) -> "Tokenizer | None":
-    """The tokenizer that a run's tokens belong to: of its exports, else of the model its settings name."""
+    """Load the tokenizer that a run's tokens belong to: that of its exports, else of the model its settings name."""
     folders = [file.parent for file in sorted(paths.exports.glob("step_*/tokenizer.json"), reverse=True)[:1]]
     model = (read_settings(paths).get("model") or {}).get("path")
     if isinstance(model, str):
@@ -174,7 +148,7 @@ def _load(folder: Path) -> "Tokenizer | None":
 
 @lru_cache(maxsize=1)
 def _built_in() -> "Tokenizer | None":
-    """That of the built-in models, made anew: a page that only reads does not fill the cache of models."""
+    """Make the tokenizer of the built-in models: a page that only reads does not fill the cache of models."""
     from headway.models.tiny_tokenizer import save_tiny_tokenizer
 
     with TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ import numpy as np
 
 from headway.algorithms.base import Group, Rollout, mean
 from headway.config.orchestrator import FilterSettings
-from headway.core.episodes import Episode, Trace
+from headway.core.episodes import Episode
 from headway.core.errors import HeadwayError
 from headway.core.samples import Sample
 from headway.envs.samples import episode_samples
@@ -88,7 +88,7 @@ class Collector:
         self.tally.saw_group(group)
         source.curriculum.report(settled.task_index, mean([rollout.episode.reward for rollout in rollouts]))
         try:
-            await source.algorithm.consult(group)
+            await source.algorithm.query_references(group)
         except HeadwayError as error:
             log.warning("a group of %s could not be judged: %s", settled.env, error)
             self.tally.dropped["reference"] += len(rollouts)
@@ -112,7 +112,7 @@ class Collector:
                 rollouts.append(Rollout(episode, checked_samples(episode)))
             except ValueError as error:
                 log.warning("an episode of %s can't be trained: %s", episode.env, error)
-                self.tally.dropped["garbled"] += 1
+                self.tally.dropped["invalid"] += 1
         return rollouts
 
     def _learn_share(self, useful: int, episodes: int) -> None:
@@ -127,12 +127,13 @@ class Collector:
             self._changed()
 
 
-def checked_samples(episode: Episode) -> list[tuple[Trace, Sample]]:
-    """Raises ValueError where streams don't fit together or hold numbers that aren't finite."""
-    parts = episode_samples(episode)
-    for trace, sample in parts:
-        if not math.isfinite(trace.reward):
-            raise ValueError(f"its reward is {trace.reward}")
+def checked_samples(episode: Episode) -> list[Sample]:
+    """Cut an episode into samples. Raises ValueError where streams don't match or hold numbers that aren't finite."""
+    samples = episode_samples(episode)
+    for sample in samples:
+        reward = episode.traces[sample.trace].reward
+        if not math.isfinite(reward):
+            raise ValueError(f"its reward is {reward}")
         if not np.isfinite(sample.logprobs).all():
             raise ValueError("an engine sent logprobs that are not finite")
-    return parts
+    return samples

@@ -30,12 +30,13 @@ class Verdict:
 def judge(group: Group, settings: FilterSettings, seq_len: int, gates: Sequence[Gate] = ()) -> Verdict:
     """Apply all filters, then the gates, which may refuse the group as it is."""
     verdict = Verdict()
-    if settings.zero_advantage and not any(has_signal(sample) for _, sample in group.parts()):
+    if settings.zero_advantage and not any(has_signal(sample) for _, sample in group.samples()):
         verdict.cause = "zero_advantage"
         return verdict
     for rollout in group.rollouts:
         kept = []
-        for trace, sample in rollout.parts:
+        for sample in rollout.samples:
+            trace = rollout.episode.traces[sample.trace]
             cause = "truncated" if settings.truncated and trace.truncated else _sample_cause(sample, settings, seq_len)
             if cause is None:
                 kept.append(sample)
@@ -59,7 +60,7 @@ def has_signal(sample: Sample) -> bool:
 def _sample_cause(sample: Sample, settings: FilterSettings, seq_len: int) -> str | None:
     if len(sample) > seq_len:
         return "too_long"
-    if not (sample.rl_weight.any() or sample.ce_weight.any() or sample.ref_kl_weight.any()):
+    if not sample.counted.any():
         return "empty"
     if settings.gibberish is not None and mean_logprob(sample) < settings.gibberish:
         return "gibberish"

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from headway.core.messages import Message, Role, Tool
-from headway.core.samples import Flags, Ints
+from headway.core.streams import Flags, Ints
 from headway.rendering.base import Renderer
 
 _ROLES = get_args(Role)

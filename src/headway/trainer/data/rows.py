@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
-from headway.core.samples import Flags, Ints
+from headway.core.streams import Flags, Ints
 from headway.core.wire import decode, encode
 from headway.rendering.base import Renderer
 from headway.trainer.data.conversations import BadRowError, conversation, tokenize

@@ -13,7 +13,6 @@ class RankBatch(msgspec.Struct):
     step: int
     micro_batches: list[MicroBatch]
     counts: ComponentCounts
-    created_at: float = 0.0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 

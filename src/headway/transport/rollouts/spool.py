@@ -21,7 +21,7 @@ class Spool:
     def write(self, batch: Batch, state: bytes) -> None:
         with atomic_directory(self._paths.batch(batch.step)) as folder:
             for rank, micro_batches in enumerate(batch.ranks):
-                part = RankBatch(batch.step, micro_batches, batch.counts, batch.created_at, batch.metrics)
+                part = RankBatch(batch.step, micro_batches, batch.counts, batch.metrics)
                 (folder / _part_name(rank, len(batch.ranks))).write_bytes(encode(part))
             (folder / "state.json").write_bytes(state)
 

@@ -1,14 +1,13 @@
-"""The way of a batch out of the orchestrator: recorded, packed and spooled, off the event loop."""
+"""The outbox of the orchestrator: batches are recorded, packed and spooled, off the event loop."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from headway.core.packing import Cost, make_batch
+from headway.core.records import RolloutRecord, SampleRecord, without_experts, write_rollouts
 from headway.core.runs import RunPaths
-from headway.orchestrator.batches.batching import make_batch
-from headway.orchestrator.batches.packing import Cost
 from headway.orchestrator.collect.ready import ReadyGroup
-from headway.orchestrator.collect.records import record_batch
 from headway.transport.rollouts import BatchSender
 
 KEPT_CHECKPOINTS = 2
@@ -17,11 +16,9 @@ Nobody else removes batches."""
 
 
 class Outbox(Protocol):
-    """Where finished batches go, and where a restarted orchestrator finds what it sent."""
+    """Takes finished batches, and gives a restarted orchestrator what it sent last."""
 
-    async def send(
-        self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes, created_at: float
-    ) -> None: ...
+    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None: ...
 
     def last_step(self) -> int: ...
 
@@ -36,19 +33,15 @@ class BatchOutbox:
         self._seq_len, self._ranks, self._cost, self._record = seq_len, ranks, cost, record
         self._checkpoints: list[int] = []
 
-    async def send(
-        self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes, created_at: float
-    ) -> None:
-        await asyncio.to_thread(self._send, step, groups, metrics, state, created_at)
+    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:
+        await asyncio.to_thread(self._send, step, groups, metrics, state)
 
-    def _send(
-        self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes, created_at: float
-    ) -> None:
+    def _send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:
         samples = [sample for group in groups for sample in group.samples]
         batch = make_batch(step, samples, seq_len=self._seq_len, ranks=self._ranks, cost=self._cost)
-        batch.created_at, batch.metrics = created_at, metrics
-        if self._record:
-            record_batch(self._paths, step, groups)  # first, so that no trained batch lacks its record
+        batch.metrics = metrics
+        if self._record:  # first, so that no trained batch lacks its record
+            write_rollouts(self._paths, step, rollout_records(step, groups))
         self._sender.send(batch, state)
         self._prune()
 
@@ -64,8 +57,19 @@ class BatchOutbox:
             self._sender.prune(self._checkpoints[0])
 
     def last_step(self) -> int:
-        """The newest batch, or checkpoint where a run began from another's."""
+        """Return the step of the newest batch, or of the checkpoint that a run began from."""
         return max([self._sender.last_step(), *self._paths.complete_checkpoints()])
 
     def load_state(self) -> bytes | None:
         return self._sender.load_state()
+
+
+def rollout_records(step: int, groups: Sequence[ReadyGroup]) -> Iterator[RolloutRecord]:
+    """Describe every episode of a batch and what was trained of it."""
+    for ready in groups:
+        trained = {id(sample) for sample in ready.samples}
+        lag = sum(ready.lags(step))
+        for rollout in ready.group.rollouts:
+            samples = [SampleRecord.of(sample) for sample in rollout.samples if id(sample) in trained]
+            episode = without_experts(rollout.episode)
+            yield RolloutRecord(step, ready.group.env, ready.group.id, episode.reward, episode, lag, samples)

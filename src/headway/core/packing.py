@@ -1,7 +1,8 @@
-"""Which sample goes into which micro-batch of which rank: full bins, equal work on every rank.
+"""Packing of samples into micro-batches: full bins, equal work on every data rank.
 
 Attention never crosses samples, so the work of a rank is the sum over its samples of a·n + b·n². First-fit-decreasing
-fills the bins, a Karmarkar–Karp merge deals them to the ranks, and single moves and swaps even out what is left.
+bin packing fills the micro-batches, the Karmarkar–Karp differencing method deals them to the ranks, and single moves
+and swaps even out what is left.
 """
 
 import heapq
@@ -11,6 +12,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headway.core.batches import Batch, ComponentCounts, MicroBatch
+from headway.core.samples import Sample
 
 Plan = list[list[list[int]]]
 """`plan[rank][bin]` are indices of samples."""
@@ -30,12 +34,19 @@ class Cost:
 
     @classmethod
     def of_width(cls, width: int) -> "Cost":
-        """For a transformer of this width: matrix products cost 24·w² a token and layer, attention 2·w·n."""
+        """Cost in a transformer of this width: matrix products cost 24·w² a token and layer, attention 2·w·n."""
         return cls(1.0, 1.0 / (12 * width))
 
     def of(self, lengths: NDArray[Any]) -> NDArray[np.float64]:
         n = lengths.astype(np.float64)
         return self.linear * n + self.quadratic * n * n
+
+
+def make_batch(step: int, samples: Sequence[Sample], *, seq_len: int, ranks: int, cost: Cost) -> Batch:
+    """Pack `samples`, each at most `seq_len` tokens long, for `ranks` data ranks."""
+    plan = plan_packing([len(sample) for sample in samples], seq_len, ranks, cost)
+    dealt = [[MicroBatch.join([samples[i] for i in bin_]) for bin_ in rank] for rank in plan]
+    return Batch(step, dealt, ComponentCounts.of(samples))
 
 
 def plan_packing(lengths: Sequence[int], seq_len: int, ranks: int, cost: Cost) -> Plan:

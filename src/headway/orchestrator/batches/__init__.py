@@ -1,1 +1,0 @@
-"""Batches: packing samples into micro-batches and sending them."""
