@@ -72,7 +72,7 @@ class ModelSettings(Settings):
     family: str | None = None
     """Class of a model family that Headway does not bring along, as FILE.py:CLASS or MODULE:CLASS (docs/models.md)."""
     renderer: str = "auto"
-    """How messages become tokens: auto, template, a ChatML style, or the name of a format in the `renderers` package."""
+    """How messages become tokens: auto, template, a ChatML style, or a format of the `renderers` package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of computation. auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
     lora: LoraSettings | None = None

@@ -1,4 +1,4 @@
-"""How much memory the processes of a run need on a GPU, from the shapes of the model and the settings alone."""
+"""Estimate the GPU memory that a run's processes need, from the model's config and the settings alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ GIB = 2**30
 
 FLOAT32 = 4
 _OWN_BYTES = 3 * GIB // 2
-"""What a process takes before its first tensor, and what its allocator cannot use: context, workspaces, fragments."""
+"""Bytes of a process without tensors, and those that its allocator cannot use: context, workspaces, fragments."""
 _PREFILL_TOKENS = 8192
-"""What an engine takes into one step on a GPU where the settings don't say."""
+"""Tokens in one step of an engine on a GPU, unless the settings say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,19 @@ def compute_bytes(model: ModelSettings) -> int:
 
 
 def trainer_shares(settings: RlSettings, config: ModelConfig) -> Shares:
-    """Of one rank, at its peak."""
+    """Estimate one rank of the trainer, at its peak."""
     trainer, lora = settings.trainer, settings.model.lora
     number = compute_bytes(settings.model)
     ranks = settings.shard_ranks
     weights = parameter_count(config)
     trained = weights if lora is None else adapter_count(config, lora)
-    remembered = 0 if trainer.optimizer_on_cpu else _remembered(trainer.optim) * trained
+    state = 0 if trainer.optimizer_on_cpu else _state_numbers(trainer.optim) * trained
     masters = FLOAT32 * trained + (0 if lora is None else number * weights)
     return Shares(
         {
             "weights": masters // ranks,
             "gradients": FLOAT32 * trained // ranks,
-            "optimizer": FLOAT32 * remembered // ranks,
+            "optimizer": FLOAT32 * state // ranks,
             # Gathered, or cast, for computation; all at once at worst.
             "working copy": number * trained if number < FLOAT32 else 0,
             "activations": _activations(settings, config, number),
@@ -73,7 +73,7 @@ def trainer_shares(settings: RlSettings, config: ModelConfig) -> Shares:
 
 
 def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
-    """Of one engine, without its KV cache."""
+    """Estimate one engine, without its KV cache."""
     number, inference = compute_bytes(settings.model), settings.inference
     weights = number * parameter_count(config)
     rows, logits = inference.max_running, FLOAT32 * config.vocab_size
@@ -90,14 +90,14 @@ def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
 
 
 def kv_limits(inference: InferenceSettings, config: ModelConfig, seq_len: int, number: int) -> tuple[int, int]:
-    """Bytes of the smallest KV cache that can serve, one sequence, and of the largest that can ever be full."""
+    """Bytes of the smallest KV cache that can serve (one sequence), and of the largest that can ever be full."""
     blocks = -(-min(seq_len, config.max_len) // inference.block_size)
     one = blocks * inference.block_size * kv_bytes_per_token(config, number)
     return one, inference.max_running * one
 
 
-def _remembered(optimizer: Optimizer) -> int:
-    """Numbers per weight that the optimizer keeps."""
+def _state_numbers(optimizer: Optimizer) -> int:
+    """Numbers that the optimizer keeps per weight."""
     match optimizer:
         case AdamW() | Muon():  # Muon keeps two for embeddings and head, one for the rest
             return 2
@@ -107,7 +107,7 @@ def _remembered(optimizer: Optimizer) -> int:
 
 
 def _activations(settings: RlSettings, config: ModelConfig, number: int) -> int:
-    """Of one micro-batch: what the blocks keep for the backward pass, and what one of them holds while it runs."""
+    """Estimate what blocks keep of a micro-batch for the backward pass, and what one of them holds while it runs."""
     activations = settings.trainer.activations
     layers = 0 if activations.offload else config.layers
     kept = layers * activation_numbers(config, activations.checkpoint)
@@ -122,7 +122,7 @@ def _head(settings: RlSettings, config: ModelConfig, number: int) -> int:
 
 
 def _staging(settings: RlSettings, config: ModelConfig, number: int) -> int:
-    """What a version takes on its way to the engines: two buffers where they are mapped, else a tensor at a time."""
+    """Buffers that publish a version: two of all weights where they are mapped, else one tensor at a time."""
     if settings.model.lora is not None:
         return 2 * number * adapter_count(config, settings.model.lora)
     if settings.weights.type == "shared_memory":

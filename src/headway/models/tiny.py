@@ -41,7 +41,7 @@ BUILT_IN = {
         normalize_gates=True,
     ),
 }
-"""Shapes; the tokenizer fills in vocabulary and special ids."""
+"""Shapes, by name; the tokenizer fills in vocabulary and special ids."""
 
 SEED = 0
 
@@ -93,7 +93,7 @@ def _digest(name: str) -> str:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Only one process makes a model; the others wait and find it."""
+    """Let one process make a model while others wait, and then find it made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

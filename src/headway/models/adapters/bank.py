@@ -1,4 +1,4 @@
-"""The bank of adapters: how many slots every linear layer has, of what rank, and which tokens use which."""
+"""The bank of adapters: its slots, their rank and scales, and which tokens use which."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class AdapterBank:
-    """Slots of `rank` each; slot s scales by `scales[s]` (alpha / rank). `default` is the slot of tokens that
-    come without an index: the one in training; None (the base model) in serving."""
+    """Slots of `rank` each; slot s scales by `scales[s]` (alpha / rank). Tokens without an index use slot `default`:
+    the one being trained; None (the base model) in serving."""
 
     rank: int
     scales: list[float]
@@ -17,13 +17,13 @@ class AdapterBank:
     _on_device: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def set_scale(self, slot: int, scale: float) -> None:
-        """In place also on devices, so that a captured graph sees it."""
+        """Set it in place on devices, too, so that a captured graph sees it."""
         self.scales[slot] = scale
         for scales_S in self._on_device.values():
             scales_S[slot] = scale
 
     def gate(self, adapters_T: Tensor | None, device: torch.device) -> Tensor | float | None:
-        """What a pass scales the ranks by: one number, one per rank, (T, ranks), or None for the base model."""
+        """Compute what scales the ranks in a pass: one number, one per rank, (T, ranks), or None for the base model."""
         if adapters_T is None:
             if self.default is None:
                 return None

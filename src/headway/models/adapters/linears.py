@@ -1,4 +1,4 @@
-"""The adapter bank's memory: two matrices beside each adapted linear layer, in slots along the rank axis."""
+"""The adapter bank's memory: two matrices beside each adapted linear layer, with slots along the rank axis."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -20,23 +20,23 @@ def bank_of(model: DecoderLM) -> AdapterBank:
 
 
 def adapted_linears(model: nn.Module) -> Iterator[tuple[str, Linear, nn.Parameter, nn.Parameter]]:
-    """Linear layers that have adapters: name, layer, A (ranks, in), B (ranks, out)."""
+    """Iterate over the linear layers that have adapters: name, layer, A (ranks, in), B (ranks, out)."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.lora_A is not None and module.lora_B is not None:
             yield name, module, module.lora_A, module.lora_B
 
 
 def resize_bank(model: DecoderLM, targets: Collection[str], *, rank: int, slots: int, default: int | None) -> None:
-    """Give the bank these slots of this rank (neither may shrink) in layers called one of `targets` and where it
-    already was. What it held stays; new room is zero."""
+    """Give the bank these slots of this rank (neither may shrink) in layers called one of `targets` and in those that
+    have adapters already. Adapters that it holds stay; new slots are zero."""
     old = model.adapters
     found = 0
     for name, module in model.model.named_modules():
         if isinstance(module, Linear) and (module.lora_A is not None or name.rpartition(".")[2] in targets):
             old_rank = 0 if old is None else old.rank
             inputs, outputs = module.weight.shape[1], module.weight.shape[0]
-            module.lora_A = _moved(module.lora_A, module.weight, inputs, old_rank, rank, slots)
-            module.lora_B = _moved(module.lora_B, module.weight, outputs, old_rank, rank, slots)
+            module.lora_A = _resized(module.lora_A, module.weight, inputs, old_rank, rank, slots)
+            module.lora_B = _resized(module.lora_B, module.weight, outputs, old_rank, rank, slots)
             found += 1
     if not found:
         raise UsageError(f"no linear layer of the model is called any of: {', '.join(targets)}")
@@ -51,14 +51,14 @@ def drop_bank(model: DecoderLM) -> None:
 
 
 def init_adapters(model: DecoderLM, seed: int) -> None:
-    """Random A, as PEFT spreads it, and B zero: the model computes what it did without adapters."""
+    """Set A to random numbers, as PEFT spreads them, and B to zero: the model computes what it did without adapters."""
     with torch.no_grad():
         for name, _, a, b in adapted_linears(model):
             fill_uniform(a, 1 / math.sqrt(a.shape[1]), f"{seed}/{name}.lora_A")
             b.zero_()
 
 
-def _moved(old: nn.Parameter | None, weight: Tensor, size: int, old_rank: int, rank: int, slots: int) -> nn.Parameter:
+def _resized(old: nn.Parameter | None, weight: Tensor, size: int, old_rank: int, rank: int, slots: int) -> nn.Parameter:
     new = torch.zeros(slots * rank, size, dtype=weight.dtype, device=weight.device)
     if old is not None:
         kept = old.detach().view(-1, old_rank, size)

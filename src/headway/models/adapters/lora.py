@@ -1,4 +1,4 @@
-"""Low-rank adapters: trained, served side by side, under PEFT's names and in PEFT's folders, merged on request."""
+"""LoRA adapters: trained, served side by side, merged into the weights, and kept in PEFT's folders."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,18 +17,6 @@ from headway.models.decoder import DecoderLM
 from headway.models.layers.linear import Linear
 from headway.models.sharded import gathered
 
-__all__ = [
-    "Linear",
-    "adapter_tensors",
-    "apply_lora",
-    "drop_adapter",
-    "load_adapter",
-    "merge_adapter",
-    "read_adapter",
-    "reserve_adapters",
-    "save_adapter",
-]
-
 PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -37,7 +25,7 @@ WEIGHTS = "adapter_model.safetensors"
 def apply_lora(model: DecoderLM, settings: LoraSettings, *, slots: int = 1, seed: int = 0) -> None:
     """Freeze the model and give it adapters to train, which change nothing yet. Tokens without an index use slot 0.
 
-    Call it before the model is sharded. On the meta device the adapters stay unset: `bank.init_adapters` later.
+    Call it before the model is sharded. On the meta device the adapters stay unset: call `init_adapters` later.
     """
     model.requires_grad_(False)
     resize_bank(model, settings.targets, rank=settings.rank, slots=slots, default=0)
@@ -52,15 +40,15 @@ def apply_lora(model: DecoderLM, settings: LoraSettings, *, slots: int = 1, seed
 
 
 def reserve_adapters(model: DecoderLM, settings: LoraSettings, slots: int) -> None:
-    """Make room to serve `slots` adapters of up to `settings.rank`. Tokens without an index use the base model.
+    """Allocate slots to serve `slots` adapters of up to `settings.rank`. Tokens without an index use the base model.
 
-    `load_adapter` makes room by itself; reserving it ahead keeps the bank's tensors where they are.
+    `load_adapter` allocates by itself; doing so ahead keeps the bank's tensors where they are.
     """
     resize_bank(model, settings.targets, rank=settings.rank, slots=slots, default=None)
 
 
 def adapter_tensors(model: DecoderLM, slot: int = 0, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The adapter in `slot` under PEFT's names, whole where it is sharded (then all ranks must iterate alike).
+    """Iterate over the adapter in `slot` under PEFT's names; a sharded one is gathered, and all ranks iterate alike.
 
     `rank` is the adapter's own, where that is smaller than the bank's and the rest is padding.
     """
@@ -73,14 +61,14 @@ def adapter_tensors(model: DecoderLM, slot: int = 0, rank: int | None = None) ->
 
 
 def load_adapter(model: DecoderLM, slot: int, tensors: Iterable[tuple[str, Tensor]], settings: LoraSettings) -> None:
-    """Put an adapter, under PEFT's names, into `slot`, whose old content is gone. The bank grows where needed.
+    """Copy an adapter, under PEFT's names, into `slot` in place of its old content. The bank grows where needed.
 
     Raises HeadwayError, with the bank as it was, when a tensor does not fit or a half of a pair is missing.
     """
     pairs = _pairs(model, tensors, settings.rank)
     bank = model.adapters
-    places = {name for name, *_ in adapted_linears(model)}
-    if bank is None or slot >= len(bank.scales) or settings.rank > bank.rank or not pairs.keys() <= places:
+    adapted = {name for name, *_ in adapted_linears(model)}
+    if bank is None or slot >= len(bank.scales) or settings.rank > bank.rank or not pairs.keys() <= adapted:
         rank, slots = (0, 0) if bank is None else (bank.rank, len(bank.scales))
         default = None if bank is None else bank.default
         targets = {name.rpartition(".")[2] for name in pairs}
@@ -96,7 +84,7 @@ def load_adapter(model: DecoderLM, slot: int, tensors: Iterable[tuple[str, Tenso
 
 
 def drop_adapter(model: DecoderLM, slot: int) -> None:
-    """Empty `slot`: its tokens get the base model."""
+    """Clear `slot`: its tokens use the base model."""
     bank = bank_of(model)
     with torch.no_grad():
         for _, _, a, b in adapted_linears(model):
@@ -105,7 +93,7 @@ def drop_adapter(model: DecoderLM, slot: int) -> None:
 
 
 def merge_adapter(model: DecoderLM, slot: int = 0) -> None:
-    """Add the adapter in `slot` to the weights and take the bank away. Of a model that is not sharded."""
+    """Add the adapter in `slot` to the weights and remove the bank. The model must not be sharded."""
     bank = bank_of(model)
     own = slice(slot * bank.rank, (slot + 1) * bank.rank)
     with torch.no_grad():
@@ -137,7 +125,7 @@ def save_adapter(model: DecoderLM, folder: Path | str, settings: LoraSettings, b
 
 
 def read_adapter(folder: Path | str) -> tuple[LoraSettings, dict[str, Tensor]]:
-    """An adapter folder of PEFT's: what `load_adapter` takes. Refuses variants that compute something else."""
+    """Read a PEFT adapter folder into what `load_adapter` takes. Refuses variants that compute something else."""
     folder = Path(folder)
     try:
         config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
@@ -161,7 +149,7 @@ def read_adapter(folder: Path | str) -> tuple[LoraSettings, dict[str, Tensor]]:
 
 
 def _pairs(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """A (rank, in) and B (rank, out) by layer, checked against the model."""
+    """Collect A (rank, in) and B (rank, out) by layer, checked against the model."""
     linears = {f"model.{n}": m for n, m in model.model.named_modules() if isinstance(m, Linear)}
     halves: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors:
@@ -174,6 +162,6 @@ def _pairs(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], rank: int) -
         if tensor.shape != expected:
             raise HeadwayError(f"{full_name} is {tuple(tensor.shape)}, expected {expected}")
         halves.setdefault(name, {})[half] = tensor if half == "A" else tensor.T
-    if lonely := [name for name, pair in halves.items() if len(pair) == 1]:
-        raise HeadwayError(f"the adapter has only one of lora_A and lora_B for: {', '.join(lonely)}")
+    if incomplete := [name for name, pair in halves.items() if len(pair) == 1]:
+        raise HeadwayError(f"the adapter has only one of lora_A and lora_B for: {', '.join(incomplete)}")
     return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}

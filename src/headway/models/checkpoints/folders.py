@@ -110,7 +110,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(layout: list[tuple[str, int]], shard_bytes: int) -> list[dict[str, int]]:
-    """Names and sizes of each file's tensors, in order; a file exceeds `shard_bytes` only for a single tensor."""
+    """Assign tensors to files, in order: names and sizes of each. Only a single tensor may exceed `shard_bytes`."""
     shards: list[dict[str, int]] = [{}]
     for name, size in layout:
         if shards[-1] and sum(shards[-1].values()) + size > shard_bytes:
@@ -120,7 +120,7 @@ def _shards(layout: list[tuple[str, int]], shard_bytes: int) -> list[dict[str, i
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shards: list[dict[str, int]]) -> None:
-    """One file in memory at a time. `tensors` come in the order of `shards`."""
+    """Write file by file, one in memory at a time. `tensors` come in the order of `shards`."""
     stream = iter(tensors)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):

@@ -1,4 +1,4 @@
-"""From a GGUF file to a checkpoint folder, checked by reading it back."""
+"""Convert a GGUF file to a checkpoint folder, checked by reading it back."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +38,9 @@ def convert_gguf(path: Path, folder: Path, *, dtype: torch.dtype = torch.float32
 
 
 def back_check(source: GgufSource, folder: Path, dtype: torch.dtype) -> Converted:
-    """Raises HeadwayError that names the first thing in `folder` that is not what the GGUF file says."""
+    """Compare `folder` with the GGUF file. Raises HeadwayError that names the first difference."""
     if load_config(folder) != source.config:
-        raise HeadwayError(f"{folder}: config.json does not say what the GGUF file does")
+        raise HeadwayError(f"{folder}: config.json differs from the GGUF file")
     written = dict(read_tensors(folder))
     parameters = tensors = 0
     for name, values in source.tensors():

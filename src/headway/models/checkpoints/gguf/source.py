@@ -58,14 +58,14 @@ class GgufSource:
         self.config = self._config()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a metadata key; `{arch}` in it stands for the architecture."""
+        """Read the value of a metadata key; `{arch}` in it stands for the architecture."""
         if "{arch}" in key:
             key = key.replace("{arch}", self.architecture)
         field = self._reader.fields.get(key)
         return default if field is None else field.contents()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in float32, one by one."""
+        """Iterate over all tensors, in float32."""
         for name, stored in self._tensors.items():
             hf_name = hugging_face_name(name)
             values = torch.from_numpy(np.array(self._dequantize(stored.data, stored.tensor_type), dtype=np.float32))
@@ -74,7 +74,7 @@ class GgufSource:
             yield hf_name, values
 
     def _rotated_heads(self, name: str) -> int:
-        """How many heads a query or key projection has; 0 for other tensors."""
+        """Count the heads of a query or key projection; 0 for other tensors."""
         if ".attn_q." in name:
             return self.config.heads
         return self.config.kv_heads if ".attn_k." in name else 0
@@ -116,12 +116,12 @@ def _family(architecture: str, path: Path) -> Family:
 
 
 def hugging_face_name(name: str) -> str:
-    """Raises HeadwayError for a tensor that has no counterpart."""
+    """Translate a tensor's name. Raises HeadwayError for one that has no counterpart."""
     if name in _OUTER:
         return _OUTER[name]
     if (match := _BLOCK.fullmatch(name)) and match[2] in _INNER:
         return f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"
-    raise HeadwayError(f"the GGUF file has a tensor that is not known: {name}")
+    raise HeadwayError(f"the GGUF file has an unknown tensor: {name}")
 
 
 def undo_rotary_order(rows: Tensor, heads: int) -> Tensor:
@@ -130,5 +130,5 @@ def undo_rotary_order(rows: Tensor, heads: int) -> Tensor:
 
 
 def _shortest(value: float) -> float:
-    """GGUF stores float32; 1e-5 is to stay 1e-5 and not become 9.99999974e-06."""
+    """Round to the shortest decimal: GGUF stores float32, and 1e-5 must not become 9.99999974e-06."""
     return float(str(np.float32(value)))

@@ -18,7 +18,7 @@ _PLAIN = ("default", "gpt-2")
 
 
 def save_tokenizer(source: GgufSource, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json. Raises UsageError for kinds that would split text otherwise."""
+    """Write tokenizer.json and tokenizer_config.json. Raises UsageError for kinds that are not supported."""
     tokenizer = build_tokenizer(source)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = source.get("tokenizer.ggml.tokens")
@@ -61,7 +61,7 @@ def build_tokenizer(source: GgufSource) -> Tokenizer:
 
 
 def _pre_tokenizer(split: str) -> pre_tokenizers.PreTokenizer:
-    """How text is cut before merging, by the name that llama.cpp gives it."""
+    """Build the pre-tokenizer, which splits text before merging, by llama.cpp's name for it."""
     if split in _DIGITS_TOGETHER:
         words = pre_tokenizers.Split(Regex(_WORDS % _DIGITS_TOGETHER[split]), "isolated")
         return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
