@@ -26,8 +26,9 @@ from torch import Tensor
 from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights, WeightTransport
 from headway.core.runs import RunPaths
 from headway.transport.weights import fingerprint, make_receiver, make_sender
-from headway.transport.weights.fingerprint import device as checksum_device
-from headway.transport.weights.fingerprint.device import DeviceCount, Parts
+from headway.transport.weights.fingerprint import device
+from headway.transport.weights.fingerprint.device import DeviceCounter
+from headway.transport.weights.fingerprint.reference import Batch
 
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 2
@@ -71,9 +72,9 @@ def no_fingerprints(wanted: bool = True) -> Iterator[None]:
     """If `wanted`, bytes are copied in the same way and not counted: both sides then agree that all sums are zero."""
     with ExitStack() as patches:
         if wanted:
-            patches.enter_context(patch.object(fingerprint, "begin", _copy))
-            patches.enter_context(patch.object(checksum_device, "count_many", _copy_many))
-            patches.enter_context(patch.object(DeviceCount, "fetch", _end))
+            patches.enter_context(patch.object(fingerprint, "count_on_host", _copy))
+            patches.enter_context(patch.object(device, "count_batch", _copy_batch))
+            patches.enter_context(patch.object(DeviceCounter, "fetch", _end))
         yield
 
 
@@ -83,19 +84,17 @@ def _copy(data: Tensor, offset: int, copy: Tensor | None = None) -> list[Any]:
     return []
 
 
-def _copy_many(parts: Parts) -> Any:
-    if not parts.copies:
+def _copy_batch(batch: Batch) -> Any:
+    if not batch.copies:
         return None
     # There is no Triton without a GPU.
-    from headway.transport.weights.fingerprint.triton_kernel import pass_by_triton
+    from headway.transport.weights.fingerprint.triton_kernel import count_by_triton
 
-    return pass_by_triton(parts, count=False)
+    return count_by_triton(batch, count=False)
 
 
-def _end(self: DeviceCount[Any]) -> list[Any]:
-    for way in list(self._waiting):
-        self._launch(way)
-    self._wait()
+def _end(self: DeviceCounter[Any]) -> list[Any]:
+    self.wait()
     self._launched.clear()
     return []
 

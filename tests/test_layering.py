@@ -23,8 +23,6 @@ FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 PROCESSES = {"trainer", "inference", "orchestrator"}
 KNOWN_CIRCLES = {
     ("orchestrator.run", "orchestrator.loop"),
-    ("transport.weights.fingerprint.triton_kernel", "transport.weights.fingerprint.device"),
-    ("transport.weights.base", "transport.weights.shards"),
 }
 """Imports that close a circle today. This set only shrinks."""
 

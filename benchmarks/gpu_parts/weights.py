@@ -29,7 +29,7 @@ from headway.models.build import build_model
 from headway.models.checkpoints.tensors import base_parameters, hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.transport.weights import make_sender, segments
+from headway.transport.weights import host_memory, make_sender
 from headway.transport.weights.fingerprint import fingerprint_of
 from weights import no_fingerprints
 
@@ -134,7 +134,7 @@ def trainer(shape: str) -> Iterator[Any]:
         finally:
             process.kill()
             process.join()
-            segments.sweep()
+            host_memory.remove_stale_segments()
 
 
 def _train(pipe: Connection, shape: str, root: str) -> None:

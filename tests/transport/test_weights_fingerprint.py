@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of
-from headway.transport.weights.fingerprint import host as checksum_host
-from headway.transport.weights.fingerprint.device import DeviceCount, count_by_torch, in_one_pass
-from headway.transport.weights.fingerprint.reference import KEYS, MASK, ROW, ROW_BYTES, Tally, tally
+from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of, host
+from headway.transport.weights.fingerprint.device import DeviceCounter, can_copy_and_count
+from headway.transport.weights.fingerprint.reference import KEYS, MASK, ROW, ROW_BYTES, Checksum, checksum_of, row_sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,9 +45,9 @@ def test_any_sharding_has_the_fingerprint_of_the_whole(tensor: Tensor, data: st.
         ranks[rank].add("w", tensor[start:end], start, tensor.shape)
     total = Fingerprint()
     for rank in order:
-        total.merge(ranks[rank])
+        total.merge(ranks[rank].shards())
     assert total.hexdigest() == _digest(tensor)
-    assert total.tensors() == fingerprint_of([("w", tensor)]).tensors()
+    assert total.sums() == fingerprint_of([("w", tensor)]).sums()
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,39 +157,39 @@ def test_shards_that_disagree_are_refused() -> None:
         fingerprint.add("w", torch.zeros(2), 2, (4,), torch.bfloat16)
 
 
-def _formula(data: bytes, offset: int) -> Tally:
-    """What the checksum is said to be, word by word, all rows loose."""
+def _formula(data: bytes, offset: int) -> Checksum:
+    """What the checksum is said to be, word by word, all rows partial."""
     padded = bytes(offset % 8) + data
-    tally = Tally()
+    checksum = Checksum()
     for start in range(0, len(padded), 8):
         word = int.from_bytes(padded[start : start + 8], "little")
         row, place = divmod(offset // 8 + start // 8, ROW)
         keyed = (word & 0xFFFFFFFF) * int(KEYS[2 * place]) + (word >> 32) * int(KEYS[2 * place + 1])
-        tally.merge(Tally(loose={row: (word, keyed & MASK)}))
-    return tally
+        checksum.merge(Checksum(partial={row: (word, keyed & MASK)}))
+    return checksum
 
 
 COUNTERS = {
-    "compiled": lambda data, offset: checksum_host.counter()(data, offset, None),
-    "numpy": lambda data, offset: checksum_host.count_by_numpy(data, offset),
-    "threads": lambda data, offset: _merged(checksum_host.begin(data, offset)),
+    "compiled": lambda data, offset: host.counter()(data, offset, None),
+    "reference": lambda data, offset: host.count_by_torch(data, offset),
+    "threads": lambda data, offset: _merged(host.count_on_host(data, offset)),
     "device": lambda data, offset: _on_device((data, offset))[0],
 }
 
 
-def _on_device(*parts: tuple[Tensor, int]) -> list[Tally]:
-    counts: DeviceCount[int] = DeviceCount()
+def _on_device(*parts: tuple[Tensor, int]) -> list[Checksum]:
+    counts: DeviceCounter[int] = DeviceCounter()
     for key, (data, offset) in enumerate(parts):
         counts.add(key, data, offset)
     found = list(counts.fetch())
     assert [key for key, _ in found] == list(range(len(parts)))
-    return [tally for _, tally in found]
+    return [checksum for _, checksum in found]
 
 
-def _merged(parts: list[Tally | Future[Tally]]) -> Tally:
-    total = Tally()
+def _merged(parts: list[Checksum | Future[Checksum]]) -> Checksum:
+    total = Checksum()
     for part in parts:
-        total.merge(part if isinstance(part, Tally) else part.result())
+        total.merge(part if isinstance(part, Checksum) else part.result())
     return total
 
 
@@ -211,27 +210,27 @@ def test_the_sums_are_what_they_are_said_to_be(counter: str, size: int, offset: 
 def test_there_is_a_compiled_pass_where_there_is_a_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert checksum_host.counter() is not checksum_host.count_by_numpy
+    assert host.counter() is not host.count_by_torch
     monkeypatch.setenv("CC", "no-such-compiler")
-    checksum_host.counter.cache_clear()
-    with caplog.at_level("INFO", "headway.weights"):
-        assert checksum_host.counter() is checksum_host.count_by_numpy
+    host.counter.cache_clear()
+    with caplog.at_level("INFO", "headway.transport.weights"):
+        assert host.counter() is host.count_by_torch
     assert "no C compiler" in caplog.text
-    checksum_host.counter.cache_clear()
+    host.counter.cache_clear()
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.integers(0, 2**32), st.integers(1, 5 * ROW_BYTES), st.integers(0, 3 * ROW_BYTES), st.integers(0, 9), st.data()
 )
-def test_every_pass_gives_the_same_tally_and_copies_alike(
+def test_every_pass_gives_the_same_checksum_and_copies_alike(
     seed: int, size: int, offset: int, skew: int, data: st.DataObject
 ) -> None:
     """Wherever the bytes lie in memory, and wherever they lie in the tensor."""
     source = _bits(seed, size + skew, torch.uint8)[skew:]
     shift = data.draw(st.integers(0, 9))
     targets = [torch.zeros(size + 20, dtype=torch.uint8) for _ in range(2)]
-    counts = [checksum_host.counter(), checksum_host.count_by_numpy]
+    counts = [host.counter(), host.count_by_torch]
     found = [count(source, offset, target[shift : shift + size]) for count, target in zip(counts, targets, strict=True)]
     assert found[0] == found[1] == _on_device((source, offset))[0]
     assert torch.equal(targets[0], targets[1])
@@ -240,7 +239,7 @@ def test_every_pass_gives_the_same_tally_and_copies_alike(
 
 
 def test_threads_and_the_device_give_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum_host, "_SHARE", 32 * ROW_BYTES)
+    monkeypatch.setattr(host, "_SHARE", 32 * ROW_BYTES)
     data, offset = _bits(5, 250 * ROW_BYTES + 5, torch.uint8), ROW_BYTES + 77
     before = torch.get_num_threads()
     found = []
@@ -292,13 +291,13 @@ def test_the_gpu_agrees_with_the_cpu() -> None:
         COUNTERS["compiled"](data, offset) for data, offset in parts
     ]
     for last in (False, True):
-        counts: DeviceCount[int] = DeviceCount()
+        counts: DeviceCounter[int] = DeviceCounter()
         for number, (data, offset) in enumerate(parts):
             counts.add(number, data.cuda(), offset, last=last)
         for number, found in counts.fetch():
             data, offset = parts[number]
-            plain, keyed, *loose = count_by_torch(data.cuda(), offset, last).cpu().numpy().view(np.uint64).tolist()
-            wanted = tally(offset, len(data), (plain, keyed), tuple(loose[:2]), tuple(loose[2:]), last=last)
+            plain, keyed, *partial = row_sums(data.cuda(), offset, last).cpu().numpy().view(np.uint64).tolist()
+            wanted = checksum_of(offset, len(data), (plain, keyed), tuple(partial[:2]), tuple(partial[2:]), last=last)
             assert found == wanted
             assert found.total() == COUNTERS["compiled"](data, offset).total()
 
@@ -325,7 +324,7 @@ def test_the_gpu_counts_what_it_copies(dtype: torch.dtype, skew: int) -> None:
         start = 2 * (begin % 8) + 512
         assert (around[:start] == 7).all() and (around[start + 2 * count :] == 7).all()
         copied += 1
-        fused += in_one_pass(source, place.view(torch.bfloat16), 2 * begin)
+        fused += can_copy_and_count(source, place.view(torch.bfloat16), 2 * begin)
     assert 0 < fused < copied if skew == 0 else fused == 0
 
 

@@ -20,8 +20,8 @@ from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.serving import SpareWeights, fuse_projections
 from headway.transport.weights import make_receiver, make_sender
-from headway.transport.weights.channels import backend_between, gpu_name
 from headway.transport.weights.fingerprint import fingerprint_of
+from headway.transport.weights.process_pairs import gpu_name, pair_backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,9 +103,9 @@ def test_every_transport_takes_weights_from_a_gpu(settings: WeightTransport, dev
 def test_nccl_is_for_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes for two: one that two processes place on different hosts counts."""
     own = gpu_name(torch.device("cuda"))
-    assert backend_between(own, own) == backend_between(own, "") == "gloo"
+    assert pair_backend(own, own) == pair_backend(own, "") == "gloo"
     monkeypatch.setenv("NCCL_HOSTID", "another")
-    assert backend_between(own, gpu_name(torch.device("cuda"))) == "nccl"
+    assert pair_backend(own, gpu_name(torch.device("cuda"))) == "nccl"
 
 
 def test_weights_keep_their_addresses_when_new_ones_take_over() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from headway.config.shared import PointToPointWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights import make_receiver, make_sender, pairing, point_to_point
+from headway.transport.weights import make_receiver, make_sender, point_to_point, process_pairs
 from headway.transport.weights.announcements import latest
 
 pytestmark = [
@@ -98,13 +98,13 @@ def _publish(pipe: Connection, root: str) -> None:
 
 def _fetch(pipe: Connection, places: dict[str, Tensor]) -> None:
     """An engine: what an update brought, and the backends that it came by."""
-    used, paired = set(), point_to_point.paired
+    used, paired = set(), point_to_point.process_pair
 
     def noted(*args: Any) -> Any:
         used.add(args[-1])
         return paired(*args)
 
-    point_to_point.paired = noted
+    point_to_point.process_pair = noted
     places = {name: tensor.cuda() for name, tensor in places.items()}
     receiver = make_receiver("cuda")
     while (body := pipe.recv()) is not None:
@@ -167,7 +167,7 @@ def _train(pipe: Connection, root: str, rank: int, ranks: int, port: int) -> Non
 
 
 def _publish_in_haste(pipe: Connection, root: str) -> None:
-    pairing.TIMEOUT = HASTE
+    process_pairs.TIMEOUT = HASTE
     _publish(pipe, root)
 
 

@@ -20,7 +20,7 @@ from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.announcements import latest
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.shards import Shard as WeightShard
-from headway.transport.weights.shards import parts_of, shards
+from headway.transport.weights.shards import local_shards, split_parameter
 
 SETTINGS = {
     "filesystem": FilesystemWeights(),
@@ -69,8 +69,8 @@ def _outgoing(version: int, ranks: int) -> Iterator[tuple[str, Tensor | WeightSh
     line = init_device_mesh("cpu", (ranks,))
     grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     experts, fused = _stacked(version)
-    yield from parts_of(distribute_tensor(experts, line, [Shard(0)]), PARTS)
-    yield from parts_of(distribute_tensor(fused, grid, [Replicate(), Shard(0)]), FUSED)
+    yield from split_parameter(distribute_tensor(experts, line, [Shard(0)]), PARTS)
+    yield from split_parameter(distribute_tensor(fused, grid, [Replicate(), Shard(0)]), FUSED)
 
 
 def _laid_out(version: int, ranks: int) -> dict[str, Tensor]:
@@ -145,6 +145,6 @@ def test_columns_cannot_be_sent() -> None:
         mesh = init_device_mesh("cpu", (1,))
         split = distribute_tensor(torch.ones(2, 2), mesh, [Shard(1)])
         with pytest.raises(HeadwayError, match="sharded over their rows"):
-            list(shards([("w", split)], 0, 1))
+            list(local_shards([("w", split)], 0, 1))
     finally:
         dist.destroy_process_group()

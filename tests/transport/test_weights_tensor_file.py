@@ -9,17 +9,18 @@ import torch
 from safetensors.torch import load_file
 
 from headway.core.errors import HeadwayError
-from headway.transport.weights.tensor_file import Entry, tensor_file
+from headway.transport.weights.filesystem import tensor_file
+from headway.transport.weights.shards import Shard
 
 
-def entry(name: str, tensor: torch.Tensor) -> Entry:
-    return name, tensor.dtype, tuple(tensor.shape), tensor.nbytes
+def shard(name: str, tensor: torch.Tensor) -> Shard:
+    return Shard(name, tensor, 0, tuple(tensor.shape))
 
 
 def test_safetensors_reads_what_was_filled_in(tmp_path: Path) -> None:
     kinds = (torch.bool, torch.float32, torch.uint8, torch.bfloat16, torch.float16, torch.int64)
     tensors = {f"t{n}": torch.randint(0, 2, (3, n)).to(kind) for n, kind in enumerate(kinds)}
-    with tensor_file(tmp_path / "f", [entry(*item) for item in tensors.items()]) as places:
+    with tensor_file(tmp_path / "f", [shard(*item) for item in tensors.items()]) as places:
         for name, tensor in tensors.items():
             places[name].copy_(tensor.contiguous().view(-1).view(torch.uint8))
     found = load_file(tmp_path / "f")
@@ -32,7 +33,7 @@ def test_safetensors_reads_what_was_filled_in(tmp_path: Path) -> None:
 def test_a_dtype_without_a_name_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(HeadwayError, match=r"odd: .*complex64"),
-        tensor_file(tmp_path / "f", [("odd", torch.complex64, (1,), 8)]),
+        tensor_file(tmp_path / "f", [shard("odd", torch.zeros(1, dtype=torch.complex64))]),
     ):
         pass
 
@@ -48,6 +49,6 @@ def _fill_beyond_the_limit(path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
     with (
         pytest.raises(OSError, match="large"),
-        tensor_file(path, [("big", torch.float32, (4096,), 16384)]) as places,
+        tensor_file(path, [shard("big", torch.zeros(4096))]) as places,
     ):
         places["big"].zero_()

@@ -17,11 +17,10 @@ from headway.config.shared import FilesystemWeights, PointToPointWeights, Shared
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights import make_receiver, make_sender, pairing, segments, shared_memory
+from headway.transport.weights import host_memory, make_receiver, make_sender, process_pairs, shared_memory
 from headway.transport.weights.announcements import announced, latest, withdraw
-from headway.transport.weights.channels import backend_between
 from headway.transport.weights.fingerprint import fingerprint_of
-from headway.transport.weights.mappings import Mappings
+from headway.transport.weights.mapped_memory import MappedMemory
 from headway.transport.weights.point_to_point import PointToPointSender
 
 TRANSPORTS = [FilesystemWeights(), SharedMemoryWeights(), PointToPointWeights()]
@@ -35,7 +34,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing, "TIMEOUT", pairing.timedelta(seconds=5))
+    monkeypatch.setattr(process_pairs, "TIMEOUT", process_pairs.timedelta(seconds=5))
 
 
 def _weights(seed: int) -> dict[str, Tensor]:
@@ -99,19 +98,17 @@ def test_tensors_are_cast_on_their_way(settings: WeightTransport, paths: RunPath
 
 
 def test_where_tensors_lie_is_worked_out_once_as_long_as_they_lie_alike(paths: RunPaths) -> None:
-    sender, mappings = make_sender(SharedMemoryWeights(), paths), Mappings()
+    sender, memory = make_sender(SharedMemoryWeights(), paths), MappedMemory()
 
     def elements(version: int, named: dict[str, Tensor]) -> list[Tensor]:
-        return [
-            arrival.elements for arrival in shared_memory.fetch(sender.publish(version, named.items()), mappings)[1]
-        ]
+        return [arrival.elements for arrival in shared_memory.fetch(sender.publish(version, named.items()), memory)[1]]
 
     kept = [elements(version, _weights(version)) for version in range(6)]
     assert all(ours is theirs for ours, theirs in zip(kept[3], kept[5], strict=True))
     reshaped = _weights(7) | {"embed": torch.zeros(65, 33)}
     assert [len(found) for found in elements(7, reshaped)] == [len(found) for found in kept[5]]
     assert not any(ours is theirs for ours, theirs in zip(elements(9, reshaped), kept[5], strict=True))
-    mappings.keep(None)
+    memory.release()
     sender.close()
 
 
@@ -274,7 +271,7 @@ def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
     for version in range(3):
         sender.publish(version, _weights(version).items())
     prefix = latest(paths).transport["prefix"]  # type: ignore[union-attr]
-    folder = segments.folder()
+    folder = host_memory.folder()
     assert len(list(folder.glob(f"{prefix}-*"))) == 4
     sender.close()
     assert not list(folder.glob(f"{prefix}-*"))
@@ -292,7 +289,7 @@ def test_a_buffer_that_is_written_over_while_it_is_read_is_refused(paths: RunPat
 
 
 def test_segments_that_were_replaced_by_larger_ones_are_mapped_anew(paths: RunPaths) -> None:
-    sender, receiver = shared_memory.SharedMemorySender(paths, slab_bytes=4096), make_receiver()
+    sender, receiver = shared_memory.SharedMemorySender(paths, piece_bytes=4096), make_receiver()
     for version in range(6):
         weights = {"w": torch.full((300 * 4**version,), float(version))}
         update = sender.publish(version, weights.items())
@@ -305,7 +302,7 @@ def test_a_segment_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / f"cut-short-{os.getpid()}")
     sender, receiver = make_sender(SharedMemoryWeights(), paths), make_receiver()
     update = sender.publish(0, [("w", torch.ones(9))])
-    segment = segments.segment(update.transport["prefix"], 0, 0, 0)
+    segment = host_memory.segment_path(update.transport["prefix"], 0, 0, 0)
     whole = segment.read_bytes()
     segment.unlink()
     segment.write_bytes(whole[:20])
@@ -329,11 +326,11 @@ def test_full_memory_is_said_to_be_full(paths: RunPaths, monkeypatch: pytest.Mon
 
 
 def test_an_engine_lets_go_of_a_trainer_that_was_followed_by_another(tmp_path: Path) -> None:
-    mappings = Mappings()
+    memory = MappedMemory()
     senders = [make_sender(SharedMemoryWeights(), RunPaths(tmp_path / f"{name}-{os.getpid()}")) for name in "ab"]
     for sender in senders:
-        list(shared_memory.fetch(sender.publish(0, [("w", torch.ones(9))]), mappings)[1])
-        assert len(mappings._files) == 1
+        list(shared_memory.fetch(sender.publish(0, [("w", torch.ones(9))]), memory)[1])
+        assert len(memory._files) == 1
         sender.close()
 
 
@@ -350,7 +347,7 @@ def test_segments_of_a_killed_trainer_are_readable_until_the_next_start_sweeps_t
     update = latest(paths)
     assert update is not None
     assert _receive(update)["w"].tolist() == [1.0] * 9
-    leftovers = list(segments.folder().glob(f"{update.transport['prefix']}-*"))
+    leftovers = list(host_memory.folder().glob(f"{update.transport['prefix']}-*"))
     assert leftovers
     sender = make_sender(SharedMemoryWeights(), paths)
     assert not any(path.exists() for path in leftovers)
@@ -359,7 +356,7 @@ def test_segments_of_a_killed_trainer_are_readable_until_the_next_start_sweeps_t
 
 @pytest.fixture
 def sender(paths: RunPaths) -> Iterator[PointToPointSender]:
-    sender = PointToPointSender(PointToPointWeights(), paths, slab_bytes=4096)
+    sender = PointToPointSender(PointToPointWeights(), paths, piece_bytes=4096)
     yield sender
     sender.close()
 
@@ -402,8 +399,9 @@ def test_a_reader_of_an_old_version_is_not_disturbed_by_new_ones(sender: PointTo
 
 
 def test_two_gpus_are_connected_by_nccl_and_everything_else_by_gloo() -> None:
-    assert backend_between("GPU-1", "GPU-2") == "nccl"
-    assert {backend_between(*two) for two in [("GPU-1", "GPU-1"), ("GPU-1", ""), ("", "GPU-1"), ("", "")]} == {"gloo"}
+    assert process_pairs.pair_backend("GPU-1", "GPU-2") == "nccl"
+    pairs = [("GPU-1", "GPU-1"), ("GPU-1", ""), ("", "GPU-1"), ("", "")]
+    assert {process_pairs.pair_backend(*two) for two in pairs} == {"gloo"}
 
 
 def test_tensors_that_straddle_chunks_arrive_in_their_places(

@@ -12,7 +12,7 @@ from headway.models.checkpoints.tensors import base_parameters, checkpoint_tenso
 from headway.trainer.probe import make_probe
 from headway.trainer.state import TrainState
 from headway.transport.weights import make_sender
-from headway.transport.weights.shards import Shard, parts_of
+from headway.transport.weights.shards import Shard, split_parameter
 
 POLICY = "policy"
 
@@ -56,7 +56,7 @@ def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
         tensor = parameter.detach()
         targets = checkpoint_tensors(state.model, name)
         if any(target.at for target in targets):
-            yield from parts_of(tensor, ((target.name, target.at) for target in targets))
+            yield from split_parameter(tensor, ((target.name, target.at) for target in targets))
         else:
             yield from ((target.name, tensor) for target in targets)
 

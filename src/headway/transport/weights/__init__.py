@@ -1,12 +1,20 @@
-"""How weights travel from the trainer to the engines: one interface, three ways, fingerprints always on."""
+"""Weights from the trainer to the engines: one interface, three transports, a fingerprint for every version.
+
+Nothing here imports torch until it is needed: the orchestrator reads announcements, and has no use for it.
+"""
+
+from typing import TYPE_CHECKING
 
 from headway.config.shared import FilesystemWeights, SharedMemoryWeights, WeightTransport
 from headway.core.runs import RunPaths
-from headway.transport.weights.base import WeightReceiver, WeightSender
+
+if TYPE_CHECKING:
+    from headway.transport.weights.publish import WeightSender
+    from headway.transport.weights.receive import WeightReceiver
 
 
-def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "policy") -> WeightSender:
-    """The trainer's side of the transport that `settings` choose. Every rank makes one."""
+def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "policy") -> "WeightSender":
+    """Make the trainer's side of the transport that `settings` choose. Every process of the trainer makes one."""
     if isinstance(settings, FilesystemWeights):
         from headway.transport.weights.filesystem import FilesystemSender
 
@@ -20,8 +28,8 @@ def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "polic
     return PointToPointSender(settings, paths, policy)
 
 
-def make_receiver(device: str = "cpu") -> WeightReceiver:
-    """An engine's side: takes updates of any transport to `device` and proves each by its fingerprint there."""
-    from headway.transport.weights.receive import Receiver
+def make_receiver(device: str = "cpu") -> "WeightReceiver":
+    """Make an engine's side: it receives updates of any transport on `device` and verifies their fingerprints there."""
+    from headway.transport.weights.receive import WeightReceiver
 
-    return Receiver(device)
+    return WeightReceiver(device)

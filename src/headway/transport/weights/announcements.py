@@ -1,4 +1,4 @@
-"""Announcements: one small JSON file per published version, written last, so that what is announced is there."""
+"""Announcements: one small JSON file per published version, written last, so that an announced version is complete."""
 
 import re
 import shutil
@@ -13,19 +13,22 @@ from headway.core.runs import RunPaths
 _NAME = re.compile(r"v(\d{6,})\.json")
 
 
-def announce(paths: RunPaths, update: WeightUpdate, *, durable: bool = True) -> None:
-    """Make `update` the latest. Announcements of later versions (of a run that went back to a checkpoint) go.
+def announce(paths: RunPaths, update: WeightUpdate, *, keep_last: int = 0, durable: bool = True) -> None:
+    """Make `update` the latest version, and withdraw all but the last `keep_last` (0: withdraw none).
 
-    Of a version in memory an announcement need not be `durable`: it outlives no crash of the host either.
+    Later versions, of a run that went back to a checkpoint, are withdrawn too. The announcement of a version in memory
+    need not be `durable`: the version outlives no crash of the host either.
     """
     for version in announced(paths):
         if version > update.version:
             withdraw(paths, version)
     write_atomic(paths.announcement(update.version), msgspec.json.encode(update), durable=durable)
+    for version in announced(paths)[:-keep_last] if keep_last else []:
+        withdraw(paths, version)
 
 
 def latest(paths: RunPaths) -> WeightUpdate | None:
-    """The newest announced version, or None. Raises HeadwayError when its file is not an announcement."""
+    """Read the newest announcement; None where there is none. Raises HeadwayError when its file is damaged."""
     for version in sorted(announced(paths), reverse=True):
         try:
             return read(paths, version)
@@ -43,7 +46,7 @@ def read(paths: RunPaths, version: int) -> WeightUpdate:
 
 
 def announced(paths: RunPaths) -> list[int]:
-    """Versions that have an announcement, in order."""
+    """List the versions that have an announcement, in order."""
     if not paths.weights.is_dir():
         return []
     matches = (_NAME.fullmatch(entry.name) for entry in paths.weights.iterdir())
@@ -51,6 +54,6 @@ def announced(paths: RunPaths) -> list[int]:
 
 
 def withdraw(paths: RunPaths, version: int) -> None:
-    """Take back an announcement, and the files that it spoke of where there are any."""
+    """Remove an announcement, and the version's files where there are any."""
     paths.announcement(version).unlink(missing_ok=True)
     shutil.rmtree(paths.version(version), ignore_errors=True)

@@ -1,7 +1,12 @@
-"""Weights over a shared filesystem: one safetensors file per rank in a folder per version, announced last."""
+"""Weights over a shared filesystem: one safetensors file per process in a folder per version, announced last."""
 
+import logging
+import mmap
+import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,117 +18,102 @@ from torch import Tensor
 from headway.config.shared import FilesystemWeights
 from headway.core.errors import HeadwayError
 from headway.core.files import sync_directory, write_atomic
-from headway.core.protocol import WeightProbe, WeightUpdate
+from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights.announcements import announce, announced, withdraw
-from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.fingerprint import Fingerprint, TensorSum, dtype_name
-from headway.transport.weights.layout import Arrival, Layout, Part, RankParts, gather_layout
-from headway.transport.weights.mappings import Mappings
-from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
-from headway.transport.weights.shards import Shard, shards
-from headway.transport.weights.tensor_file import Entry, tensor_file
+from headway.transport.weights.announcements import announce, withdraw
+from headway.transport.weights.fingerprint import Fingerprint, dtype_name
+from headway.transport.weights.layout import Arrival, Layout, Part, RankParts
+from headway.transport.weights.mapped_memory import MappedMemory
+from headway.transport.weights.publish import WeightSender
+from headway.transport.weights.shards import Shard
 
-MANIFEST = "manifest.json"
+logger = logging.getLogger(__name__)
+_MANIFEST = "manifest.json"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of dtypes in safetensors files."""
 
 
 class Manifest(msgspec.Struct):
-    """What a version's folder holds: the tensors lie under their names in the files of the ranks."""
+    """The contents of a version's folder: tensors are under their names in the files of the processes."""
 
     version: int
     layout: Layout
 
 
-class FilesystemSender:
-    """Every rank writes its own shards; only names and sums are gathered.
+class FilesystemSender(WeightSender):
+    """Every process writes its own shards; only names and checksums are gathered.
 
-    A version is not flushed to disk before it is announced: after a crash of the host the trainer publishes
-    again from its checkpoint, and a receiver proves what it read by the fingerprint.
+    A version is not flushed to disk before it is announced: after a crash of the host the trainer publishes again from
+    its checkpoint, and an engine verifies what it read by the fingerprint.
     """
 
     def __init__(self, settings: FilesystemWeights, paths: RunPaths, policy: str = "policy") -> None:
-        self._paths = paths
-        self._policy = policy
-        self._keep = settings.keep_last
-
-    def publish(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        adapter: str | None = None,
-        probe: WeightProbe | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> WeightUpdate:
-        rank, ranks = rank_and_ranks()
-        folder = self._paths.version(version)
-        on_rank_zero(lambda: _clear(aside(folder)))
-        mine = write_shards(aside(folder), rank, shards(tensors, rank, ranks, dtype))
-        layout = gather_layout(mine, ranks)
-        update = WeightUpdate(
-            version, layout.fingerprint, transport_of(folder), policy=self._policy, adapter=adapter, probe=probe
-        )
-        on_rank_zero(lambda: release(self._paths, layout, update, self._keep))
-        return update
+        super().__init__(paths, policy)
+        # The version before the newest always stays: an engine may be reading it.
+        self._keep_last = max(settings.keep_last, 2)
 
     def close(self) -> None:
         """Published versions stay: engines that start later read them."""
 
+    def _store(self, version: int, shards: Iterator[Shard]) -> tuple[Layout, dict[str, Any]]:
+        folder = self._paths.version(version)
+        self._publishers.on_first(lambda: _make_empty(_unfinished(folder)))
+        layout = self._gather(_write_shards(_unfinished(folder), self._rank, shards))
+        return layout, _transport(folder)
 
-def fetch(update: WeightUpdate, _mappings: Mappings) -> tuple[Layout, Iterator[Arrival]]:
-    """What a version's folder holds. Files are mapped, not copied."""
-    folder = Path(update.transport["path"])
-    layout = read_manifest(folder).layout
-    return layout, _read(folder, layout)
-
-
-def transport_of(folder: Path) -> dict[str, Any]:
-    return {"type": "filesystem", "path": str(folder.absolute())}
+    def _announce(self, update: WeightUpdate, layout: Layout) -> None:
+        _release(self._paths, update, layout, self._keep_last)
 
 
-def aside(folder: Path) -> Path:
-    """Where a version's folder is filled before it gets its name; the same for all ranks."""
-    return folder.with_name(f".{folder.name}.partial")
+def save_last_version(
+    paths: RunPaths, update: WeightUpdate, layout: Layout, rank: int, shards: Iterable[Shard], timeout: float = 60
+) -> None:
+    """Keep a version on disk that so far was in memory only, for engines that need it after the trainer has left.
 
-
-def write_shards(folder: Path, rank: int, mine: Iterable[Shard]) -> RankParts:
-    """Write one rank's file, counted on the way, under a whole tensor's own shape where a shard is one."""
-    fingerprint, held = Fingerprint(), list(mine)
-    parts = {shard.name: Part(rank, 0, 0, shard.offset, shard.tensor.numel()) for shard in held}
-    if held:
-        with tensor_file(folder / _file(rank), [_entry(shard) for shard in held]) as places:
-            for shard in held:
-                place = places[shard.name]
-                fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape, shard.dtype, copy=place)
-            fingerprint.settle()
-    return RankParts(fingerprint.parts(), parts, [sum(shard.nbytes for shard in held)] if held else [])
-
-
-def _entry(shard: Shard) -> Entry:
-    tensor = shard.tensor
-    return shard.name, shard.dtype, shard.shape if shard.whole else tuple(tensor.shape), shard.nbytes
-
-
-def release(paths: RunPaths, layout: Layout, update: WeightUpdate, keep_last: int) -> None:
-    """Give a filled folder its name, announce it, and clean up after older and abandoned versions.
-
-    The version before the newest always stays: an engine may be reading it.
+    Every process writes its shards; the first waits for the others' and announces the version again. They meet through
+    the filesystem alone, since a trainer that stops after a failure can't rely on its process group.
     """
-    folder = paths.version(update.version)
-    write_atomic(aside(folder) / MANIFEST, msgspec.json.encode(Manifest(update.version, layout)))
-    withdraw(paths, update.version)
-    aside(folder).rename(folder)
-    sync_directory(folder.parent)
-    announce(paths, update)
-    for version in announced(paths)[: -max(keep_last, 2)]:
-        withdraw(paths, version)
+    folder = _unfinished(paths.version(update.version))
+    own = folder / f"{rank}"
+    own.mkdir(parents=True, exist_ok=True)
+    _write_shards(own, rank, shards)
+    for file in own.iterdir():
+        file.rename(folder / file.name)
+    own.rmdir()
+    if rank != 0:
+        return
+    wanted = sum(1 for pieces in layout.pieces if pieces)
+    deadline = time.monotonic() + timeout
+    while len(list(folder.glob("*.safetensors"))) < wanted:
+        if time.monotonic() > deadline:
+            logger.warning("version %d was not saved to disk: not every process wrote its part", update.version)
+            return
+        time.sleep(0.05)
+    saved = msgspec.structs.replace(update, transport=_transport(paths.version(update.version)))
+    _release(paths, saved, layout, keep_last=2)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Raises HeadwayError where `folder` is not a published version."""
+def fetch(update: WeightUpdate, _memory: MappedMemory) -> tuple[Layout, Iterator[Arrival]]:
+    """Read a version's folder. Files are mapped, not copied."""
+    folder = Path(update.transport["path"])
     try:
-        return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
         raise HeadwayError(f"{folder}: no published version there ({error})") from None
+    return manifest.layout, _read(folder, manifest.layout)
 
 
 def _read(folder: Path, layout: Layout) -> Iterator[Arrival]:
@@ -133,21 +123,83 @@ def _read(folder: Path, layout: Layout) -> Iterator[Arrival]:
         for name, parts in layout.parts.items():
             for part in parts:
                 elements = files[part.rank].get_tensor(name).view(-1)
-                _check(name, elements, part, layout.sums[name])
+                if (dtype_name(elements.dtype), len(elements)) != (layout.sums[name].dtype, part.count):
+                    raise RuntimeError(f"{name} has {len(elements)} elements of {elements.dtype}, not {part.count}")
                 yield Arrival(name, part.offset, elements)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise HeadwayError(f"{folder}: the version there is not whole ({error})") from error
 
 
-def _check(name: str, elements: Tensor, part: Part, whole: TensorSum) -> None:
-    if (dtype_name(elements.dtype), len(elements)) != (whole.dtype, part.count):
-        raise RuntimeError(f"{name} has {len(elements)} elements of {elements.dtype} where {part.count} were written")
+def _transport(folder: Path) -> dict[str, Any]:
+    return {"type": "filesystem", "path": str(folder.absolute())}
+
+
+def _unfinished(folder: Path) -> Path:
+    """Where a version's folder is filled before it gets its name; the same for all processes."""
+    return folder.with_name(f".{folder.name}.partial")
 
 
 def _file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def _clear(folder: Path) -> None:
+def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def _release(paths: RunPaths, update: WeightUpdate, layout: Layout, keep_last: int) -> None:
+    """Give a filled folder its name, and announce it."""
+    folder = paths.version(update.version)
+    write_atomic(_unfinished(folder) / _MANIFEST, msgspec.json.encode(Manifest(update.version, layout)))
+    withdraw(paths, update.version)
+    _unfinished(folder).rename(folder)
+    sync_directory(folder.parent)
+    announce(paths, update, keep_last=keep_last)
+
+
+def _write_shards(folder: Path, rank: int, shards: Iterable[Shard]) -> RankParts:
+    """Write one process's file and count it in the same pass. A whole tensor gets its own shape there."""
+    fingerprint, held = Fingerprint(), list(shards)
+    parts = {shard.name: Part(rank, 0, 0, shard.offset, shard.tensor.numel()) for shard in held}
+    if held:
+        with tensor_file(folder / _file(rank), held) as places:
+            for shard in held:
+                place = places[shard.name]
+                fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape, shard.dtype, copy=place)
+            fingerprint.wait()
+    return RankParts(fingerprint.shards(), parts, [sum(shard.nbytes for shard in held)] if held else [])
+
+
+@contextmanager
+def tensor_file(path: Path, shards: Iterable[Shard]) -> Iterator[dict[str, Tensor]]:
+    """Make a safetensors file that is filled in place: yields the bytes of each tensor, to be written to until the
+    context ends.
+
+    Raises OSError where the disk is full: mapped memory of a file that cannot grow must not be written to.
+    """
+    # Widest elements first: then all are aligned.
+    ordered = sorted(shards, key=lambda shard: (-shard.dtype.itemsize, shard.name))
+    header, ranges = _header(ordered)
+    size = len(header) + sum(shard.nbytes for shard in ordered)
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    memory[: len(header)] = header
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    yield {name: whole[len(header) + begin : len(header) + end] for name, (begin, end) in ranges.items()}
+
+
+def _header(shards: list[Shard]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The beginning of a safetensors file, and each tensor's range in the bytes that follow."""
+    table, ranges, at = {}, {}, 0
+    for shard in shards:
+        if shard.dtype not in _DTYPES:
+            raise HeadwayError(f"{shard.name}: safetensors files do not hold {shard.dtype}")
+        ranges[shard.name] = (at, at + shard.nbytes)
+        shape = shard.shape if shard.whole else tuple(shard.tensor.shape)
+        table[shard.name] = {"dtype": _DTYPES[shard.dtype], "shape": shape, "data_offsets": ranges[shard.name]}
+        at += shard.nbytes
+    text = msgspec.json.encode(table)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, ranges

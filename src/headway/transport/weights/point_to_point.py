@@ -1,8 +1,8 @@
-"""Weights straight into engine processes: every trainer rank sends its own shards to every engine that asks.
+"""Weights from the memory of the trainer's processes to each engine that asks: NCCL between two GPUs, gloo otherwise.
 
-The trainer never waits for an engine. `publish` copies the version aside and announces it; a thread per rank watches
-a store for requests and serves each from the copy. So an engine may come late, or die halfway: its request times
-out, and nobody else notices.
+The trainer never waits for an engine. `publish` copies the version and announces it; a thread per process watches a
+store for requests and serves each from the copy. So an engine may come late, or die halfway: its request times out, and
+nobody else notices.
 """
 
 import logging
@@ -17,112 +17,105 @@ from torch import Tensor
 
 from headway.config.shared import PointToPointWeights
 from headway.core.errors import HeadwayError
-from headway.core.protocol import WeightProbe, WeightUpdate
+from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announcements import announce, announced, withdraw
-from headway.transport.weights.arena import SLAB_BYTES
-from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.channels import AHEAD, backend_between, gpu_name, receive, send
-from headway.transport.weights.layout import Arrival, Layout, gather_layout
-from headway.transport.weights.mappings import Mappings
-from headway.transport.weights.pairing import connect_store, open_store, paired
-from headway.transport.weights.parking import park
-from headway.transport.weights.ranks import barrier, on_rank_zero, rank_and_ranks
-from headway.transport.weights.shards import Shard, shards
-from headway.transport.weights.shelf import Shelf
+from headway.transport.weights.buffers import PIECE_BYTES, VersionStore
+from headway.transport.weights.filesystem import save_last_version
+from headway.transport.weights.layout import Arrival, Layout
+from headway.transport.weights.mapped_memory import MappedMemory
+from headway.transport.weights.process_pairs import (
+    IN_FLIGHT,
+    connect_store,
+    gpu_name,
+    open_store,
+    pair_backend,
+    process_pair,
+    receive_chunks,
+    send_chunks,
+)
+from headway.transport.weights.publish import WeightSender
+from headway.transport.weights.shards import Shard
 
-_log = logging.getLogger("headway.weights")
+logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _REQUESTS = "requests"
 CHUNK_BYTES = 1 << 24
-"""What travels at a time: messages are slow to begin, and memory for them is kept."""
+"""Bytes sent at a time: messages are slow to begin, and memory for them is kept."""
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """What an engine asks all ranks for. `gpu` is the name of its own, "" where it has none."""
+    """An engine's request to all processes of the trainer. `gpu` is the name of its own, "" where it has none."""
 
     version: int
     gpu: str = ""
 
 
-class PointToPointSender:
-    """Rank 0 holds the store; every rank holds and sends its own shards."""
+class PointToPointSender(WeightSender):
+    """The first process holds the store; every process holds and sends its own shards."""
 
     def __init__(
-        self, settings: PointToPointWeights, paths: RunPaths, policy: str = "policy", slab_bytes: int = SLAB_BYTES
+        self, settings: PointToPointWeights, paths: RunPaths, policy: str = "policy", piece_bytes: int = PIECE_BYTES
     ) -> None:
-        self._paths = paths
-        self._policy = policy
+        super().__init__(paths, policy)
         self._host = settings.host
-        self._rank, self._ranks = rank_and_ranks()
         self._master = open_store(self._host) if self._rank == 0 else None
-        self._port = on_rank_zero(lambda: self._master.port if self._master else 0)
-        self._shelf = Shelf(self._slab, slab_bytes)
+        self._port = self._publishers.on_first(lambda: self._master.port if self._master else 0)
+        self._versions = VersionStore(self._allocate, piece_bytes)
         self._gpu: torch.device | None = None
-        self._last: WeightUpdate | None = None
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="weights", daemon=True)
         self._watcher.start()
 
-    def publish(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        adapter: str | None = None,
-        probe: WeightProbe | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> WeightUpdate:
-        arena = self._shelf.spare()
-        if self._last is not None:
-            self._retire()
-        mine = arena.fill(self._noted(shards(tensors, self._rank, self._ranks, dtype)), self._rank)
-        layout = gather_layout(mine, self._ranks)
-        self._shelf.put(version, layout, arena)
-        barrier()  # an engine that reads the announcement finds every rank ready
-        transport = {"type": "point_to_point", "host": self._host, "port": self._port}
-        update = WeightUpdate(version, layout.fingerprint, transport, policy=self._policy, adapter=adapter, probe=probe)
-        on_rank_zero(lambda: self._post(update, layout))
-        self._last = update
-        return update
-
     def close(self) -> None:
-        """Stop serving; the last version goes to disk for engines to come."""
         self._stop.set()
         self._watcher.join()
-        newest = self._shelf.newest
-        if self._last is not None and newest is not None:
-            park(self._paths, self._last, newest.layout, newest.arena, self._rank)
+        if self._last is not None:
+            update, layout = self._last
+            with self._versions.read(update.version) as stored:
+                if stored is not None:
+                    shards = stored.buffer.shards(layout, self._rank)
+                    save_last_version(self._paths, update, layout, self._rank, shards)
         self._last = None
-        self._shelf.clear()
+        self._versions.clear()
         self._master = None
 
-    def _post(self, update: WeightUpdate, layout: Layout) -> None:
+    def _store(self, version: int, shards: Iterator[Shard]) -> tuple[Layout, dict[str, Any]]:
+        buffer = self._versions.free_buffer()
+        if self._last is not None:
+            self._withdraw_unavailable()
+        layout = self._gather(buffer.fill(self._note_gpu(shards), self._rank))
+        self._versions.add(version, layout, buffer)
+        self._publishers.barrier()  # an engine that reads the announcement finds every process ready
+        return layout, {"type": "point_to_point", "host": self._host, "port": self._port}
+
+    def _announce(self, update: WeightUpdate, layout: Layout) -> None:
         assert self._master is not None
         self._master.set(_layout_key(update.version), msgspec.json.encode(layout).decode())
         announce(self._paths, update, durable=False)
-        self._retire()
+        self._withdraw_unavailable()
 
-    def _retire(self) -> None:
-        """Take back what can be fetched no longer, before its memory is used again."""
+    def _withdraw_unavailable(self) -> None:
+        """Withdraw versions that can no longer be fetched, before their memory is reused."""
         if self._master is not None:
-            for version in set(announced(self._paths)) - set(self._shelf.offered):
+            for version in set(announced(self._paths)) - set(self._versions.available()):
                 withdraw(self._paths, version)
                 self._master.delete_key(_layout_key(version))
 
-    def _noted(self, mine: Iterator[Shard]) -> Iterator[Shard]:
-        """Note the GPU that weights come from, before memory for them is made."""
-        for shard in mine:
+    def _note_gpu(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        """Note the GPU that weights come from, before memory for them is allocated."""
+        for shard in shards:
             if self._gpu is None and shard.tensor.is_cuda:
                 self._gpu = shard.tensor.device
                 connect_store(self._host, self._port).set(_gpu_key(self._rank), gpu_name(self._gpu))
             yield shard
 
-    def _slab(self, number: int, size: int) -> Tensor:
-        """In the host's memory, since trainers need that of their GPU; pinned, so that a GPU copies by itself."""
+    def _allocate(self, _piece: int, size: int) -> Tensor:
+        """Allocate host memory, since trainers need that of their GPU; pinned, so that a GPU copies on its own."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu is not None)
 
     def _watch(self) -> None:
-        """Start a thread per request, until told to stop or until rank 0 and its store are gone."""
+        """Start a thread per request, until told to stop or until the first process and its store are gone."""
         try:
             store = connect_store(self._host, self._port)
             seen = 0
@@ -133,59 +126,59 @@ class PointToPointSender:
                 seen = asked
         except RuntimeError as error:
             if not self._stop.is_set():
-                _log.error("weights are served no longer: %s", error)
+                logger.error("weights are no longer served to engines: %s", error)
 
-    def _serve(self, request: int) -> None:
-        """Send this rank's pieces. An engine that fails to take them costs a line in the log."""
+    def _serve(self, number: int) -> None:
+        """Send this process's pieces. An engine that fails to take them costs a line in the log."""
         try:
             store = connect_store(self._host, self._port)
-            asked = msgspec.json.decode(store.get(_request_key(request)), type=_Request)
-            with self._shelf.borrow(asked.version) as held:
-                pieces = held.layout.pieces[self._rank] if held else []
-                if held is None or not any(pieces):
+            request = msgspec.json.decode(store.get(_request_key(number)), type=_Request)
+            with self._versions.read(request.version) as stored:
+                sizes = stored.layout.pieces[self._rank] if stored else []
+                if stored is None or not any(sizes):
                     return
-                backend = backend_between(gpu_name(self._gpu) if self._gpu else "", asked.gpu)
-                slabs = held.arena.slabs
-                chunks = (slabs[piece][start:end] for piece, start, end in _chunks(pieces))
-                with paired(store, _group_name(request, self._rank), 0, self._host, backend) as group:
-                    send(group, chunks, self._gpu if backend == "nccl" else None)
+                backend = pair_backend(gpu_name(self._gpu) if self._gpu else "", request.gpu)
+                pieces = stored.buffer.pieces
+                chunks = (pieces[piece][start:end] for piece, start, end in _chunks(sizes))
+                with process_pair(store, _pair_name(number, self._rank), 0, self._host, backend) as group:
+                    send_chunks(group, chunks, self._gpu if backend == "nccl" else None)
         except RuntimeError as error:
-            _log.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
+            logger.warning("an engine did not take weights from rank %d: %s", self._rank, _first_line(error))
 
 
-def fetch(update: WeightUpdate, mappings: Mappings) -> tuple[Layout, Iterator[Arrival]]:
-    """Ask the trainer for a version and take each rank's pieces as they come."""
+def fetch(update: WeightUpdate, memory: MappedMemory) -> tuple[Layout, Iterator[Arrival]]:
+    """Ask the trainer for a version, and receive each process's pieces as they come."""
     host, port = update.transport["host"], update.transport["port"]
-    with _explained(update.version, host, port):
+    with _explain_errors(update.version, host, port):
         store = connect_store(host, port)
         if not store.check([_layout_key(update.version)]):
             raise HeadwayError(f"the trainer no longer holds version {update.version}; ask for the latest one")
         layout = msgspec.json.decode(store.get(_layout_key(update.version)), type=Layout)
-        return layout, _receive(store, layout, update, mappings)
+        return layout, _receive(store, layout, update, memory)
 
 
-def _receive(store: Any, layout: Layout, update: WeightUpdate, mappings: Mappings) -> Iterator[Arrival]:
+def _receive(store: Any, layout: Layout, update: WeightUpdate, memory: MappedMemory) -> Iterator[Arrival]:
     host, port = update.transport["host"], update.transport["port"]
-    gpu = gpu_name(mappings.device) if mappings.device.type == "cuda" else ""
-    with _explained(update.version, host, port):
+    gpu = gpu_name(memory.device) if memory.device.type == "cuda" else ""
+    with _explain_errors(update.version, host, port):
         request = store.add(_REQUESTS, 1) - 1
         store.set(_request_key(request), msgspec.json.encode(_Request(update.version, gpu)).decode())
-        contents = mappings.contents(layout)
-        for rank, pieces in enumerate(layout.pieces):
-            if not any(pieces):
+        contents = memory.contents(layout)
+        for rank, sizes in enumerate(layout.pieces):
+            if not any(sizes):
                 continue
-            theirs = store.get(_gpu_key(rank)).decode() if store.check([_gpu_key(rank)]) else ""
-            backend = backend_between(theirs, gpu)
-            chunks = list(_chunks(pieces))
-            scratch = mappings.scratch(AHEAD + 1, CHUNK_BYTES, on_device=backend == "nccl")
-            with paired(store, _group_name(request, rank), 1, host, backend) as group:
-                arrived = receive(group, (end - start for _, start, end in chunks), scratch)
+            sender_gpu = store.get(_gpu_key(rank)).decode() if store.check([_gpu_key(rank)]) else ""
+            backend = pair_backend(sender_gpu, gpu)
+            chunks = list(_chunks(sizes))
+            scratch = memory.scratch(IN_FLIGHT + 1, CHUNK_BYTES, on_device=backend == "nccl")
+            with process_pair(store, _pair_name(request, rank), 1, host, backend) as group:
+                arrived = receive_chunks(group, (end - start for _, start, end in chunks), scratch)
                 for (piece, start, _), data in zip(chunks, arrived, strict=True):
                     yield from contents.arrivals(rank, piece, data, start, lasts=False)
 
 
 @contextmanager
-def _explained(version: int, host: str, port: int) -> Iterator[None]:
+def _explain_errors(version: int, host: str, port: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -194,9 +187,9 @@ def _explained(version: int, host: str, port: int) -> Iterator[None]:
         ) from error
 
 
-def _chunks(pieces: list[int]) -> Iterator[tuple[int, int, int]]:
-    """What travels at a time: the number of a piece, and from where to where in it."""
-    for piece, size in enumerate(pieces):
+def _chunks(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Cut pieces into what is sent at a time: the number of a piece, and a range of its bytes."""
+    for piece, size in enumerate(sizes):
         for start in range(0, size, CHUNK_BYTES):
             yield piece, start, min(start + CHUNK_BYTES, size)
 
@@ -206,7 +199,7 @@ def _layout_key(version: int) -> str:
 
 
 def _gpu_key(rank: int) -> str:
-    """Is there where a rank's weights are on a GPU."""
+    """Set where a process's weights are on a GPU."""
     return f"gpu/{rank}"
 
 
@@ -214,7 +207,7 @@ def _request_key(request: int) -> str:
     return f"request/{request}"
 
 
-def _group_name(request: int, rank: int) -> str:
+def _pair_name(request: int, rank: int) -> str:
     return f"pair/{request}/{rank}"
 
 

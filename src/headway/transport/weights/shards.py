@@ -1,21 +1,22 @@
-"""What one rank sends of a tensor: contiguous elements of the whole, with their place."""
+"""Shards: the contiguous elements of a tensor that one process sends, and where they belong in the whole."""
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
-from headway.transport.weights.base import NamedTensors
+
+Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Elements of `name` from flat index `offset` on. `tensor` has any shape; `shape` is the whole's. `cast` is the
-    dtype that they are sent as, where that isn't their own."""
+    """Elements of `name` from flat index `offset` on. `tensor` has any shape; `shape` is the whole's. They are sent as
+    `cast` where that is given."""
 
     name: str
     tensor: Tensor
@@ -36,23 +37,27 @@ class Shard:
         return self.tensor.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
-        """Of the whole, as a DTensor counts."""
+        """Elements of the whole, as a DTensor counts."""
         return prod(self.shape)
 
 
-def shards(tensors: NamedTensors, rank: int, ranks: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
-    """What `rank` of `ranks` has to send. Every rank passes the same names in the same order.
+NamedTensors = Iterable[tuple[str, Tensor | Shard]]
+"""Whole tensors, DTensors, or what a process holds of a tensor; the same names in the same order on every process."""
 
-    A DTensor sharded over its rows is sent by each rank's rows (one replica of each); whole copies of a tensor
-    are dealt out to the ranks in turn. Raises HeadwayError for a DTensor sharded over another dimension. All are sent
-    as `dtype`, where it is given, and not cast yet.
+
+def local_shards(tensors: NamedTensors, rank: int, processes: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
+    """Yield what process `rank` of the `processes` that publish has to send, as `dtype` where given, not cast yet.
+
+    The placement of a DTensor says who holds which rows: each process sends its own, and of replicas the first one
+    sends. Whole copies of a tensor are dealt out to the processes in turn. Raises HeadwayError for a DTensor sharded
+    over another dimension.
     """
     for index, (name, tensor) in enumerate(tensors):
-        mine = index % ranks == rank
+        mine = index % processes == rank
         if isinstance(tensor, Shard):
-            shard: Shard | None = Shard(tensor.name, tensor.tensor, tensor.offset, tensor.shape, dtype)
+            shard: Shard | None = replace(tensor, cast=dtype)
         elif _is_dtensor(tensor):
-            shard = _local_shard(name, tensor, dtype)
+            shard = _shard_of(name, tensor, dtype)
         else:
             whole = tensor.detach() if tensor.requires_grad else tensor
             shard = Shard(name, whole, 0, tuple(tensor.shape), dtype) if mine else None
@@ -60,42 +65,40 @@ def shards(tensors: NamedTensors, rank: int, ranks: int, dtype: torch.dtype | No
             yield shard
 
 
-At = tuple[int | slice, ...]
-
-
-def parts_of(tensor: Tensor, parts: Iterable[tuple[str, At]]) -> Iterator[tuple[str, Tensor | Shard]]:
-    """`tensor[at]` under each name: of a DTensor what this rank holds of it, which may be nothing. None is gathered."""
+def split_parameter(tensor: Tensor, parts: Iterable[tuple[str, Index]]) -> Iterator[tuple[str, Tensor | Shard]]:
+    """Yield `tensor[index]` under each name; of a DTensor what this process holds of it, which may be nothing."""
     if not _is_dtensor(tensor):
-        yield from ((name, tensor[at]) for name, at in parts)
+        yield from ((name, tensor[index]) for name, index in parts)
         return
-    held = _local_shard("a parameter in parts", tensor)
-    shadow = torch.empty(tensor.shape, device="meta")
+    held = _shard_of("a parameter in parts", tensor)
+    whole = torch.empty(tensor.shape, device="meta")
     local = held.tensor if held is not None else torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype)
-    begin = held.offset // max(prod(tensor.shape[1:]), 1) if held is not None else 0
-    for name, at in parts:
-        yield name, _cut(name, local, begin, at, tuple(shadow[at].shape))
+    first_row = held.offset // max(prod(tensor.shape[1:]), 1) if held is not None else 0
+    for name, index in parts:
+        yield name, _select(name, local, first_row, index, tuple(whole[index].shape))
 
 
-def _cut(name: str, local: Tensor, begin: int, at: At, shape: tuple[int, ...]) -> Shard:
-    """What rows `local` of a parameter, from number `begin` on, hold of its part `at`, whose shape is `shape`."""
-    rows, *rest = at
+def _select(name: str, local: Tensor, first_row: int, index: Index, shape: tuple[int, ...]) -> Shard:
+    """Select what rows `local` of a parameter, from `first_row` on, hold of its part `index` of shape `shape`."""
+    rows, *rest = index
     if isinstance(rows, int):
-        inside = begin <= rows < begin + len(local)
-        return Shard(name, local[rows - begin][tuple(rest)] if inside else local[:0], 0, shape)
-    start, end = max(rows.start, begin), min(rows.stop, begin + len(local))
+        inside = first_row <= rows < first_row + len(local)
+        return Shard(name, local[rows - first_row][tuple(rest)] if inside else local[:0], 0, shape)
+    start, end = max(rows.start, first_row), min(rows.stop, first_row + len(local))
     if start >= end:
         return Shard(name, local[:0], 0, shape)
-    mine = local[start - begin : end - begin][(slice(None), *rest)]
+    mine = local[start - first_row : end - first_row][(slice(None), *rest)]
     return Shard(name, mine, (start - rows.start) * prod(shape[1:]), shape)
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    """Where nobody has loaded the module there are none; loading it takes a second."""
+    """Where nobody has imported the module there are none; importing it takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _local_shard(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Shard | None:
+def _shard_of(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Shard | None:
+    """The rows of a DTensor that this process has to send; None where another replica sends them."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,7 +1,7 @@
-"""Weights through memory of one host: ranks write slabs that engines map, two versions in turn.
+"""Weights through memory of one host: processes write buffers that engines map, two versions in turn.
 
-Where the trainer is one process on a GPU the slabs are memory of that GPU, and an engine on the same GPU copies within
-it. Engines elsewhere say that they want the host's memory, and from then on get it.
+Where the trainer is one process on a GPU, buffers are memory of that GPU, and an engine on the same GPU copies within
+it. An engine elsewhere asks for host memory, and from then on every version is there too.
 """
 
 import logging
@@ -12,232 +12,201 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
-from headway.core.protocol import WeightProbe, WeightUpdate
+from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights import segments
-from headway.transport.weights.announcements import announce, announced, withdraw
-from headway.transport.weights.arena import SLAB_BYTES
-from headway.transport.weights.base import NamedTensors
-from headway.transport.weights.buffers import Buffer
-from headway.transport.weights.device_memory import gpu_uuid
-from headway.transport.weights.layout import Arrival, Contents, Layout, gather_layout
-from headway.transport.weights.mappings import Mappings
-from headway.transport.weights.parking import park
-from headway.transport.weights.ranks import on_rank_zero, rank_and_ranks
-from headway.transport.weights.shards import Shard, shards
+from headway.transport.weights import device_memory, host_memory
+from headway.transport.weights.announcements import announce
+from headway.transport.weights.buffers import PIECE_BYTES, SharedBuffer
+from headway.transport.weights.filesystem import save_last_version
+from headway.transport.weights.layout import Arrival, Contents, Layout
+from headway.transport.weights.mapped_memory import MappedMemory
+from headway.transport.weights.publish import WeightSender
+from headway.transport.weights.shards import Shard
 
-_log = logging.getLogger("headway.weights")
+logger = logging.getLogger(__name__)
 _BUFFERS = 2
 _POLL_SECONDS = 0.02
 _WAIT_SECONDS = 60.0
 
 
-class OnDevice(msgspec.Struct, frozen=True):
-    """Slabs in the memory of GPU `uuid`."""
+class DevicePieces(msgspec.Struct, frozen=True):
+    """Handles of the pieces in the memory of GPU `uuid`."""
 
     uuid: str
     handles: list[str]
 
 
-class Posted(msgspec.Struct, frozen=True):
-    """The content of a buffer's table, which is gone while the buffer is being written. `host`: whether the version
-    lies in the host's memory; `device`: where else."""
+class BufferTable(msgspec.Struct, frozen=True):
+    """Describes what a buffer holds; there is none while the buffer is being written. The version is in host memory
+    (`host`), in GPU memory (`device`), or in both."""
 
     version: int
     layout: Layout
     host: bool = True
-    device: OnDevice | None = None
+    device: DevicePieces | None = None
+
+    def write(self, path: Path) -> None:
+        write_atomic(path, msgspec.json.encode(self), durable=False)
 
 
-class SharedMemorySender:
-    """Version v lies in buffer v mod 2, so that engines read one while the next is written."""
+class SharedMemorySender(WeightSender):
+    """Version v is in buffer v mod 2, so that engines read one while the next is written."""
 
-    def __init__(self, paths: RunPaths, policy: str = "policy", slab_bytes: int = SLAB_BYTES) -> None:
-        self._paths = paths
-        self._policy = policy
-        self._rank, self._ranks = rank_and_ranks()
-        _one_host(self._ranks)
-        self._prefix = on_rank_zero(lambda: segments.prefix_of(paths.root.name))
-        on_rank_zero(segments.sweep)
-        self._buffers = [Buffer(self._prefix, number, self._rank, slab_bytes) for number in range(_BUFFERS)]
-        self._posted: dict[int, Posted] = {}
-        self._last: tuple[WeightUpdate, Layout, Buffer] | None = None
-        self._lock = threading.Lock()
+    def __init__(self, paths: RunPaths, policy: str = "policy", piece_bytes: int = PIECE_BYTES) -> None:
+        super().__init__(paths, policy)
+        hosts = sorted(set(self._publishers.gather(socket.gethostname())))
+        if len(hosts) > 1:
+            raise UsageError(f'weights.type = "shared_memory" needs one host, the trainer runs on {hosts}')
+        self._prefix = self._publishers.on_first(lambda: host_memory.prefix_of(paths.root.name))
+        self._publishers.on_first(host_memory.remove_stale_segments)
+        self._buffers = [SharedBuffer(self._prefix, number, self._rank, piece_bytes) for number in range(_BUFFERS)]
+        self._tables: dict[int, BufferTable] = {}
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
         self._host_wanted = False
 
-    def publish(
-        self,
-        version: int,
-        tensors: NamedTensors,
-        adapter: str | None = None,
-        probe: WeightProbe | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> WeightUpdate:
-        with self._lock:
-            number = version % _BUFFERS
-            buffer, table = self._buffers[number], segments.table(self._prefix, number)
-            on_rank_zero(lambda: table.unlink(missing_ok=True))
-            self._posted.pop(number, None)
-            gpu, mine = _gpu_of(shards(tensors, self._rank, self._ranks, dtype))
-            device = gpu if self._ranks == 1 else None
-            filled = buffer.fill(mine, device, pinned=gpu is not None)
-            layout = gather_layout(filled, self._ranks)
-            where = None if device is None else OnDevice(gpu_uuid(device), buffer.handles[: len(filled.pieces)])
-            posted = self._on_host(buffer, Posted(version, layout, device is None, where))
-            transport = {"type": "shared_memory", "host": socket.gethostname(), "prefix": self._prefix}
-            update = WeightUpdate(
-                version,
-                layout.fingerprint,
-                transport | {"buffer": number},
-                policy=self._policy,
-                adapter=adapter,
-                probe=probe,
-            )
-            on_rank_zero(lambda: self._post(table, posted, update))
-            self._posted[number], self._last = posted, (update, layout, buffer)
-        if device is not None and self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="weights", daemon=True)
-            self._watcher.start()
-        return update
-
     def close(self) -> None:
-        """Keep the last version on disk for engines to come, and give the memory back."""
         self._stop.set()
         if self._watcher is not None:
             self._watcher.join()
         if self._last is not None:
-            update, layout, buffer = self._last
-            park(self._paths, update, layout, buffer.arena, self._rank)
+            update, layout = self._last
+            shards = self._buffers[update.version % _BUFFERS].current.shards(layout, self._rank)
+            save_last_version(self._paths, update, layout, self._rank, shards)
             self._last = None
         for buffer in self._buffers:
             buffer.clear()
         if self._rank == 0:
-            segments.wanted(self._prefix).unlink(missing_ok=True)
+            host_memory.wanted_path(self._prefix).unlink(missing_ok=True)
 
-    def _post(self, table: Path, posted: Posted, update: WeightUpdate) -> None:
-        write_atomic(table, msgspec.json.encode(posted), durable=False)
-        announce(self._paths, update, durable=False)
-        for version in announced(self._paths)[:-_BUFFERS]:
-            withdraw(self._paths, version)
+    def _store(self, version: int, shards: Iterator[Shard]) -> tuple[Layout, dict[str, Any]]:
+        number = version % _BUFFERS
+        buffer = self._buffers[number]
+        self._publishers.on_first(lambda: host_memory.table_path(self._prefix, number).unlink(missing_ok=True))
+        self._tables.pop(number, None)
+        gpu, shards = _gpu_of(shards)
+        device = gpu if self._publishers.size == 1 else None
+        stored = buffer.fill(shards, device, pinned=gpu is not None)
+        layout = self._gather(stored)
+        handles = buffer.handles[: len(stored.pieces)]
+        pieces = None if device is None else DevicePieces(device_memory.gpu_uuid(device), handles)
+        self._tables[number] = self._on_host(buffer, BufferTable(version, layout, device is None, pieces))
+        if device is not None and self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="weights", daemon=True)
+            self._watcher.start()
+        transport = {"type": "shared_memory", "host": socket.gethostname(), "prefix": self._prefix, "buffer": number}
+        return layout, transport
+
+    def _announce(self, update: WeightUpdate, layout: Layout) -> None:
+        number = update.version % _BUFFERS
+        self._tables[number].write(host_memory.table_path(self._prefix, number))
+        announce(self._paths, update, keep_last=_BUFFERS, durable=False)
 
     def _watch(self) -> None:
-        """Wait for an engine that wants the host's memory; then what is posted goes there too."""
-        wanted = segments.wanted(self._prefix)
-        while not wanted.exists():
+        """Wait for an engine that needs host memory; then copy what is published there too."""
+        while not host_memory.wanted_path(self._prefix).exists():
             if self._stop.wait(_POLL_SECONDS):
                 return
         with self._lock:
             self._host_wanted = True
             try:
-                for number, posted in self._posted.items():
-                    self._posted[number] = self._on_host(self._buffers[number], posted)
-                    table = segments.table(self._prefix, number)
-                    write_atomic(table, msgspec.json.encode(self._posted[number]), durable=False)
+                for number, table in self._tables.items():
+                    self._tables[number] = self._on_host(self._buffers[number], table)
+                    self._tables[number].write(host_memory.table_path(self._prefix, number))
             except (OSError, RuntimeError, HeadwayError) as error:
-                _log.error("weights could not be copied into the host's memory: %s", error)
+                logger.error("weights could not be copied into host memory: %s", error)
 
-    def _on_host(self, buffer: Buffer, posted: Posted) -> Posted:
-        if posted.host or not self._host_wanted:
-            return posted
-        buffer.copy_to_host(posted.layout.pieces[self._rank])
-        return msgspec.structs.replace(posted, host=True)
+    def _on_host(self, buffer: SharedBuffer, table: BufferTable) -> BufferTable:
+        if table.host or not self._host_wanted:
+            return table
+        buffer.copy_to_host(table.layout.pieces[self._rank])
+        return msgspec.structs.replace(table, host=True)
 
 
-def fetch(update: WeightUpdate, mappings: Mappings) -> tuple[Layout, Iterator[Arrival]]:
-    """Views of the trainer's memory; if it is written over before the last one was taken, HeadwayError."""
-    prefix, buffer, host = (update.transport[key] for key in ("prefix", "buffer", "host"))
+def fetch(update: WeightUpdate, memory: MappedMemory) -> tuple[Layout, Iterator[Arrival]]:
+    """View the trainer's memory. Raises HeadwayError if it is overwritten before the last part was taken."""
+    prefix, number, host = (update.transport[key] for key in ("prefix", "buffer", "host"))
     if host != socket.gethostname():
         raise HeadwayError(
             f"weights are in the memory of {host}, this engine runs on {socket.gethostname()}; "
             'set weights.type = "point_to_point" or "filesystem"'
         )
-    table = segments.table(prefix, buffer)
-    posted = _posted(table, update)
-    mappings.keep(prefix)
-    pieces = _pieces_on_device(posted, prefix, mappings)
+    path = host_memory.table_path(prefix, number)
+    table = _read_table(path, update)
+    memory.release(keep=prefix)
+    pieces = _device_pieces(table, prefix, memory)
     if pieces is None:
-        posted = _posted_on_host(posted, table, prefix, update)
+        table = _wait_for_host(table, path, prefix, update)
         pieces = (
-            (rank, piece, mappings.open(segments.segment(prefix, buffer, rank, piece), size))
-            for rank, sizes in enumerate(posted.layout.pieces)
+            (rank, piece, memory.open(host_memory.segment_path(prefix, number, rank, piece), size))
+            for rank, sizes in enumerate(table.layout.pieces)
             for piece, size in enumerate(sizes)
         )
-    return posted.layout, _read(pieces, mappings.contents(posted.layout), table, update)
+    return table.layout, _read(pieces, memory.contents(table.layout), path, update)
 
 
-def _pieces_on_device(posted: Posted, prefix: str, mappings: Mappings) -> Iterator[tuple[int, int, Tensor]] | None:
-    """Slabs in the memory of the engine's own GPU; None where they lie elsewhere, or can't be opened."""
-    if posted.device is None or mappings.device.type != "cuda" or posted.device.uuid != gpu_uuid(mappings.device):
+def _read(
+    pieces: Iterator[tuple[int, int, Tensor]], contents: Contents, path: Path, update: WeightUpdate
+) -> Iterator[Arrival]:
+    for rank, piece, data in pieces:
+        yield from contents.arrivals(rank, piece, data)
+    _read_table(path, update)
+
+
+def _read_table(path: Path, update: WeightUpdate) -> BufferTable:
+    """Read the table of the update's buffer. Raises HeadwayError when the buffer now holds something else."""
+    with suppress(OSError, msgspec.DecodeError):
+        table = msgspec.json.decode(path.read_bytes(), type=BufferTable)
+        if table.version == update.version:
+            return table
+    raise HeadwayError(f"version {update.version} is no longer in shared memory; ask for the latest one")
+
+
+def _device_pieces(table: BufferTable, prefix: str, memory: MappedMemory) -> Iterator[tuple[int, int, Tensor]] | None:
+    """Open the pieces in the memory of the engine's own GPU; None where they are elsewhere, or can't be opened."""
+    device = table.device
+    if device is None or memory.device.type != "cuda" or device.uuid != device_memory.gpu_uuid(memory.device):
         return None
-    _demand_trainer(prefix, posted.version)
+    _check_trainer_lives(prefix, table.version)
     try:
-        slabs = [
-            mappings.open_handle(prefix, handle, size)
-            for handle, size in zip(posted.device.handles, posted.layout.pieces[0], strict=True)
-        ]
+        handles = zip(device.handles, table.layout.pieces[0], strict=True)
+        pieces = [memory.open_handle(prefix, handle, size) for handle, size in handles]
     except HeadwayError as error:
-        _log.warning("weights come through the host's memory, which is slower: %s", error)
+        logger.warning("weights come through host memory, which is slower: %s", error)
         return None
-    return ((0, piece, slab) for piece, slab in enumerate(slabs))
+    return ((0, piece, data) for piece, data in enumerate(pieces))
 
 
-def _posted_on_host(posted: Posted, table: Path, prefix: str, update: WeightUpdate) -> Posted:
-    """Where the version is on the trainer's GPU alone, ask for it and wait."""
+def _wait_for_host(table: BufferTable, path: Path, prefix: str, update: WeightUpdate) -> BufferTable:
+    """Where the version is on the trainer's GPU only, ask for it in host memory and wait."""
     deadline = time.monotonic() + _WAIT_SECONDS
-    while not posted.host:
-        segments.wanted(prefix).touch(mode=0o600)
-        _demand_trainer(prefix, update.version)
+    while not table.host:
+        host_memory.wanted_path(prefix).touch(mode=0o600)
+        _check_trainer_lives(prefix, update.version)
         if time.monotonic() > deadline:
-            raise HeadwayError(f"the trainer did not put version {update.version} into the host's memory in time")
+            raise HeadwayError(f"the trainer did not put version {update.version} into host memory in time")
         time.sleep(_POLL_SECONDS)
-        posted = _posted(table, update)
-    return posted
+        table = _read_table(path, update)
+    return table
 
 
-def _demand_trainer(prefix: str, version: int) -> None:
-    if segments.gone(prefix):
+def _check_trainer_lives(prefix: str, version: int) -> None:
+    if host_memory.owner_ended(prefix):
         raise HeadwayError(
             f"version {version} was in the memory of a trainer that has ended; a new one publishes again when it starts"
         )
 
 
-def _read(
-    pieces: Iterator[tuple[int, int, Tensor]], contents: Contents, table: Path, update: WeightUpdate
-) -> Iterator[Arrival]:
-    for rank, piece, data in pieces:
-        yield from contents.arrivals(rank, piece, data)
-    _posted(table, update)
-
-
-def _posted(table: Path, update: WeightUpdate) -> Posted:
-    """The table of the update's buffer. Raises HeadwayError when the buffer holds, by now, something else."""
-    with suppress(OSError, msgspec.DecodeError):
-        posted = msgspec.json.decode(table.read_bytes(), type=Posted)
-        if posted.version == update.version:
-            return posted
-    raise HeadwayError(f"version {update.version} is no longer in shared memory; ask for the latest one")
-
-
-def _gpu_of(mine: Iterator[Shard]) -> tuple[torch.device | None, Iterator[Shard]]:
-    """The GPU that weights come from, if they do, and all of them."""
-    first = list(islice(mine, 1))
+def _gpu_of(shards: Iterator[Shard]) -> tuple[torch.device | None, Iterator[Shard]]:
+    """The GPU that the shards are on, if they are, and all of them."""
+    first = list(islice(shards, 1))
     gpu = first[0].tensor.device if first and first[0].tensor.is_cuda else None
-    return gpu, chain(first, mine)
-
-
-def _one_host(ranks: int) -> None:
-    hosts = [socket.gethostname()] * ranks
-    if ranks > 1:
-        dist.all_gather_object(hosts, socket.gethostname())
-    if len(set(hosts)) > 1:
-        raise UsageError(f'weights.type = "shared_memory" needs one host, the trainer runs on {sorted(set(hosts))}')
+    return gpu, chain(first, shards)

@@ -1,4 +1,4 @@
-/* Copies bytes and counts them on the way: the checksum of checksum.py, as fast as memory gives them. */
+/* Copies and counts bytes in one pass: the checksum of reference.py, at the speed of memory. */
 
 #include <stdint.h>
 #include <string.h>
@@ -85,7 +85,7 @@ static inline __attribute__((always_inline)) Sums count_lines(const uint8_t *res
     return sums;
 }
 
-static uint64_t scrambled(uint64_t sum, uint64_t row)
+static uint64_t mix(uint64_t sum, uint64_t row)
 {
     uint64_t x = sum + (row + 1) * 0x9E3779B97F4A7C15;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
@@ -93,7 +93,7 @@ static uint64_t scrambled(uint64_t sum, uint64_t row)
     return x ^ (x >> 31);
 }
 
-/* Complete rows, the first of which is number `row`: scrambled, and summed. Nothing but the copy is written meanwhile,
+/* Complete rows, the first of which is number `row`: mixed, and summed. Nothing but the copy is written meanwhile,
    since a processor that sees lines written one after the other spares itself reading them first. */
 static inline __attribute__((always_inline)) Sums count_rows(const uint8_t *from, uint8_t *to, long rows, uint64_t row,
                                                              const uint32_t *keys, int streamed)
@@ -101,8 +101,8 @@ static inline __attribute__((always_inline)) Sums count_rows(const uint8_t *from
     Sums totals = {0, 0};
     for (long i = 0; i < rows; i++) {
         Sums sums = count_lines(from + i * ROW, to ? to + i * ROW : NULL, ROW / LINE, keys, streamed);
-        totals.plain += scrambled(sums.plain, row + i);
-        totals.keyed += scrambled(sums.keyed, row + i);
+        totals.plain += mix(sums.plain, row + i);
+        totals.keyed += mix(sums.keyed, row + i);
     }
     return totals;
 }
@@ -129,7 +129,7 @@ static __attribute__((noinline)) Sums count_and_stream(const uint8_t *from, uint
 }
 
 /* Part of a row: `size` bytes that begin `begin` bytes into it. Words at the ends may be there in part. */
-static Sums count_loose(const uint8_t *from, uint8_t *to, long begin, long size, const uint32_t *keys)
+static Sums count_partial(const uint8_t *from, uint8_t *to, long begin, long size, const uint32_t *keys)
 {
     Sums sums = {0, 0};
     for (long done = 0; done < size;) {
@@ -145,7 +145,7 @@ static Sums count_loose(const uint8_t *from, uint8_t *to, long begin, long size,
     return sums;
 }
 
-/* `size` bytes that begin `offset` bytes into the whole tensor. `out` is the sums of the complete rows, scrambled, of
+/* `size` bytes that begin `offset` bytes into the whole tensor. `out` is the sums of the complete rows, mixed, of
    the first row where it is not complete, and of the last one where that is another and not complete. */
 void count(const uint8_t *from, uint8_t *to, int64_t size, uint64_t offset, const uint32_t *keys, Sums *out)
 {
@@ -158,7 +158,7 @@ void count(const uint8_t *from, uint8_t *to, int64_t size, uint64_t offset, cons
     uint8_t *place = to ? to + head : NULL;
     memset(out, 0, 3 * sizeof(Sums));
     if (head)
-        out[1] = count_loose(from, to, begin, head, keys);
+        out[1] = count_partial(from, to, begin, head, keys);
     if (!to)
         out[0] = count_only(body, rows, row, keys);
     else if (size >= STREAMED && (uintptr_t)place % 16 == 0)
@@ -166,5 +166,5 @@ void count(const uint8_t *from, uint8_t *to, int64_t size, uint64_t offset, cons
     else
         out[0] = count_and_copy(body, place, rows, row, keys);
     if (tail)
-        out[2] = count_loose(body + rows * ROW, place ? place + rows * ROW : NULL, 0, tail, keys);
+        out[2] = count_partial(body + rows * ROW, place ? place + rows * ROW : NULL, 0, tail, keys);
 }

@@ -1,4 +1,6 @@
-"""The checksum in one pass over an accelerator's memory, which copies on the way, for many tensors in one launch."""
+"""The checksum as a Triton kernel: one pass over a GPU's memory counts and copies, for many tensors in one launch."""
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -6,8 +8,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from headway.transport.weights.fingerprint.device import UNIT, Parts, Pending, keys_on, signed, words_of
-from headway.transport.weights.fingerprint.reference import MIX, ROW, ROW_BYTES, STEP, Words
+from headway.transport.weights.fingerprint import reference
+from headway.transport.weights.fingerprint.reference import MIX, ROW, ROW_BYTES, STEP, UNIT, Batch, Words
 
 Ints = NDArray[np.int64]
 
@@ -20,16 +22,24 @@ _FIELDS = 9
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _scrambled(x, row, STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mix(x, row, STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.constexpr):  # type: ignore[no-untyped-def]
     x = x + (row + 1) * STEP
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * MIX_0
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * MIX_1
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+@triton.jit
+def _sums(word, low_key, high_key):  # type: ignore[no-untyped-def]  # triton has no types
+    """The plain and the keyed sum of each row."""
+    plain = tl.sum(word, axis=1)
+    keyed = tl.sum((word & 0xFFFFFFFF) * low_key + ((word >> 32) & 0xFFFFFFFF) * high_key, axis=1)
+    return plain, keyed
+
+
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _as_bfloat16(x, TILE: tl.constexpr, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of four elements each."""
+    """Cast to bfloat16 and pack four elements into a word."""
     bits = x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     even, odd = tl.split(tl.reshape(bits, (TILE, 2 * ROW, 2)))
     low, high = tl.split(tl.reshape(even | (odd << 16), (TILE, ROW, 2)))
@@ -41,7 +51,7 @@ def _words(  # type: ignore[no-untyped-def]
     source, row, left, right,
     INSIDE: tl.constexpr, CAST: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of words. Those before `left` and from `right` on are zero; where all are INSIDE, loads are wider."""
+    """Load rows of words. Those before `left` and from `right` on are zero; where all are INSIDE, loads are wider."""
     if CAST:
         at = row[:, None] * (4 * ROW) + tl.arange(0, 4 * ROW)[None, :]
         within = (at >= 4 * left) & (at < 4 * right)
@@ -53,14 +63,15 @@ def _words(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["out", "parts"])  # type: ignore[untyped-decorator]  # triton has no types
-def _pass(  # type: ignore[no-untyped-def]
+def _count_kernel(  # type: ignore[no-untyped-def]
     table, keys, out, parts,
     FIELDS: tl.constexpr, ROW: tl.constexpr, TILE: tl.constexpr, ROUNDS: tl.constexpr,
     CAST: tl.constexpr, COPY: tl.constexpr, COUNT: tl.constexpr,
     STEP: tl.constexpr, MIX_0: tl.constexpr, MIX_1: tl.constexpr,
 ):  # fmt: skip
-    """`table` has `FIELDS` numbers for each part (see `_table`), then every program's part. Address `out` gets four
-    sums for each part, of its first row and of its last one where these are not complete, then two for each program."""
+    """Count the parts in `table`, and copy them. It has `FIELDS` numbers for each part (see `_table`), then every
+    program's part. Address `out` gets four sums for each part, of its first and of its last row where these are
+    partial, then two for each program."""
     program = tl.program_id(0).to(tl.int64)
     part = tl.load(table + parts * FIELDS + program)
     entry = table + part * FIELDS
@@ -81,7 +92,7 @@ def _pass(  # type: ignore[no-untyped-def]
     plain_total = tl.zeros((TILE,), dtype=tl.int64)
     keyed_total = tl.zeros((TILE,), dtype=tl.int64)
     sums = out.to(tl.pointer_type(tl.int64))
-    loose = sums + part * 4
+    partial = sums + part * 4
     if (start >= first) & (end <= last) & (end * ROW <= right):
         for turn in range(ROUNDS):
             row = start + turn * TILE + tile
@@ -89,12 +100,11 @@ def _pass(  # type: ignore[no-untyped-def]
             if COPY:
                 tl.store(target + (row[:, None] * ROW + place), word)
             if COUNT:
-                plain = tl.sum(word, axis=1)
-                keyed = tl.sum((word & 0xFFFFFFFF) * low_key + ((word >> 32) & 0xFFFFFFFF) * high_key, axis=1)
-                plain_total += _scrambled(plain, number + row, STEP, MIX_0, MIX_1)
-                keyed_total += _scrambled(keyed, number + row, STEP, MIX_0, MIX_1)
+                plain, keyed = _sums(word, low_key, high_key)
+                plain_total += _mix(plain, number + row, STEP, MIX_0, MIX_1)
+                keyed_total += _mix(keyed, number + row, STEP, MIX_0, MIX_1)
     else:
-        here = tl.zeros((TILE,), dtype=tl.int32)
+        at_first = tl.zeros((TILE,), dtype=tl.int32)
         for turn in range(tl.minimum(ROUNDS, (rows - start + TILE - 1) // TILE).to(tl.int32)):
             row = start + turn * TILE + tile
             word = _words(source, row, left, right, False, CAST, ROW, TILE)
@@ -102,26 +112,25 @@ def _pass(  # type: ignore[no-untyped-def]
                 at = row[:, None] * ROW + place
                 tl.store(target + at, word, mask=(at >= left) & (at < right))
             if COUNT:
-                plain = tl.sum(word, axis=1)
-                keyed = tl.sum((word & 0xFFFFFFFF) * low_key + ((word >> 32) & 0xFFFFFFFF) * high_key, axis=1)
+                plain, keyed = _sums(word, low_key, high_key)
                 complete = (row >= first) & (row < last)
-                plain_total += tl.where(complete, _scrambled(plain, number + row, STEP, MIX_0, MIX_1), 0)
-                keyed_total += tl.where(complete, _scrambled(keyed, number + row, STEP, MIX_0, MIX_1), 0)
-                tl.store(loose + here, plain, mask=row == 0)
-                tl.store(loose + 1 + here, keyed, mask=row == 0)
-                tl.store(loose + 2 + here, plain, mask=row == rows - 1)
-                tl.store(loose + 3 + here, keyed, mask=row == rows - 1)
+                plain_total += tl.where(complete, _mix(plain, number + row, STEP, MIX_0, MIX_1), 0)
+                keyed_total += tl.where(complete, _mix(keyed, number + row, STEP, MIX_0, MIX_1), 0)
+                tl.store(partial + at_first, plain, mask=row == 0)
+                tl.store(partial + 1 + at_first, keyed, mask=row == 0)
+                tl.store(partial + 2 + at_first, plain, mask=row == rows - 1)
+                tl.store(partial + 3 + at_first, keyed, mask=row == rows - 1)
     if COUNT:
         totals = sums + parts * 4 + program * 2
         tl.store(totals, tl.sum(plain_total, axis=0))
         tl.store(totals + 1, tl.sum(keyed_total, axis=0))
 
 
-def pass_by_triton(parts: Parts, *, count: bool = True) -> Pending:
-    """Copy `parts`, all on one device, where they have copies, and count them: as `checksum_device.count_by_torch` for
-    each. The kernel writes to the host's memory: no other operation has to wait for its turn on the device."""
-    device, size = parts.data[0].device, len(parts.data)
-    table, starts, programs = _table(parts)
+def count_by_triton(batch: Batch, *, count: bool = True) -> Callable[[], Words]:
+    """Count a batch, with the results of `reference.row_sums`, and copy it where it has copies; without `count`, only
+    copy. The kernel writes its sums to host memory, so that no other operation has to wait for its turn on the GPU."""
+    device, size = batch.data[0].device, len(batch.data)
+    table, starts, programs = _table(batch)
     out = torch.empty(4 * size + 2 * programs, dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def sums() -> Words:
@@ -129,41 +138,41 @@ def pass_by_triton(parts: Parts, *, count: bool = True) -> Pending:
         totals = np.add.reduceat(found[4 * size :].reshape(programs, 2), starts, axis=0)
         return np.concatenate([totals, found[: 4 * size].reshape(size, 4)], axis=1)
 
-    _pass[(programs,)](
+    _count_kernel[(programs,)](
         torch.from_numpy(table).to(device, non_blocking=True),
-        keys_on(device),
+        reference.keys_on(device),
         out.data_ptr(),
         size,
         FIELDS=_FIELDS,
         ROW=ROW,
         TILE=_TILE,
         ROUNDS=_ROUNDS,
-        CAST=parts.cast,
-        COPY=bool(parts.copies),
+        CAST=batch.cast,
+        COPY=bool(batch.copies),
         COUNT=count,
-        STEP=signed(STEP),
-        MIX_0=signed(MIX[0]),
-        MIX_1=signed(MIX[1]),
+        STEP=reference.signed(STEP),
+        MIX_0=reference.signed(MIX[0]),
+        MIX_1=reference.signed(MIX[1]),
         num_warps=_WARPS,
     )
     return sums
 
 
-def _table(parts: Parts) -> tuple[Ints, Ints, int]:
-    """For each part: where its first row would begin in memory and in the copy's, from where to where in it there are
-    words, that row's number, the complete rows, all rows, its first program. Then each program's part. And these first
-    programs, and how many programs there are."""
-    offsets, sizes = np.array(parts.offsets), np.array(parts.sizes)
+def _table(batch: Batch) -> tuple[Ints, Ints, int]:
+    """Describe each part to the kernel: the addresses at which its first row would begin in memory and in the copy, the
+    range of words in it, that row's number, the range of complete rows, all rows, its first program. Then comes each
+    program's part. Also returned: these first programs, and the number of programs."""
+    offsets, sizes = np.array(batch.offsets), np.array(batch.sizes)
     ends = offsets + sizes
     number = offsets // ROW_BYTES
     rows = -(-ends // ROW_BYTES) - number
     first = (offsets % ROW_BYTES > 0).astype(np.int64)
-    last = np.maximum(first, rows - ((ends % ROW_BYTES > 0) & ~np.array(parts.last)))
-    begins = offsets if parts.copies else offsets // UNIT * UNIT
+    last = np.maximum(first, rows - ((ends % ROW_BYTES > 0) & ~np.array(batch.last)))
+    begins = offsets if batch.copies else offsets // UNIT * UNIT
     left = begins % ROW_BYTES // 8
     right = (ends + 7) // 8 - number * ROW
-    sources = np.array(_addresses(parts)) - left * (16 if parts.cast else 8)
-    targets = np.array([copy.data_ptr() for copy in parts.copies]) - left * 8 if parts.copies else sources
+    sources = np.array(_addresses(batch)) - left * (16 if batch.cast else 8)
+    targets = np.array([copy.data_ptr() for copy in batch.copies]) - left * 8 if batch.copies else sources
     programs = -(-rows // (_TILE * _ROUNDS))
     starts = np.cumsum(programs) - programs
     owners = np.repeat(np.arange(len(programs)), programs)
@@ -171,8 +180,10 @@ def _table(parts: Parts) -> tuple[Ints, Ints, int]:
     return np.concatenate([np.stack(fields, axis=1).ravel(), owners]), starts, len(owners)
 
 
-def _addresses(parts: Parts) -> list[int]:
-    """Where a part's words begin. One that is only counted and lies badly is copied first, to where it lies well."""
-    if not parts.copies:
-        parts.data[:] = [words_of(data, offset) for data, offset in zip(parts.data, parts.offsets, strict=True)]
-    return [data.data_ptr() for data in parts.data]
+def _addresses(batch: Batch) -> list[int]:
+    """Where each part's words begin. A part that is only counted and is not aligned is copied to where it is."""
+    if not batch.copies:
+        batch.data[:] = [
+            reference.words_of(data, offset) for data, offset in zip(batch.data, batch.offsets, strict=True)
+        ]
+    return [data.data_ptr() for data in batch.data]

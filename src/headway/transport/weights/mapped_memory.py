@@ -1,4 +1,4 @@
-"""What an engine keeps from one update to the next, foremost the trainer's memory: mapping costs more than copying."""
+"""Memory that an engine keeps from one update to the next, since mapping it costs more than copying from it."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from headway.transport.weights import device_memory
 from headway.transport.weights.layout import Contents, Layout
 
 
-class Mappings:
-    """Of an engine on `device`. A file that was replaced under its name is mapped anew."""
+class MappedMemory:
+    """The trainer's memory as an engine on `device` maps it, and memory for what passes through."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -21,17 +21,19 @@ class Mappings:
         self._contents: Contents | None = None
 
     def contents(self, layout: Layout) -> Contents:
-        """What lies where, the same as long as versions lie alike."""
+        """The parts in each piece; the same object as long as versions have the same layout."""
         if self._contents is None or not self._contents.fit(layout):
             self._contents = Contents(layout)
         return self._contents
 
     def open(self, path: Path, size: int) -> Tensor:
-        """The first `size` bytes of a file. Raises HeadwayError where it isn't there or is shorter."""
+        """Map the first `size` bytes of a file. Raises HeadwayError where it is missing or shorter.
+
+        A file that was replaced under its name is mapped again."""
         try:
             status = path.stat()
-            number, data = self._files.get(path, (-1, torch.empty(0, dtype=torch.uint8)))
-            if number != status.st_ino and status.st_size >= size:
+            inode, data = self._files.get(path, (-1, torch.empty(0, dtype=torch.uint8)))
+            if inode != status.st_ino and status.st_size >= size:
                 self._forget(path)
                 data = torch.from_file(str(path), shared=True, size=status.st_size, dtype=torch.uint8)
                 self._files[path] = (status.st_ino, data)
@@ -44,7 +46,7 @@ class Mappings:
         return data[:size]
 
     def open_handle(self, prefix: str, handle: str, size: int) -> Tensor:
-        """`size` bytes in the memory of this engine's GPU. Raises HeadwayError where they are out of reach."""
+        """Map `size` bytes in the memory of this engine's GPU. Raises HeadwayError where they can't be opened."""
         if handle not in self._handles:
             self._handles[handle] = (prefix, device_memory.open_handle(handle, size, self.device))
         elif len(self._handles[handle][1]) < size:
@@ -53,7 +55,7 @@ class Mappings:
         return self._handles[handle][1][:size]
 
     def scratch(self, count: int, size: int, *, on_device: bool = False) -> list[Tensor]:
-        """Memory for what passes through, the same every time, since new memory is slow at first."""
+        """Return `count` buffers for what passes through, the same every time, since new memory is slow at first."""
         device = self.device if on_device else torch.device("cpu")
         kept = self._scratch.get(device, [])
         if len(kept) < count or any(len(buffer) < size for buffer in kept):
@@ -63,13 +65,13 @@ class Mappings:
             self._scratch[device] = kept
         return kept[:count]
 
-    def keep(self, prefix: str | None) -> None:
-        """Let go of all but what belongs to `prefix`."""
+    def release(self, keep: str | None = None) -> None:
+        """Unmap the trainer's memory, except what belongs to the trainer with prefix `keep`."""
         for path in list(self._files):
-            if prefix is None or not path.name.startswith(f"{prefix}-"):
+            if keep is None or not path.name.startswith(f"{keep}-"):
                 self._forget(path)
         for handle, (owner, memory) in list(self._handles.items()):
-            if owner != prefix:
+            if owner != keep:
                 del self._handles[handle]
                 self._contents = None
                 device_memory.close_handle(handle, memory)
