@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from run_folders import BEGAN, add_step, append, make_run, rollout, write_logprobs, write_rollouts
 
 from headway.core.runs import RunPaths
-from headway.monitor.dashboard.attempts import attempts, line_time
 from headway.monitor.dashboard.catalog import Catalog
 from headway.monitor.dashboard.index import Filter, RolloutIndex
-from headway.monitor.dashboard.logs import PIECE, read_piece, search_log
+from headway.monitor.dashboard.logs import PIECE, attempts, line_time, read_piece, search_log
 from headway.monitor.dashboard.ratios import ratio
 from headway.monitor.dashboard.rollouts import find_tokenizer, page, read_record, search, view_record, view_tokens
 from headway.monitor.dashboard.settings import view_settings

@@ -9,7 +9,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from headway.cli import doctor
-from headway.monitor.doctor import devices, packages, resources
+from headway.monitor.doctor import machine, packages
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.pins import Pin, parse_pin
 
@@ -106,9 +106,9 @@ def test_companions_of_another_torch_are_found(
 def test_a_gpu_that_torch_cannot_use_is_a_problem(
     build: dict[str, str | None], gpus: list[list[str]], status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "torch_build", lambda: build)
-    monkeypatch.setattr(devices, "query_gpus", lambda fields, timeout: gpus)
-    findings = list(devices.check_devices())
+    monkeypatch.setattr(machine, "torch_build", lambda: build)
+    monkeypatch.setattr(machine, "query_gpus", lambda fields, timeout: gpus)
+    findings = list(machine.check_devices())
     assert statuses(findings, "gpu")[0] == "ok"
     assert statuses(findings, "gpu")[-1] == status
 
@@ -118,22 +118,22 @@ def test_a_taken_port_is_a_warning() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        findings = list(resources.check_resources(Path("outputs"), port))
+        findings = list(machine.check_resources(Path("outputs"), port))
         assert statuses(findings, "port") == ["warning"]
-    assert statuses(list(resources.check_resources(Path("outputs"), port)), "port") == ["ok"]
+    assert statuses(list(machine.check_resources(Path("outputs"), port)), "port") == ["ok"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem() -> None:
-    findings = list(resources.check_resources(Path("/proc/nothing/here"), 0))
+    findings = list(machine.check_resources(Path("/proc/nothing/here"), 0))
     assert statuses(findings, "disk")[0] == "problem"
 
 
 def test_a_proxy_that_swallows_loopback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy")
     monkeypatch.setenv("no_proxy", "example.org")
-    assert statuses(list(resources.check_resources(Path("outputs"), 0)), "proxy") == ["warning"]
+    assert statuses(list(machine.check_resources(Path("outputs"), 0)), "proxy") == ["warning"]
     monkeypatch.setenv("no_proxy", "example.org,127.0.0.1")
-    assert statuses(list(resources.check_resources(Path("outputs"), 0)), "proxy") == []
+    assert statuses(list(machine.check_resources(Path("outputs"), 0)), "proxy") == []
 
 
 def test_problems_decide_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,9 +42,8 @@ def run(argv: list[str]) -> int:
 
 def examine(output_dir: Path, port: int) -> Iterator[Finding]:
     """Yield all findings about this machine."""
-    from headway.monitor.doctor.devices import check_devices
+    from headway.monitor.doctor.machine import check_devices, check_resources
     from headway.monitor.doctor.packages import check_packages
-    from headway.monitor.doctor.resources import check_resources
 
     yield from check_packages()
     yield from check_devices()

@@ -41,7 +41,7 @@ def setup_logging(process: str, paths: RunPaths | None = None, json: bool = Fals
 
 
 def record_crash(error: BaseException) -> Path | None:
-    """Write an unforeseen error's traceback to the log file only; the file's path, or None without one."""
+    """Write an unexpected error's traceback to the log file only. Returns the file's path, or None without one."""
     if SUPERVISED in os.environ:
         traceback.print_exception(error)
         return Path(os.environ[SUPERVISED])
@@ -54,7 +54,7 @@ def record_crash(error: BaseException) -> Path | None:
 
 
 class LogFile(logging.FileHandler):
-    """A log file that cannot bring the process down: when the disk refuses, it says so once and stops writing."""
+    """A log file that cannot bring the process down: when a write fails, it reports that once and stops writing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,10 +71,10 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
             return
         self.healthy = False
-        print(f"headway: {self.path}: {error.strerror}; going on without this log file", file=sys.stderr)
+        print(f"headway: {self.path}: {error.strerror}; continuing without this log file", file=sys.stderr)
 
     def close(self) -> None:
-        # What could not be written before will fail again when the stream flushes; that was said already.
+        # What could not be written will fail again when the stream is flushed; that was reported already.
         try:
             super().close()
         except OSError:
@@ -85,10 +85,10 @@ class PlainFormatter(logging.Formatter):
     """`2026-01-31 12:00:00 INFO trainer loop: message`"""
 
     def __init__(self, process: str) -> None:
-        super().__init__(f"%(asctime)s %(levelname)s {process} %(room)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        super().__init__(f"%(asctime)s %(levelname)s {process} %(component)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        record.room = record.name.removeprefix("headway.")
+        record.component = record.name.removeprefix("headway.")
         return super().format(record)
 
 

@@ -15,7 +15,7 @@ from headway.core.runs import RunPaths
 
 
 class Sink(Protocol):
-    """Where else a step's metrics go."""
+    """Another destination of a step's metrics."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -71,7 +71,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file in order. A line still being written at the end is left out."""
+    """Yield the lines of a metrics file in order. A line still being written at the end is left out."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

@@ -10,7 +10,7 @@ from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 
 MARKERS = "os^Dv"
-"""Of evaluations, one for each environment."""
+"""Markers of evaluations, one for each environment."""
 
 Metrics = list[dict[str, Any]]
 

@@ -4,12 +4,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-CHUNK = 1 << 20
 LONGEST_LINE = 64 << 20
 
 
 class LineTail:
-    """Yields whole lines that were appended since the last look.
+    """Yields whole lines that were appended since the last call.
 
     A file that was replaced (another inode) or cut is read from the start: `replaced` tells whether the last
     call of `lines` began anew. A last line without its newline waits until it is whole.
@@ -27,7 +26,7 @@ class LineTail:
         return self._offset
 
     def changed(self) -> bool:
-        """Whether there may be something new; costs one look at the file's status."""
+        """Tell whether there may be something new, from the file's status alone."""
         try:
             status = self.path.stat()
         except OSError:
@@ -52,7 +51,7 @@ class LineTail:
 
 
 def last_lines(path: Path, size: int = 1 << 16) -> list[bytes]:
-    """The whole lines in the last `size` bytes of a file; none where it cannot be read."""
+    """Read the whole lines in the last `size` bytes of a file; none where it cannot be read."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)

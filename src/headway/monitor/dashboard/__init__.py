@@ -1,4 +1,4 @@
-"""The live page of runs: a small server over run folders, and a page without a build step."""
+"""The live dashboard of runs: a small server over run folders, and a page without a build step."""
 
 from headway.monitor.dashboard.server import make_app, serve, start_in_thread
 

@@ -1,4 +1,4 @@
-"""The routes under /api: everything the page shows, as JSON, read from run folders."""
+"""The routes under /api: everything the dashboard shows, as JSON, read from run folders."""
 
 import asyncio
 import math
@@ -11,17 +11,17 @@ import msgspec
 from aiohttp import web
 
 from headway.monitor.dashboard import logs, rollouts, timeline
-from headway.monitor.dashboard.catalog import Catalog, RunView
+from headway.monitor.dashboard.catalog import Catalog, RunData
 from headway.monitor.dashboard.index import Filter
 from headway.monitor.dashboard.live import Watcher
 from headway.monitor.dashboard.settings import view_settings
 
 SORTS = ("step", "reward", "advantage", "lag", "tokens", "seconds")
-Handler = Callable[[RunView, "Query"], Any]
+Handler = Callable[[RunData, "Query"], Any]
 
 
 class Query:
-    """The parameters of a request; what cannot be read is a 400."""
+    """The parameters of a request; values that cannot be read are answered with 400."""
 
     def __init__(self, request: web.Request) -> None:
         self.path, self._query = request.match_info, request.query
@@ -61,7 +61,7 @@ class Query:
         )
 
 
-def detail(view: RunView, query: Query) -> Any:
+def detail(view: RunData, query: Query) -> Any:
     tables = view.tables()
     return {
         "processes": {name: {"names": table.names, "rows": len(table)} for name, table in tables.items()},
@@ -69,8 +69,8 @@ def detail(view: RunView, query: Query) -> Any:
     }
 
 
-def series(view: RunView, query: Query) -> Any:
-    """`name` is given as often as wanted, as `process:metric`."""
+def series(view: RunData, query: Query) -> Any:
+    """Read the columns named by any number of `name` parameters, each `process:metric`."""
     wanted: dict[str, list[str]] = {}
     for full in query.texts("name"):
         process, _, name = full.partition(":")
@@ -81,7 +81,7 @@ def series(view: RunView, query: Query) -> Any:
     return {p: tables[p].select(names, points, low, high) for p, names in wanted.items() if p in tables}
 
 
-def lanes(view: RunView, query: Query) -> Any:
+def lanes(view: RunData, query: Query) -> Any:
     tables = view.tables()
     low, high = query.number("from", -math.inf), query.number("to", math.inf)
     return {
@@ -91,14 +91,14 @@ def lanes(view: RunView, query: Query) -> Any:
     }
 
 
-def heat(view: RunView, query: Query) -> Any:
+def heat(view: RunData, query: Query) -> Any:
     view.index.refresh()
     column = "reward" if query.text("column") == "reward" else "lag"
     counted = view.index.heat(column, query.integer("buckets", 100, 1, 400), 24, query.text("env"))
     return counted | {"progress": view.index.progress()}
 
 
-def rollout_page(view: RunView, query: Query) -> Any:
+def rollout_page(view: RunData, query: Query) -> Any:
     wanted, text = query.filter(), query.text("q")
     view.index.refresh(wanted.step)
     offset, limit = query.integer("offset", 0), query.integer("limit", 100, 1, 500)
@@ -109,12 +109,12 @@ def rollout_page(view: RunView, query: Query) -> Any:
     return answer | {"progress": view.index.progress()}
 
 
-def rollout(view: RunView, query: Query) -> Any:
+def rollout(view: RunData, query: Query) -> Any:
     record = rollouts.read_record(view.index, int(query.path["step"]), int(query.path["line"]))
     return rollouts.view_record(record)
 
 
-def tokens(view: RunView, query: Query) -> Any:
+def tokens(view: RunData, query: Query) -> Any:
     record = rollouts.read_record(view.index, int(query.path["step"]), int(query.path["line"]))
     place = query.integer("trace", 0), query.integer("branch", 0)
     return rollouts.view_tokens(
@@ -122,18 +122,18 @@ def tokens(view: RunView, query: Query) -> Any:
     )
 
 
-def log_list(view: RunView, query: Query) -> Any:
+def log_list(view: RunData, query: Query) -> Any:
     return logs.log_files(view.paths.logs)
 
 
-def log(view: RunView, query: Query) -> Any:
+def log(view: RunData, query: Query) -> Any:
     name, text = query.path["log"], query.text("q")
     if text:
         return logs.search_log(view.paths.logs, name, text)
     return logs.read_piece(view.paths.logs, name, query.optional("end"), query.optional("since"))
 
 
-def settings(view: RunView, query: Query) -> Any:
+def settings(view: RunData, query: Query) -> Any:
     return view_settings(view.paths)
 
 
@@ -152,7 +152,7 @@ ROUTES: dict[str, Handler] = {
 
 
 def add_routes(app: web.Application, catalog: Catalog) -> None:
-    """Reading files blocks, so every answer is made in a thread."""
+    """Add all routes. Reading files blocks, so every answer is made in a thread."""
     app.router.add_get("/api/runs", partial(_runs, catalog))
     for path, handler in ROUTES.items():
         app.router.add_get("/api/runs/{run}" + path, partial(_of_run, catalog, handler))
@@ -185,9 +185,9 @@ async def _of_run(catalog: Catalog, handler: Handler, request: web.Request) -> w
 async def _events(watcher: Watcher, request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     async with aclosing(watcher.changes()) as changes:
-        await anext(changes)  # a page that is connected misses nothing
+        await anext(changes)  # a browser that is connected misses nothing
         await response.prepare(request)
-        with suppress(ConnectionResetError):  # the page was closed
+        with suppress(ConnectionResetError):  # the browser closed the connection
             await response.write(b"retry: 2000\n\n")
             async for names in changes:
                 await response.write(b"data: " + msgspec.json.encode(names) + b"\n\n")

@@ -1,9 +1,10 @@
-"""The runs below a folder, by name, and what is kept in memory of each."""
+"""The runs below a folder, by name, and the data of them that is kept in memory."""
 
 import re
 import threading
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ KEPT = 8
 PROCESS = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
 
 
-class RunView:
-    """What has been read of one run: a table per process, and the index of its rollouts."""
+class RunData:
+    """The data read of one run: a table per process, and the index of its rollouts."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
@@ -26,7 +27,7 @@ class RunView:
         self._tables: dict[str, MetricTable] = {}
 
     def tables(self) -> dict[str, MetricTable]:
-        """The tables of all processes, as of now."""
+        """Read the tables of all processes, as of now."""
         for path in sorted(self.paths.metrics.glob("*.jsonl")):
             if PROCESS.match(path.stem) and not path.is_symlink():
                 self._tables.setdefault(path.stem, MetricTable(path))
@@ -44,12 +45,12 @@ class Catalog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._views: OrderedDict[str, RunView] = OrderedDict()
+        self._views: OrderedDict[str, RunData] = OrderedDict()
         self._summaries: dict[str, tuple[tuple[float, ...], float, dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
     def found(self) -> dict[str, RunPaths]:
-        """The runs that are there now, by name."""
+        """Find the runs that are there now, by name."""
         if (self.folder / "run.json").is_file():
             return {self.folder.resolve().name: RunPaths(self.folder)}
         try:
@@ -58,21 +59,21 @@ class Catalog:
             return {}
         return {path.name: RunPaths(path) for path in folders if (path / "run.json").is_file()}
 
-    def view(self, name: str) -> RunView:
+    def view(self, name: str) -> RunData:
         """Raises KeyError when there is no such run."""
         paths = self.found()[name]
         with self._lock:
-            view = self._views.setdefault(name, RunView(paths))
+            view = self._views.setdefault(name, RunData(paths))
             self._views.move_to_end(name)
             while len(self._views) > KEPT:
                 self._views.popitem(last=False)[1].index.close()
         return view
 
     def summaries(self) -> list[dict[str, Any]]:
-        """A line for every run, read again when its files changed or it may have stopped meanwhile."""
+        """Summarize every run, anew when its files changed or it may have stopped meanwhile."""
         out = []
         for name, paths in self.found().items():
-            state, now = _state(paths), time.monotonic()
+            state, now = run_state(paths), time.monotonic()
             known = self._summaries.get(name)
             running = known is not None and known[2]["status"] == "running"
             if known is None or known[0] != state or (running and now - known[1] > 5.0):
@@ -87,13 +88,13 @@ class Catalog:
             self._views.clear()
 
 
-def _state(paths: RunPaths) -> tuple[float, ...]:
-    files = [paths.record, paths.logs, *(paths.metrics / f"{p}.jsonl" for p in ("trainer", "orchestrator", "sft"))]
-    out: list[float] = []
-    for file in files:
-        try:
-            status = file.stat()
-            out += [status.st_mtime, float(status.st_size)]
-        except OSError:
-            out.append(-1.0)
-    return tuple(out)
+def run_state(paths: RunPaths) -> tuple[float, ...]:
+    """Return times and sizes that differ when the run has grown."""
+    state: list[float] = []
+    for place in (paths.record, paths.metrics, paths.rollouts, paths.logs, paths.evaluations):
+        with suppress(OSError):
+            state.append(place.stat().st_mtime)
+        if place in (paths.metrics, paths.logs):
+            with suppress(OSError):
+                state += sorted(entry.stat().st_size for entry in place.iterdir())
+    return tuple(state)

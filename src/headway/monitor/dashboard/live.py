@@ -1,37 +1,35 @@
-"""Telling pages that a run has grown: server-sent events from one look per second, however many watch."""
+"""Server-sent events that tell browsers which runs have grown: one check per second, however many listen."""
 
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
-from headway.core.runs import RunPaths
-from headway.monitor.dashboard.catalog import Catalog
+from headway.monitor.dashboard.catalog import Catalog, run_state
 
 INTERVAL = 1.0
-Marks = dict[str, tuple[float, ...]]
 
 
 class Watcher:
-    """Looks at the files of all runs while somebody listens, and tells every listener which runs changed."""
+    """Checks the files of all runs while there are listeners, and tells each which runs changed."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._listeners: set[asyncio.Queue[list[str]]] = set()
         self._task: asyncio.Task[None] | None = None
-        self._looked = asyncio.Event()
+        self._started = asyncio.Event()
 
     async def changes(self) -> AsyncGenerator[list[str], None]:
-        """Names of runs that changed since the last time; an empty list now and then shows that the link is alive.
+        """Yield the names of runs that changed since the last time; sometimes an empty list, to keep the link alive.
 
-        The first answer is an empty one: whatever changes after it will be told.
+        The first list is empty: whatever changes after it is reported.
         """
         queue: asyncio.Queue[list[str]] = asyncio.Queue()
         self._listeners.add(queue)
         if self._task is None or self._task.done():
-            self._looked.clear()
+            self._started.clear()
             self._task = asyncio.create_task(self._watch())
         try:
-            await self._looked.wait()
+            await self._started.wait()
             yield []
             while True:
                 try:
@@ -48,27 +46,16 @@ class Watcher:
                 await self._task
 
     async def _watch(self) -> None:
-        before = await asyncio.to_thread(self._marks)
-        self._looked.set()
+        before = await asyncio.to_thread(self._states)
+        self._started.set()
         while self._listeners:
             await asyncio.sleep(INTERVAL)
-            now = await asyncio.to_thread(self._marks)
+            now = await asyncio.to_thread(self._states)
             changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
             before = now
             if changed:
                 for queue in self._listeners:
                     queue.put_nowait(changed)
 
-    def _marks(self) -> Marks:
-        return {name: _mark(paths) for name, paths in self._catalog.found().items()}
-
-
-def _mark(paths: RunPaths) -> tuple[float, ...]:
-    marks: list[float] = []
-    for place in (paths.metrics, paths.rollouts, paths.logs, paths.evaluations):
-        with suppress(OSError):
-            marks.append(place.stat().st_mtime)
-        if place in (paths.metrics, paths.logs):
-            with suppress(OSError):
-                marks += sorted(entry.stat().st_size for entry in place.iterdir())
-    return tuple(marks)
+    def _states(self) -> dict[str, tuple[float, ...]]:
+        return {name: run_state(paths) for name, paths in self._catalog.found().items()}

@@ -1,26 +1,35 @@
-"""Logs of a run: the end of a file, more of it upwards, and a search, all in bounded pieces."""
+"""The logs of a run: read and searched in bounded pieces, and the times at which processes started."""
 
+import re
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
-from headway.monitor.dashboard.attempts import LOG
+LOG = re.compile(r"^(?P<process>[A-Za-z0-9_.-]+)_(?P<attempt>\d{3,})\.log$")
+STAMP = re.compile(rb"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) ")
+JSON_STAMP = re.compile(rb'^\{"time": ?(\d+\.?\d*)')
+HEAD = 16_384
 
 PIECE = 128 << 10
 LONGEST = 4000
-"""Characters of a line that a page gets to see."""
+"""Characters of a line that the dashboard shows."""
 
 
 def log_files(folder: Path) -> list[dict[str, Any]]:
     try:
-        files = sorted(path for path in folder.iterdir() if LOG.match(path.name) and not path.is_symlink())
-        return [{"name": path.name, "size": path.stat().st_size} for path in files]
+        return [{"name": path.name, "size": path.stat().st_size} for path in _log_paths(folder)]
     except OSError:
         return []
 
 
+def restart_count(folder: Path) -> int:
+    """Count the starts after the first one of each process."""
+    return sum(not path.stem.endswith("_001") for path in _log_paths(folder))
+
+
 def read_piece(folder: Path, name: str, end: int | None = None, since: int | None = None) -> dict[str, Any]:
-    """Lines up to byte `end` (the end of the file), or from `since` on; `start` and `end` are where the piece lies.
+    """Read lines up to byte `end` (the end of the file), or from `since` on; `start` and `end` are where they lie.
 
     Raises KeyError when there is no such log.
     """
@@ -42,7 +51,7 @@ def read_piece(folder: Path, name: str, end: int | None = None, since: int | Non
 
 
 def search_log(folder: Path, name: str, text: str, limit: int = 500) -> dict[str, Any]:
-    """The last `limit` lines that contain `text`, whatever the case. Raises KeyError when there is no such log."""
+    """Find the last `limit` lines that contain `text`, whatever the case. Raises KeyError when there is no such log."""
     needle, total = text.lower().encode(), 0
     found: deque[bytes] = deque(maxlen=limit)
     with _find(folder, name).open("rb") as file:
@@ -54,7 +63,7 @@ def search_log(folder: Path, name: str, text: str, limit: int = 500) -> dict[str
 
 
 def _find(folder: Path, name: str) -> Path:
-    """By looking the name up among those that are there: no name from outside becomes part of a path."""
+    """Find a log among those that are there, so that no name from outside becomes part of a path."""
     if name not in {entry["name"] for entry in log_files(folder)}:
         raise KeyError(name)
     return folder / name
@@ -62,3 +71,48 @@ def _find(folder: Path, name: str) -> Path:
 
 def _text(data: bytes) -> list[str]:
     return [line[:LONGEST] for line in data.decode(errors="replace").splitlines()]
+
+
+def _log_paths(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if LOG.match(path.name) and not path.is_symlink())
+    except OSError:
+        return []
+
+
+def attempts(logs: Path) -> list[dict[str, Any]]:
+    """List `process`, `attempt` and `time` of every start that left a log, in order of time; `time` may be None.
+
+    The time is that of the first line with a timestamp, else the file's own. In a folder that was copied without times
+    the latter is too late; the dashboard leaves out what lies behind the run's end.
+    """
+    found = []
+    for path in _log_paths(logs):
+        if (name := LOG.match(path.name)) is not None:
+            found.append({"process": name["process"], "attempt": int(name["attempt"]), "time": _started(path)})
+    return sorted(found, key=lambda start: (start["time"] or 0.0, start["process"], start["attempt"]))
+
+
+def _started(path: Path) -> float | None:
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+        modified = path.stat().st_mtime
+    except OSError:
+        return None
+    for line in head.splitlines():
+        if (stamp := line_time(line)) is not None:
+            return stamp
+    return modified if head else None
+
+
+def line_time(line: bytes) -> float | None:
+    """Parse the timestamp that a log line begins with, if it does; plain ones are local time."""
+    if (found := JSON_STAMP.match(line)) is not None:
+        return float(found[1])
+    if (found := STAMP.match(line)) is not None:
+        try:
+            return time.mktime(time.strptime(found[1].decode(), "%Y-%m-%d %H:%M:%S"))
+        except (ValueError, OverflowError):
+            return None
+    return None

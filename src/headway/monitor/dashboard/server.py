@@ -1,4 +1,4 @@
-"""The server of the page: loopback by default, read-only, and strict about what a browser may do with it."""
+"""The dashboard's server: loopback by default, read-only, and strict about what a browser may do with it."""
 
 import asyncio
 import threading
@@ -37,8 +37,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def make_app(outputs: Path, host: str = "127.0.0.1") -> web.Application:
-    """The application over the runs in `outputs`, meant to be bound to `host`."""
-    app = web.Application(middlewares=[_guard(host)])
+    """Make the application over the runs in `outputs`, meant to be bound to `host`."""
+    app = web.Application(middlewares=[_check_host(host)])
     app.on_response_prepare.append(_harden)
     add_routes(app, Catalog(outputs))
     for name, (body, kind) in _static_files().items():
@@ -52,7 +52,7 @@ def serve(outputs: Path, host: str = "127.0.0.1", port: int = 8400, ready: Calla
 
 
 def start_in_thread(outputs: Path, port: int = 0) -> str:
-    """Serve beside whatever this process does, on loopback, until it ends; the page's URL.
+    """Serve in a thread, on loopback, until this process ends. Returns the dashboard's URL.
 
     Raises HeadwayError when the port is taken.
     """
@@ -94,13 +94,13 @@ async def _serve(outputs: Path, host: str, port: int, ready: Callable[[str], Non
         await runner.cleanup()
 
 
-def _guard(host: str) -> Middleware:
-    """Refuses requests that came by a name which is not ours: a page elsewhere may point its own name at loopback."""
+def _check_host(host: str) -> Middleware:
+    """Refuse requests by a host name that is not ours: a site elsewhere may point its own name at loopback."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if host in LOOPBACK and _host_name(request.host) not in LOOPBACK:
-            raise web.HTTPForbidden(text="open this page by its loopback address")
+            raise web.HTTPForbidden(text="open this dashboard by its loopback address")
         return await handler(request)
 
     return guard
@@ -127,7 +127,7 @@ def _static(body: bytes, kind: str) -> Callable[[web.Request], Awaitable[web.Res
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:
-    """Every file of the page by its path below static/. Only these are served, from memory."""
+    """Read every file below static/ by its path. Only these are served, from memory."""
     out: dict[str, tuple[bytes, str]] = {}
 
     def walk(folder: Traversable, prefix: str) -> None:

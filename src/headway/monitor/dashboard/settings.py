@@ -1,4 +1,4 @@
-"""The settings of a run, flat, with where each came from as far as the run's record tells."""
+"""The settings of a run, flat, each with its origin as far as the run's record tells."""
 
 import tomllib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from headway.monitor.dashboard.summary import read_json
 
 
 def view_settings(paths: RunPaths) -> dict[str, Any]:
-    """The command line, the files it named, and per settings file a list of name, value and origin.
+    """Read the command line, the files it named, and per settings file a list of name, value and origin.
 
     The origin is "flag" for what the command line says, "default" for what equals it, and "file" for the rest.
     """
@@ -33,7 +33,7 @@ def view_settings(paths: RunPaths) -> dict[str, Any]:
 
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and plain values; entries of lists of tables get their number as a name."""
+    """Yield dotted names and plain values; entries of lists of tables get their number as a name."""
     if isinstance(tree, dict) and tree:
         for key, value in tree.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
@@ -57,22 +57,8 @@ def _origin(name: str, value: Any, flags: set[str], defaults: dict[str, Any]) ->
 
 
 def _defaults(command: str) -> dict[str, Any]:
-    """What the command's settings are without files and flags, as far as they have defaults."""
+    """Return the settings of a command without files and flags."""
     from headway.config.commands import COMMAND_SETTINGS
 
     kind = COMMAND_SETTINGS.get(command)
-    return _model_defaults(kind) if kind is not None else {}
-
-
-def _model_defaults(kind: Any) -> dict[str, Any]:
-    from pydantic import BaseModel
-
-    out: dict[str, Any] = {}
-    for name, info in kind.model_fields.items():
-        if info.is_required():
-            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-                out[name] = _model_defaults(info.annotation)
-            continue
-        value = info.get_default(call_default_factory=True, validated_data={})
-        out[name] = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-    return out
+    return kind().model_dump(mode="json") if kind is not None else {}

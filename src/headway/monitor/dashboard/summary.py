@@ -1,8 +1,9 @@
-"""One line of the runs table: what a run is and how far it is, from the ends of its files only."""
+"""One line of the runs table: what a run is and how far it has come, from the ends of its files only."""
 
 import socket
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import psutil
 
 from headway.core.runs import RunPaths
-from headway.monitor.dashboard.attempts import LOG
+from headway.monitor.dashboard.logs import restart_count
 from headway.monitor.tail import last_lines
 
 FRESH_SECONDS = 180.0
@@ -18,11 +19,12 @@ FRESH_SECONDS = 180.0
 
 
 def summarize(paths: RunPaths) -> dict[str, Any]:
-    """Name, status, step, reward, speed, age and what to group by. Missing files leave fields empty."""
+    """Collect name, status, step, reward, speed, age and what to group by. Missing files leave fields empty."""
     record = read_json(paths.record)
     settings = read_settings(paths)
-    trainer, orchestrator = _latest(paths, "trainer"), _latest(paths, "orchestrator")
-    last = trainer or _latest(paths, "sft") or orchestrator
+    lines = [_last_metrics(paths, process) for process in ("trainer", "sft", "orchestrator")]
+    trainer, sft, orchestrator = map(_latest, lines)
+    last = trainer or sft or orchestrator
     updated = max(float(line.get("time") or 0.0) for line in (trainer, orchestrator, last))
     step, of = int(last.get("step") or 0), _integer(settings.get("max_steps"))
     return {
@@ -38,13 +40,13 @@ def summarize(paths: RunPaths) -> dict[str, Any]:
         "loss": last.get("loss"),
         "lag": orchestrator.get("lag/mean"),
         "tokens_per_second": last.get("tokens_per_second"),
-        "step_seconds": _step_seconds(paths),
+        "step_seconds": _step_seconds(*lines),
         "started_at": record.get("started_at"),
         "updated_at": updated or record.get("started_at"),
         "model": _text((settings.get("model") or {}).get("path")),
         "envs": _env_names(settings),
         "algorithm": _text(((settings.get("orchestrator") or {}).get("algorithm") or {}).get("type")),
-        "restarts": _restarts(paths),
+        "restarts": restart_count(paths.logs),
         "host": _text(record.get("host")),
     }
 
@@ -57,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_settings(paths: RunPaths) -> dict[str, Any]:
-    """The resolved settings of the run's command, or of the first process that wrote any."""
+    """Read the resolved settings of the run's command, or of the first process that wrote any."""
     for name in ("rl", "sft", "train", "trainer", "orchestrate", "orchestrator"):
         try:
             return tomllib.loads((paths.config / f"{name}.toml").read_text("utf-8"))
@@ -66,29 +68,28 @@ def read_settings(paths: RunPaths) -> dict[str, Any]:
     return {}
 
 
-def _latest(paths: RunPaths, process: str) -> dict[str, Any]:
-    """The newest value of every name in the last lines of a process, and the newest step and time."""
-    merged: dict[str, Any] = {}
+def _last_metrics(paths: RunPaths, process: str) -> list[dict[str, float | None]]:
+    """Decode the last lines of a process's metrics."""
+    found = []
     for line in last_lines(paths.metrics / f"{process}.jsonl"):
-        try:
-            values = msgspec.json.decode(line, type=dict[str, float | None])
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            continue
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            found.append(msgspec.json.decode(line, type=dict[str, float | None]))
+    return found
+
+
+def _latest(lines: list[dict[str, float | None]]) -> dict[str, Any]:
+    """Merge lines into the newest value of every name, and the newest step and time."""
+    merged: dict[str, Any] = {}
+    for values in lines:
         step = max(merged.get("step") or 0, values.get("step") or 0)
         merged |= values | {"step": step}
     return merged
 
 
-def _step_seconds(paths: RunPaths) -> float | None:
-    """Seconds between the last steps, of whichever process ends a step."""
-    for process in ("trainer", "sft", "orchestrator"):
-        times = []
-        for line in last_lines(paths.metrics / f"{process}.jsonl"):
-            try:
-                values = msgspec.json.decode(line, type=dict[str, float | None])
-                times.append((float(values["step"] or 0), float(values["time"] or 0)))
-            except (msgspec.MsgspecError, UnicodeDecodeError, KeyError):
-                continue
+def _step_seconds(*processes: list[dict[str, float | None]]) -> float | None:
+    """Return the seconds between the last steps of the first process that has several."""
+    for lines in processes:
+        times = [(line["step"] or 0.0, line["time"] or 0.0) for line in lines if "step" in line and "time" in line]
         if len(times) > 1 and times[-1][0] > times[0][0]:
             return (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
     return None
@@ -103,20 +104,12 @@ def _status(record: dict[str, Any], step: int, of: int | None, updated: float) -
 
 
 def _alive(record: dict[str, Any]) -> bool:
-    """Whether the process that began the run still lives, and is not another one with its number."""
+    """Tell whether the process that began the run still lives, and is not another one with its id."""
     try:
         began = psutil.Process(int(record["pid"])).create_time()
     except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
         return False
     return bool(began <= float(record.get("started_at") or 0.0) + 1.0)
-
-
-def _restarts(paths: RunPaths) -> int:
-    try:
-        names = [LOG.match(path.name) for path in paths.logs.iterdir()]
-    except OSError:
-        return 0
-    return sum(int(name["attempt"]) > 1 for name in names if name is not None)
 
 
 def _env_names(settings: dict[str, Any]) -> list[str]:

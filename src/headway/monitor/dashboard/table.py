@@ -1,4 +1,4 @@
-"""The metrics of one process as columns over steps, read as they grow, thinned before they leave."""
+"""The metrics of one process as columns over steps: read as they grow, thinned out for the browser."""
 
 import math
 import threading
@@ -16,7 +16,7 @@ from headway.monitor.tail import LineTail
 Floats = NDArray[np.float64]
 
 MOST_COLUMNS = 2000
-"""Names beyond this many are left out: a page cannot show them, and memory stays bounded."""
+"""Names beyond this many are left out, so that memory stays bounded."""
 
 
 class MetricTable:
@@ -49,7 +49,7 @@ class MetricTable:
         return len(self._steps)
 
     def column(self, name: str) -> Floats:
-        """Values in the order of steps; NaN where a step has none."""
+        """Return values in the order of steps; NaN where a step has none."""
         with self._lock:
             return self._values(name, self._order())
 
@@ -60,7 +60,7 @@ class MetricTable:
     def select(
         self, names: Iterable[str], points: int, low: float = -math.inf, high: float = math.inf
     ) -> dict[str, Any]:
-        """`step`, `time` and the named columns of steps `low..high`, each at most `points` long."""
+        """Return `step`, `time` and the named columns of steps `low..high`, each at most `points` long."""
         with self._lock:
             order = self._order()
             steps = np.array(self._steps, dtype=np.float64)[order]
@@ -148,5 +148,5 @@ class Thinner:
 
 
 def _numbers(values: Floats, digits: int = 7) -> Sequence[float | None]:
-    """As JSON wants them: null for what is not finite, and no more digits than a screen can show."""
+    """Make numbers JSON: null for those that are not finite, and no more digits than a screen can show."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]

@@ -1,19 +1,19 @@
-"""Lanes: what each process was doing when, as far as its metrics say."""
+"""The timeline: what each process was doing when, as far as its metrics say."""
 
 from typing import Any
 
 import numpy as np
 
 from headway.core.runs import RunPaths
-from headway.monitor.dashboard.attempts import attempts
+from headway.monitor.dashboard.logs import attempts
 from headway.monitor.dashboard.table import Floats, MetricTable
 
 MOST_SPANS = 4000
-"""Spans of one lane that leave the server; of more, the longest stay and the short ones melt into their neighbours."""
+"""Spans of one lane that are sent to the browser; of more, only the longest are."""
 
 
 def lanes(tables: dict[str, MetricTable], low: float, high: float) -> list[dict[str, Any]]:
-    """Per lane a name and spans `[from, to, what, step]` within the times `low..high`, in order.
+    """Return per lane a name and spans `[from, to, what, step]` within the times `low..high`, in order.
 
     `thinned` tells whether short ones were left out, `shares` that spans divide a step instead of following each other.
     """
@@ -32,7 +32,7 @@ def lanes(tables: dict[str, MetricTable], low: float, high: float) -> list[dict[
 
 
 def levels(tables: dict[str, MetricTable], low: float, high: float, points: int) -> list[dict[str, Any]]:
-    """How busy sides were over time: sampled tokens/s and episodes in flight, each as times and values."""
+    """Return sampled tokens/s and episodes in flight over time, each as times and values."""
     table = tables.get("orchestrator")
     if table is None:
         return []
@@ -48,7 +48,7 @@ def levels(tables: dict[str, MetricTable], low: float, high: float, points: int)
 
 
 def restarts(paths: RunPaths, tables: dict[str, MetricTable]) -> list[dict[str, Any]]:
-    """Every start of a process after its first, with the step that the run was at, where the time is known."""
+    """List every start of a process after its first, with the run's step at that time where it is known."""
     table = max(tables.values(), key=len, default=None)
     times = table.column("time") if table is not None else np.zeros(0)
     steps = table.steps() if table is not None else np.zeros(0)
@@ -93,7 +93,7 @@ def _engines(table: MetricTable) -> tuple[Floats, Spans]:
 
 
 def _environments(table: MetricTable) -> tuple[Floats, Spans]:
-    """How the time of a step's episodes was spent, as shares of the step: episodes overlap, so they have no order."""
+    """Divide a step by how its episodes spent their time: episodes overlap, so the parts have no order."""
     end, step = table.column("time"), _seconds(table, "step_seconds")
     names = ("engine", "environment", "reward")
     parts = [_seconds(table, f"episode_seconds/{name}") for name in names]
@@ -104,7 +104,7 @@ def _environments(table: MetricTable) -> tuple[Floats, Spans]:
 
 
 def _lost(table: MetricTable, low: float, high: float) -> list[tuple[float, float, float]]:
-    """When a step ended in which workers were lost, how many, and which step."""
+    """List time, number of lost workers and step, for each step that lost any."""
     rows = zip(
         table.column("time").tolist(), table.column("workers/lost").tolist(), table.steps().tolist(), strict=True
     )

