@@ -19,12 +19,12 @@ class RotaryTable:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def gather(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, (T, 1, head size) in float32, as `ops.rope` takes them."""
+        """cos and signed sin, (T, 1, rotary size) in float32, as `ops.rope` takes them."""
         cos, sin = self.table(positions_T.device)
         return cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
 
     def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of all positions, (positions, head size)."""
+        """cos and signed sin of all positions, (positions, rotary size)."""
         tables = self._tables.get(device)
         if tables is None:
             tables = self._tables[device] = self._build(device)
@@ -39,7 +39,8 @@ class RotaryTable:
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    size = config.rotary_dim or config.head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
     if scaling is None:

@@ -1,9 +1,11 @@
 """Writing keys and values to a paged cache: slots of (kv heads, head size), slot = block x block size + offset."""
 
+from typing import Any
+
 from torch import Tensor
 
 from headway.models.ops.native.library import dense_rows, kernels
-from headway.models.ops.qk_norm_rope import Norms, qk_norm_rope
+from headway.models.ops.qk_norm_rope import Norms, qk_norm_rope, rotates_whole_heads
 from headway.models.ops.registry import Op, in_c, in_triton
 
 
@@ -50,4 +52,12 @@ def _write_cache_c(k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor, keys_SKD: Tens
     )
 
 
-qk_norm_rope_to_cache.backend("triton", takes=in_triton)("headway.models.ops.triton.kv_cache:qk_norm_rope_to_cache")
+def _whole_in_triton(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, norms: Norms | None, eps: float, cos: Tensor, *_: Any
+) -> bool:
+    return in_triton(q_THD) and rotates_whole_heads(q_THD, cos)
+
+
+qk_norm_rope_to_cache.backend("triton", takes=_whole_in_triton)(
+    "headway.models.ops.triton.kv_cache:qk_norm_rope_to_cache"
+)

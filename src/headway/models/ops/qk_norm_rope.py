@@ -17,8 +17,11 @@ Norms = tuple[Tensor, Tensor]
 def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + half) of a head by its position's angle. Computed in float32, returned as `x` came.
 
-    `cos` and `sin` are (T, 1, head size); `sin` carries the sign of the rotation.
+    `cos` and `sin` are (T, 1, size); `sin` carries the sign of the rotation. Where the size is smaller than a head's
+    (partial rotary), the rest of the head stays as it is.
     """
+    if (size := cos.shape[-1]) < x_THD.shape[-1]:
+        return torch.cat((rope(x_THD[..., :size], cos, sin), x_THD[..., size:]), -1)
     swapped = x_THD.roll(x_THD.shape[-1] // 2, -1)
     return torch.addcmul(x_THD * cos, swapped, sin).to(x_THD.dtype)
 
@@ -44,7 +47,16 @@ def qkv_norm_rope(
     return *qk_norm_rope(q_THD, k_TKD, norms, eps, cos, sin), v_TKD
 
 
-@qk_norm_rope.backend("c", takes=in_c)
+def rotates_whole_heads(x_THD: Tensor, cos: Tensor) -> bool:
+    """Kernels have no partial rotary."""
+    return cos.shape[-1] == x_THD.shape[-1]
+
+
+def _whole_in_c(q_THD: Tensor, k_TKD: Tensor, norms: Norms | None, eps: float, cos: Tensor, *_: Any) -> bool:
+    return in_c(q_THD) and rotates_whole_heads(q_THD, cos)
+
+
+@qk_norm_rope.backend("c", takes=_whole_in_c)
 def _qk_norm_rope_c(
     q_THD: Tensor, k_TKD: Tensor, norms: Norms | None, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -73,11 +85,15 @@ def _qk_norm_rope_c(
     return q_out, k_out
 
 
-def _normed_in_triton(q_THD: Tensor, k_TKD: Tensor, norms: Norms | None, *_: Any) -> bool:
-    return norms is not None and in_triton(q_THD)
+def _whole_in_triton(x_THD: Tensor, cos: Tensor, *_: Any) -> bool:
+    return in_triton(x_THD) and rotates_whole_heads(x_THD, cos)
+
+
+def _normed_in_triton(x_TND: Tensor, _: Any, norms: Norms | None, eps: float, cos: Tensor, *__: Any) -> bool:
+    return norms is not None and in_triton(x_TND) and rotates_whole_heads(x_TND, cos)
 
 
 _TRITON = "headway.models.ops.triton"
-rope.backend("triton", takes=in_triton, trains=True)(f"{_TRITON}.rope:rope")
+rope.backend("triton", takes=_whole_in_triton, trains=True)(f"{_TRITON}.rope:rope")
 qk_norm_rope.backend("triton", takes=_normed_in_triton, trains=True)(f"{_TRITON}.qk_norm_rope:qk_norm_rope")
-qkv_norm_rope.backend("triton", takes=in_triton, trains=True)(f"{_TRITON}.qk_norm_rope:qkv_norm_rope")
+qkv_norm_rope.backend("triton", takes=_normed_in_triton, trains=True)(f"{_TRITON}.qk_norm_rope:qkv_norm_rope")

@@ -138,7 +138,11 @@ class CpuDecoder:
         """The addresses of everything; None where the model has parts that are missing here."""
         model, config = self._model, self._model.config
         layers = [layer for n, block in enumerate(model.layers) if (layer := self._layer(n, block)) is not None]
-        if len(layers) < config.layers or any(weight.dtype != torch.float32 for weight in self._weights):
+        if (
+            len(layers) < config.layers
+            or config.rotary_dim
+            or any(weight.dtype != torch.float32 for weight in self._weights)
+        ):
             return None
         array = (_Layer * len(layers))(*layers)
         cos, sin = model.rotary.table(torch.device("cpu"))
