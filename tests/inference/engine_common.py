@@ -20,7 +20,7 @@ from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.packed import ModelOutput, PackedTokens, positions_of
+from headway.models.packed import ModelOutput, PackedTokens
 from headway.transport.weights import make_sender
 from headway.transport.weights.fingerprint import fingerprint_of
 
@@ -88,7 +88,7 @@ def run_one(engine: EmbeddedEngine, tokens: list[int], max_tokens: int = 12, **f
 def forward(model: DecoderLM, tokens: list[int]) -> ModelOutput:
     with torch.no_grad():
         device = model.head_weight().device
-        ids, positions = torch.tensor(tokens, device=device), positions_of([len(tokens)], device)
+        ids, positions = torch.tensor(tokens, device=device), torch.arange(len(tokens), device=device)
         return model(PackedTokens(ids, positions, PackedPlan([len(tokens)], device)))
 
 

@@ -27,7 +27,7 @@ from headway.inference.server import ServerContext, build_app
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
-from headway.models.packed import PackedTokens, positions_of
+from headway.models.packed import PackedTokens
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.load import load_renderer
 
@@ -136,7 +136,7 @@ def teach(folder: Path) -> Path:
     )
     packed = PackedTokens(
         torch.tensor(list(chain.from_iterable(sequences))),
-        positions_of([len(s) for s in sequences]),
+        torch.cat([torch.arange(len(s)) for s in sequences]),
         PackedPlan([len(s) for s in sequences]),
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

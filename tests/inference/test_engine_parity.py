@@ -24,7 +24,7 @@ from engine_common import (
 from headway.inference.embedded.running.window import Window
 from headway.models.attention import PackedPlan
 from headway.models.ops import registry
-from headway.models.packed import PackedTokens, positions_of
+from headway.models.packed import PackedTokens
 
 TOLERANCE = 1e-5
 
@@ -145,7 +145,7 @@ def test_replaying_the_routed_experts_gives_the_same_logprobs() -> None:
     tokens = prompt(20) + choice.token_ids
     given = torch.full((len(tokens), 2, 2), -1)
     given[:-1] = torch.from_numpy(choice.experts.astype(np.int64))
-    packed = PackedTokens(torch.tensor(tokens), positions_of([len(tokens)]), PackedPlan([len(tokens)]), given)
+    packed = PackedTokens(torch.tensor(tokens), torch.arange(len(tokens)), PackedPlan([len(tokens)]), given)
     with torch.no_grad():
         logprobs = torch.log_softmax(model.logits(model(packed).hidden_TD), -1)
     picked = logprobs[19:-1].gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]

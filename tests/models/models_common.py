@@ -11,7 +11,7 @@ from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.packed import ModelOutput, PackedTokens, positions_of
+from headway.models.packed import ModelOutput, PackedTokens
 
 SMALL = ModelConfig(
     family="qwen3", vocab_size=67, width=48, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_width=80,
@@ -40,6 +40,11 @@ def random_model(config: ModelConfig, seed: int = 0) -> DecoderLM:
 
 def random_tokens(config: ModelConfig, lengths: list[int], seed: int = 0) -> torch.Tensor:
     return torch.randint(0, config.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+
+
+def positions_of(lengths: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """0 .. n-1 for each length n, end to end."""
+    return torch.cat([torch.arange(n, device=device) for n in lengths])
 
 
 def run_packed(model: DecoderLM, token_ids: torch.Tensor, lengths: list[int], **extra: Any) -> ModelOutput:

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from models_common import random_model, random_tokens, run_packed, small
+from models_common import positions_of, random_model, random_tokens, run_packed, small
 from torch import Tensor
 
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.models.decoder import DecoderLM
 from headway.models.ops import registry
-from headway.models.packed import positions_of
 from headway.models.serving import fuse_projections, trade_weights
 
 BLOCK_SIZE = 4

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models_common import packed_logits, random_model, random_tokens, run_packed, small
+from models_common import packed_logits, positions_of, random_model, random_tokens, run_packed, small
 from ops_common import backend
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,13 +16,14 @@ from headway.models.decoder import DecoderLM
 from headway.models.layers.rope import RotaryTable
 from headway.models.ops import flash_attention as flash
 from headway.models.ops.paged_attention import Tiles
-from headway.models.packed import PackedTokens, positions_of
+from headway.models.packed import AttentionLayer, AttentionPlan, PackedTokens
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LENGTHS = [9, 1, 30, 4]
+LAYER = AttentionLayer(0)
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_half_precision_attention_equals_float32s(lengths: list[int], heads: tup
     half = [x.detach().bfloat16().requires_grad_() for x in full]
     probe = torch.randn(full[0].shape, generator=draw).cuda()
     plan = PackedPlan(lengths, "cuda")
-    expected, found = plan.attend(*full, 0), plan.attend(*half, 0)
+    expected, found = plan.attend(*full, LAYER), plan.attend(*half, LAYER)
     assert (found - expected).abs().max() < 0.03
     ours = torch.autograd.grad((found.float() * probe).sum(), half)
     theirs = torch.autograd.grad((expected * probe).sum(), full)
@@ -204,12 +205,13 @@ def test_attention_in_two_passes_is_that_of_autograd(lengths: list[int]) -> None
     probe = torch.randn(full[0].shape, generator=draw).cuda()
     plan = PackedPlan(lengths, "cuda")
     inputs = [x.requires_grad_() for x in full]
-    expected = plan.attend(inputs[0], inputs[1], inputs[2], 0)
+    expected = plan.attend(inputs[0], inputs[1], inputs[2], LAYER)
     theirs = torch.autograd.grad((expected * probe).sum(), inputs)
     q, k, v = (x.detach().bfloat16() for x in full)
-    out, kept = plan.attend_forward(q, k, v)
+    out, kept = plan.attend_forward(q, k, v, LAYER)
     assert (out - expected).norm() < 0.01 * expected.norm()
-    for a, b in zip(plan.attend_backward(probe.bfloat16(), (q, k, v), out, kept), theirs, strict=True):
+    grads = plan.attend_backward(probe.bfloat16(), (q, k, v), out, kept, LAYER)[:3]
+    for a, b in zip(grads, theirs, strict=True):
         assert (a - b).norm() < 0.02 * b.norm()
 
 
@@ -258,8 +260,8 @@ def test_adapters_on_cuda_equal_the_cpus() -> None:
 def test_a_decode_step_can_be_captured_in_a_graph() -> None:
     """Nothing in the layers makes the host wait, so serving can replay a step without Python."""
 
-    class Itself:
-        def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
+    class Itself(AttentionPlan):
+        def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
             return q_THD
 
     for family in ("qwen3", "qwen3_moe"):

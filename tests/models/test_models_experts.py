@@ -60,7 +60,7 @@ def test_a_layer_equals_every_expert_computed_densely(normalize: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(11, config.width, generator=generator, requires_grad=True)
     given = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(11)])
-    out, used = mlp(x, given)
+    out, used = mlp(x, None, given)
     assert torch.equal(used, given)
 
     scores = F.softmax(x @ mlp.gate.weight.T, -1)

@@ -42,13 +42,13 @@ def test_recomputed_activations_give_the_same_gradients_to_the_bit(family: str) 
     assert all(torch.equal(expected[name], found[name]) for name in found)
 
 
-def test_blocks_are_compiled_once_whatever_the_samples() -> None:
+def test_mlps_are_compiled_once_whatever_the_samples() -> None:
     from torch._dynamo.testing import CompileCounter
 
     plain, compiled = random_model(small("qwen3", layers=4)), random_model(small("qwen3", layers=4))
     counter = CompileCounter()
     for layer in compiled.layers:
-        layer.compile(backend=counter, dynamic=True)
+        layer.mlp.compile(backend=counter, dynamic=True)
     graphs = []
     for lengths in ([9, 14], [20, 3, 5], [31], [7, 7, 7, 2]):
         ids = random_tokens(plain.config, lengths)

@@ -11,6 +11,9 @@ from torch.nn import functional as F
 from headway.models.attention import PackedPlan
 from headway.models.ops import attention as packed_kernels
 from headway.models.ops import flash_attention as flash
+from headway.models.packed import AttentionLayer
+
+LAYER = AttentionLayer(0)
 
 
 def plain(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ends: list[int]) -> Tensor:
@@ -119,10 +122,10 @@ def test_it_computes_what_torchs_kernels_do(lengths: list[int], elements: int, m
     grad = torch.randn(q.shape, generator=draw, device="cuda").bfloat16()
     plan = PackedPlan(lengths, "cuda")
     assert plan._flash(q, k)
-    out, kept = plan.attend_forward(q, k, v)
-    ours = out, *plan.attend_backward(grad, (q, k, v), out, kept)
+    out, kept = plan.attend_forward(q, k, v, LAYER)
+    ours = out, *plan.attend_backward(grad, (q, k, v), out, kept, LAYER)[:3]
     monkeypatch.setattr(flash, "FROM", sum(lengths) + 1)
-    out, kept = plan.attend_forward(q, k, v)
-    theirs = out, *plan.attend_backward(grad, (q, k, v), out, kept)
+    out, kept = plan.attend_forward(q, k, v, LAYER)
+    theirs = out, *plan.attend_backward(grad, (q, k, v), out, kept, LAYER)[:3]
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).float().norm() < 0.01 * b.float().norm()

@@ -9,11 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_helpers import reference_gradients, rich_batch, small_settings, vocab_of
 
 from headway.models.checkpoints.folders import load_model
-from headway.models.layers.block import Block
 from headway.models.tiny import resolve_model
 from headway.trainer.losses.head import target_logprobs
-from headway.trainer.memory.activations import checkpoint_blocks
-from headway.trainer.parallel.fsdp import ParallelPolicy, shard
+from headway.trainer.parallel.fsdp import shard
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import fill, full
 from headway.trainer.policy import Policy
@@ -61,9 +59,8 @@ def test_bfloat16_gradients_are_near_the_cpus(mode: str, offload: bool) -> None:
 def test_gradients_over_nccl_are_near_the_cpus(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 over one rank, which several would use."""
 
-    def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
-        checkpoint_blocks([block for block in policy.model.layers if isinstance(block, Block)], plan.activations)
-        shard(policy, mesh, plan.compute_dtype)
+    def parallelize(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype, *, compile_mlps: bool) -> None:
+        shard(policy, mesh, compute_dtype)
 
     monkeypatch.setattr("headway.trainer.state.parallelize", parallelize)
     assert gradient_error(trainer__activations__checkpoint=mode) < 0.05

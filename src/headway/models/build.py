@@ -2,6 +2,7 @@
 torch's version or the order of layers."""
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.layers.block import Block, RunBlock
 from headway.models.ops.linear import tune_matmul
 from headway.models.registry import find_family
 
@@ -19,10 +21,21 @@ def build_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int | None = 0,
+    compute_dtype: torch.dtype | None = None,
+    recompute: Callable[[int], RunBlock | None] | None = None,
 ) -> DecoderLM:
-    """Build a model with random weights from `seed`; None, or the meta device, leaves them unset."""
+    """Build a model with random weights from `seed`; None, or the meta device, leaves them unset.
+
+    It computes in `compute_dtype`, or in the precision of its weights. `recompute` says for each layer how its
+    activations are recomputed in training; None: they are kept.
+    """
     with torch.device("meta"):
         model = DecoderLM(config, find_family(config.family).block)
+    model.model.embed_tokens.compute_dtype = compute_dtype
+    if recompute is not None:
+        for layer, block in enumerate(model.layers):
+            assert isinstance(block, Block)
+            block.recompute = recompute(layer)
     _allocate(model, torch.device(device), dtype)
     if torch.device(device).type == "meta":
         return model

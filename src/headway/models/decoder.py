@@ -18,11 +18,17 @@ from headway.models.packed import ModelOutput, PackedTokens
 
 
 class Embedding(nn.Embedding):
-    """Leaves its weight unset, as all layers here do. To draw it on the meta device, torch would import its compiler,
-    which takes a second."""
+    """Starts the stream, in `compute_dtype` or the weight's own: all later layers compute in the stream's precision."""
+
+    compute_dtype: torch.dtype | None = None
+
+    def forward(self, token_ids_T: Tensor) -> Tensor:
+        x_TD = super().forward(token_ids_T)
+        return x_TD if self.compute_dtype is None else x_TD.to(self.compute_dtype)
 
     def reset_parameters(self) -> None:
-        pass
+        """Leave the weight unset, as all layers here do. To draw it on the meta device, torch would import its
+        compiler, which takes a second."""
 
 
 class Decoder(nn.Module):
@@ -47,7 +53,8 @@ class Decoder(nn.Module):
 
 
 class DecoderLM(nn.Module):
-    """A causal language model over packed tokens (see `packed.CausalLM`). Families say what a block is."""
+    """A causal language model over packed tokens. Families say what a block is. Parameters have the names of Hugging
+    Face's checkpoints, except that experts are stacked."""
 
     def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], Block]) -> None:
         super().__init__()

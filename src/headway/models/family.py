@@ -124,9 +124,9 @@ class Family:
 
     def block(self, config: ModelConfig, layer: int) -> "Block":
         """Build block number `layer`; its weights are unset."""
-        from headway.models.layers.block import Block  # torch
+        from headway.models.layers.block import make_block  # torch
 
-        return Block(config, layer, qk_norm=self.qk_norm)
+        return make_block(config, layer, qk_norm=self.qk_norm)
 
     def checkpoint_tensors(self, parameter: str, config: ModelConfig) -> list[CheckpointTensor]:
         """The tensors of a checkpoint that the parameter of this name is made of."""

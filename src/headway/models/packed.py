@@ -1,42 +1,83 @@
-"""What goes into a model and what comes out: packed tokens over one flat axis T, for training and serving."""
+"""What goes into a model and what comes out: tokens packed along one flat axis T, and the plan by which they attend."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from headway.models import ops
 
-class AttentionPlan(Protocol):
-    """Knows where keys come from: the same packed tokens, paged blocks, other ranks. Model code doesn't.
+QKV = tuple[Tensor, Tensor, Tensor]
+AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Gradients of queries, keys, values and sinks (None for a layer without them)."""
 
-    A plan is built once per forward pass and shared by all layers.
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What a plan has to know about the layer that calls it.
+
+    `window`: a token sees itself and the `window - 1` tokens before it; None: all before it. `sinks` (H,): a logit per
+    query head that adds to the softmax's denominator alone (GPT-OSS). `scale` multiplies scores; None: 1 / √head size.
     """
 
-    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
+    index: int
+    window: int | None = None
+    sinks: Tensor | None = None
+    scale: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Full causal attention, which is what every kernel computes."""
+        return self.window is None and self.sinks is None and self.scale is None
+
+
+class Rope(NamedTuple):
+    """The weights of the queries' and the keys' norm per head (None: no norms), their epsilon, and cos and signed sin
+    (T, 1, head size) in float32: as `ops.qk_norm_rope` takes them."""
+
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+
+class AttentionPlan:
+    """Knows where keys come from: the same packed tokens, a paged cache, later other ranks. Layers don't.
+
+    A plan is built once per forward pass and shared by all layers. A subclass must override `attend` and may override
+    the rest with something faster.
+    """
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
         """Causal attention of T queries (H heads) over keys (K heads, H a multiple of K): (T, H, D)."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must override attend")
 
+    def attend_pre_rope(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Rope, layer: AttentionLayer) -> Tensor:
+        """`attend` with queries and keys as they were projected, before their norms and rotary positions."""
+        q_THD, k_TKD = ops.qk_norm_rope(q_THD, k_TKD, *rope)
+        return self.attend(q_THD, k_TKD, v_TKD, layer)
 
-class CachePlan:
-    """A plan that itself turns queries and keys by their positions, since it writes keys to a cache at once.
+    def attend_forward(
+        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """`attend` without a graph, and the tensors that `attend_backward` needs besides its result."""
+        with torch.no_grad():
+            return self.attend(q_THD, k_TKD, v_TKD, layer), ()
 
-    A plain class and no protocol: attention asks every plan whether it is one, in compiled blocks as well.
-    """
-
-    def attend_unturned(
-        self,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-    ) -> Tensor:
-        """`norms` are the weights of the queries' and the keys' norm. Otherwise as `AttentionPlan.attend`."""
-        raise NotImplementedError(f"{type(self).__name__} must override attend_unturned")
+    def attend_backward(
+        self, grad_THD: Tensor, qkv: QKV, out_THD: Tensor, kept: tuple[Tensor, ...], layer: AttentionLayer
+    ) -> AttentionGrads:
+        """Compute the gradients of what `attend_forward` got. This default computes attention again."""
+        q, k, v = (x.detach().requires_grad_() for x in qkv)
+        inputs = [q, k, v]
+        if layer.sinks is not None:
+            inputs.append(layer.sinks.detach().requires_grad_())
+            layer = replace(layer, sinks=inputs[-1])
+        with torch.enable_grad():
+            out_THD = self.attend(q, k, v, layer)
+        dq, dk, dv, *rest = torch.autograd.grad(out_THD, inputs, grad_THD)
+        return dq, dk, dv, rest[0] if rest else None
 
 
 @dataclass(slots=True)
@@ -48,14 +89,14 @@ class PackedTokens:
 
     token_ids_T: Tensor
     positions_T: Tensor
-    plan: AttentionPlan | CachePlan
+    plan: AttentionPlan
     routed_experts_TLk: Tensor | None = None
     adapters_T: Tensor | None = None
 
 
 @dataclass(slots=True)
 class ModelOutput:
-    """`hidden` is after the final norm; the head is applied by who needs it (chunked, or for sampled rows only).
+    """`hidden` is after the final norm; the caller applies the head (in chunks, or to sampled rows only).
 
     For MoE models `routed_experts` (T, layers, k) are the experts used and `expert_load` (layers, experts) the
     tokens each got.
@@ -64,23 +105,3 @@ class ModelOutput:
     hidden_TD: Tensor
     routed_experts_TLk: Tensor | None = None
     expert_load_LE: Tensor | None = None
-
-
-class CausalLM(Protocol):
-    """What every family's model offers. It is an nn.Module whose parameters have Hugging Face's names,
-    except that experts are stacked."""
-
-    def __call__(self, tokens: PackedTokens) -> ModelOutput: ...
-
-    def head_weight(self) -> Tensor:
-        """(vocab, width); the embedding's where tied."""
-        ...
-
-    def logits(self, hidden_ND: Tensor) -> Tensor:
-        """float32 (N, vocab)."""
-        ...
-
-
-def positions_of(lengths: list[int], device: torch.device | str = "cpu") -> Tensor:
-    """0 .. n-1 for each length n, end to end."""
-    return torch.cat([torch.arange(n, device=device) for n in lengths])

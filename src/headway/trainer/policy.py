@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headway.models.decoder import DecoderLM
 from headway.trainer.inputs import Inputs
 from headway.trainer.losses.head import target_logprobs
-from headway.trainer.memory.activations import offloaded
+from headway.trainer.memory.offload import offloaded
 
 
 class Scores(NamedTuple):

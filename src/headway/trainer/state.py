@@ -19,8 +19,9 @@ from headway.models.decoder import DecoderLM
 from headway.models.ops.linear import tune_matmul
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
+from headway.trainer.memory.recompute import recompute_policy
 from headway.trainer.optimizers.optimizer import PolicyOptimizer
-from headway.trainer.parallel.fsdp import ParallelPolicy, make_mesh, parallelize
+from headway.trainer.parallel.fsdp import make_mesh, parallelize
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.parallel.sharding import fill
 from headway.trainer.policy import Policy
@@ -70,10 +71,17 @@ def make_state(
     trainer, lora = settings.trainer, settings.model.lora
     dtype = compute_dtype(settings, ranks.device)
     # float32 master weights; under an adapter the base is frozen, so it needs no more than the computation's precision.
-    model = build_model(config, device="meta", dtype=torch.float32 if lora is None else dtype)
+    model = build_model(
+        config,
+        device="meta",
+        dtype=torch.float32 if lora is None else dtype,
+        compute_dtype=dtype,
+        recompute=recompute_policy(trainer.activations, config.layers),
+    )
     adapters = {} if lora is None else _add_adapters(model, lora, settings.seed)
     policy = Policy(model, trainer.head_chunk, trainer.activations.offload)
-    parallelize(policy, make_mesh(ranks), ParallelPolicy(dtype, trainer.activations, trainer.compile))
+    compile_mlps = trainer.compile and trainer.activations.checkpoint == "off"
+    parallelize(policy, make_mesh(ranks), dtype, compile_mlps=compile_mlps)
     policy.to_empty(device=ranks.device)
     if ranks.device.type == "cpu":
         tune_matmul(config.width)

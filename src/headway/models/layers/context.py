@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from headway.models.packed import AttentionPlan, CachePlan
+from headway.models.packed import AttentionPlan
 
 
 @dataclass(slots=True)
@@ -13,11 +13,11 @@ class ForwardContext:
 
     `adapter_gate` scales the adapters' ranks per token (see `layers.linear`); None switches adapters off.
 
-    A plain object and not bare tensors, so that wrappers which cast a block's tensor arguments to a lower
-    precision leave the rotary tables alone.
+    A plain object and not bare tensors, so that FSDP, which casts a block's tensor arguments to a lower precision,
+    leaves the rotary tables alone.
     """
 
-    plan: AttentionPlan | CachePlan
+    plan: AttentionPlan
     cos: Tensor
     sin: Tensor
     adapter_gate: Tensor | float | None = None

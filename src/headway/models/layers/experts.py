@@ -6,6 +6,8 @@ from torch import Tensor, nn
 
 from headway.models import ops
 from headway.models.config import ModelConfig
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.feed_forward import FeedForward
 
 
 class Router(nn.Module):
@@ -45,14 +47,16 @@ class Experts(nn.Module):
         return ops.grouped_linear(ops.gated_silu(gate, up), self.down_proj, ends_E)
 
 
-class SparseMlp(nn.Module):
+class SparseMlp(FeedForward):
+    splits_rows = False
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.count = config.experts
         self.gate = Router(config)
         self.experts = Experts(config)
 
-    def forward(self, x_TD: Tensor, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mixed output and the experts used, (T, k)."""
         gates_Tk, experts_Tk = self.gate(x_TD, given_Tk)
         rows_ND, counts_E, order_N = dispatch(x_TD, experts_Tk, self.count)

@@ -87,11 +87,13 @@ class FusedProjections:
             return ops.linears(x_TI, [linear.weight for linear in self._linears])
         return [linear(x_TI, adapter_gate) for linear in self._linears]
 
-    def fused(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
-        """The output of each, or one tensor with all of them side by side, where that is faster in training."""
-        if adapter_gate is None and not self._biased and prefers_fused(x_TI, self._linears[0].weight):
-            return [ops.fused_linears(x_TI, [linear.weight for linear in self._linears])]
-        return self(x_TI, adapter_gate)
+    def prefers_fused(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> bool:
+        """Tell if `fused` is the faster way, in training."""
+        return adapter_gate is None and not self._biased and prefers_fused(x_TI, self._linears[0].weight)
+
+    def fused(self, x_TI: Tensor) -> Tensor:
+        """The outputs side by side in one tensor."""
+        return ops.fused_linears(x_TI, [linear.weight for linear in self._linears])
 
     def join(self) -> None:
         """Move the weights together, unless they are. Layers with a bias stay as they are."""

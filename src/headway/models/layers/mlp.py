@@ -1,13 +1,14 @@
 """The gated MLP of dense layers."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from headway.models import ops
 from headway.models.layers.context import ForwardContext
+from headway.models.layers.feed_forward import FeedForward
 from headway.models.layers.linear import FusedProjections, Linear
 
 
-class GatedMlp(nn.Module):
+class GatedMlp(FeedForward):
     def __init__(self, width: int, mlp_width: int, bias: bool = False) -> None:
         super().__init__()
         self.gate_proj = Linear(width, mlp_width, bias)
@@ -15,10 +16,15 @@ class GatedMlp(nn.Module):
         self.down_proj = Linear(mlp_width, width, bias)
         self.projections = FusedProjections(self.gate_proj, self.up_proj)
 
-    def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        out: Tensor = self.down_proj(self.hidden(x_TD, context), context.adapter_gate)
-        return out
+    def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, None]:
+        return self.down_proj(self.hidden(x_TD, context), context.adapter_gate), None
+
+    def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
+        """The last product is not computed."""
+        return self.down_proj.grad_only(self.hidden(x_TD, context), context.adapter_gate)
 
     def hidden(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """The input of the last layer."""
-        return ops.gated_silu(*self.projections.fused(x_TD, context.adapter_gate))
+        if self.projections.prefers_fused(x_TD, context.adapter_gate):
+            return ops.gated_silu(self.projections.fused(x_TD))
+        return ops.gated_silu(*self.projections(x_TD, context.adapter_gate))

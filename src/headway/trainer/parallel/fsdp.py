@@ -1,26 +1,11 @@
 """Parallelism, applied from outside: model files contain no process groups."""
 
-from dataclasses import dataclass
-
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from headway.config.trainer import ActivationSettings
-from headway.models.layers.block import Block
-from headway.trainer.memory.activations import checkpoint_blocks
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.policy import Policy
-from headway.trainer.precision import compute_in
-
-
-@dataclass(frozen=True)
-class ParallelPolicy:
-    """How a policy is laid out. `compute_dtype` is what weights are gathered as; reductions are float32."""
-
-    compute_dtype: torch.dtype
-    activations: ActivationSettings
-    compile: bool = False
 
 
 def make_mesh(ranks: Ranks) -> DeviceMesh:
@@ -29,25 +14,21 @@ def make_mesh(ranks: Ranks) -> DeviceMesh:
     return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
-def parallelize(policy: Policy, mesh: DeviceMesh, plan: ParallelPolicy) -> None:
-    """Checkpoint, compile and shard the blocks of `policy`, in place; gradients then add up over all ranks.
+def parallelize(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype, *, compile_mlps: bool = False) -> None:
+    """Compile and shard the blocks of `policy`, in place; gradients then add up over all ranks.
 
     One rank is left a plain module: sharding over one would only copy.
     """
-    blocks = [block for block in policy.model.layers if isinstance(block, Block)]
-    checkpoint_blocks(blocks, plan.activations)
-    if plan.compile and plan.activations.checkpoint == "off":
-        for block in blocks:
+    if compile_mlps:
+        for block in policy.model.layers:
             # Attention's shapes change with every packing, and each would be compiled anew.
             block.get_submodule("mlp").compile(dynamic=True)
-    if mesh.size() == 1:
-        compute_in(policy.model.model, plan.compute_dtype)
-    else:
-        shard(policy, mesh, plan.compute_dtype)
+    if mesh.size() > 1:
+        shard(policy, mesh, compute_dtype)
 
 
 def shard(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2, block by block."""
+    """FSDP2, block by block: weights are gathered in `compute_dtype`, gradients reduced in float32."""
     sharded = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for module in [*policy.model.layers, policy]:

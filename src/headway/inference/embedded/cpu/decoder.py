@@ -156,12 +156,14 @@ class CpuDecoder:
         )
 
     def _layer(self, number: int, block: nn.Module) -> _Layer | None:
-        if not isinstance(block, Block) or not isinstance(block.mlp, GatedMlp):
+        # Exactly these: a family's subclass computes something else.
+        if type(block) is not Block or type(block.mlp) is not GatedMlp or type(block.self_attn) is not SelfAttention:
             return None
-        attention: SelfAttention = block.self_attn
-        mlp = block.mlp
+        attention, mlp = block.self_attn, block.mlp
         qkv, gate_up = attention.projections.serving(), mlp.projections.serving()
         if qkv is None or gate_up is None or attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
+            return None
+        if not attention.layer.plain:
             return None
         return _Layer(
             block.input_layernorm.weight.data_ptr(),

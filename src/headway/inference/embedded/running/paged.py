@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -12,7 +11,9 @@ from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.window import Window, WindowGroup
 from headway.models import ops
+from headway.models.attention import masked_attention, visible_mask
 from headway.models.ops.registry import in_c
+from headway.models.packed import AttentionLayer, AttentionPlan
 
 Ints = NDArray[np.int64]
 
@@ -36,18 +37,12 @@ class BlockGroup:
     tokens: Tensor | None = None
     valid: Tensor | None = None
 
-    def attend(self, q_NHD: Tensor, layer: int) -> Tensor:
+    def attend(self, q_NHD: Tensor, layer: AttentionLayer) -> Tensor:
         """(batch x queries, H, D) padded queries over this group's blocks."""
-        _, heads, dim = q_NHD.shape
-        keys, values = self._gather(self.store.keys[layer]), self._gather(self.store.values[layer])
-        kv_heads = keys.shape[1]
-        # Query heads that share a kv head become rows of one query matrix, so that keys need no repeating.
-        q = q_NHD.reshape(self.batch, self.queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
-        out = F.scaled_dot_product_attention(
-            q.reshape(self.batch, kv_heads, -1, dim), keys, values, attn_mask=self.mask
-        )
-        out = out.view(self.batch, kv_heads, heads // kv_heads, self.queries, dim)
-        return out.permute(0, 3, 1, 2, 4).reshape(-1, heads, dim)
+        store, index = self.store, layer.index
+        keys, values = self._gather(store.keys[index]), self._gather(store.values[index])
+        q_BQHD = q_NHD.view(self.batch, self.queries, *q_NHD.shape[1:])
+        return masked_attention(q_BQHD, keys, values, self.mask, layer).flatten(0, 1)
 
     def _gather(self, cache: Tensor) -> Tensor:
         _, kv_heads, dim = cache.shape
@@ -76,38 +71,6 @@ class DirectGroup:
 DecodeGroup = DirectGroup | WindowGroup
 
 
-class PagedPlan:
-    """An `AttentionPlan`: built once per step from where its tokens are, shared by all layers."""
-
-    def __init__(self, store: KvStore, slots_T: Tensor, decoding: DecodeGroup | None, groups: list[BlockGroup]) -> None:
-        self.slots_T = slots_T
-        self._store = store
-        self._decoding = decoding
-        self._groups = groups
-
-    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: int) -> Tensor:
-        self._store.write(layer, self.slots_T, k_TKD, v_TKD)
-        decoding = self._decoding
-        if decoding is not None and decoding.tokens is None:
-            return decoding.attend(q_THD, k_TKD, v_TKD, layer)
-        if decoding is None and len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._groups[0].attend(q_THD, layer)
-        out = torch.empty_like(q_THD)
-        if decoding is not None:
-            places = decoding.tokens
-            assert places is not None
-            q, k, v = (x.index_select(0, places) for x in (q_THD, k_TKD, v_TKD))
-            out.index_copy_(0, places, decoding.attend(q, k, v, layer))
-        for group in self._groups:
-            assert group.tokens is not None
-            padded = group.attend(q_THD.index_select(0, group.tokens), layer)
-            if group.valid is None:
-                out.index_copy_(0, group.tokens, padded)
-            else:
-                out.index_copy_(0, group.tokens[group.valid], padded[group.valid])
-        return out
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where a step's tokens are: sequence i, in row `rows[i]` of the table `blocks`, runs `counts[i]` tokens from
@@ -119,6 +82,54 @@ class Layout:
     counts: Ints
     positions_T: Ints
     settled: NDArray[np.bool_]
+
+
+class PagedPlan(AttentionPlan):
+    """Sequences with few tokens are `decoding`, as one group; the rest is in `groups`. Layers with a window or sinks
+    have groups of their own, of all sequences."""
+
+    def __init__(
+        self,
+        store: KvStore,
+        layout: Layout,
+        slots_T: Tensor,
+        decoding: DecodeGroup | None,
+        groups: list[BlockGroup],
+        heads_per_kv: int,
+    ) -> None:
+        self.slots_T = slots_T
+        self._store, self._layout, self._heads_per_kv = store, layout, heads_per_kv
+        self._decoding = decoding
+        self._groups = groups
+        self._masked: dict[int | None, list[BlockGroup]] = {}
+
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
+        self._store.write(layer.index, self.slots_T, k_TKD, v_TKD)
+        decoding, groups = (self._decoding, self._groups) if layer.plain else (None, self._masked_groups(layer.window))
+        if decoding is not None and decoding.tokens is None:
+            return decoding.attend(q_THD, k_TKD, v_TKD, layer.index)
+        if decoding is None and len(groups) == 1 and groups[0].tokens is None:
+            return groups[0].attend(q_THD, layer)
+        out = torch.empty_like(q_THD)
+        if decoding is not None:
+            places = decoding.tokens
+            assert places is not None
+            q, k, v = (x.index_select(0, places) for x in (q_THD, k_TKD, v_TKD))
+            out.index_copy_(0, places, decoding.attend(q, k, v, layer.index))
+        for group in groups:
+            assert group.tokens is not None
+            padded = group.attend(q_THD.index_select(0, group.tokens), layer)
+            if group.valid is None:
+                out.index_copy_(0, group.tokens, padded)
+            else:
+                out.index_copy_(0, group.tokens[group.valid], padded[group.valid])
+        return out
+
+    def _masked_groups(self, window: int | None) -> list[BlockGroup]:
+        if window not in self._masked:
+            everyone = np.arange(len(self._layout.rows))
+            self._masked[window] = _block_groups(self._store, self._layout, everyone, self._heads_per_kv, window)
+        return self._masked[window]
 
 
 def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_kv: int) -> PagedPlan:
@@ -140,7 +151,7 @@ def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_k
         decoding = _window_group(window, layout, alone, heads_per_kv)
         rest = rest if decoding is None else np.flatnonzero(~alone)
     groups = _block_groups(store, layout, rest, heads_per_kv) if len(rest) else []
-    return PagedPlan(store, slots, decoding, groups)
+    return PagedPlan(store, layout, slots, decoding, groups, heads_per_kv)
 
 
 def run_whole(decoder: CpuDecoder, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
@@ -173,27 +184,28 @@ def _window_group(window: Window, layout: Layout, alone: NDArray[np.bool_], head
     return window.group(layout.rows[single], layout.blocks, layout.starts[single], tokens, heads_per_kv)
 
 
-def _block_groups(store: KvStore, layout: Layout, members: Ints, heads_per_kv: int) -> list[BlockGroup]:
+def _block_groups(
+    store: KvStore, layout: Layout, members: Ints, heads_per_kv: int, window: int | None = None
+) -> list[BlockGroup]:
     counts, ends = layout.counts[members], (layout.starts + layout.counts)[members]
     kinds = _bucket(counts, 1, 2) * 64 + _bucket(ends, 128, 4)
-    return [_block_group(store, layout, members[kinds == kind], heads_per_kv) for kind in np.unique(kinds)]
+    return [_block_group(store, layout, members[kinds == kind], heads_per_kv, window) for kind in np.unique(kinds)]
 
 
-def _block_group(store: KvStore, layout: Layout, members: Ints, heads_per_kv: int) -> BlockGroup:
+def _block_group(store: KvStore, layout: Layout, members: Ints, heads_per_kv: int, window: int | None) -> BlockGroup:
     whole = len(members) == len(layout.counts)
     firsts = (np.cumsum(layout.counts) - layout.counts)[members]
     counts, starts = layout.counts[members], layout.starts[members]
     batch, queries = len(members), int(counts.max())
-    num_blocks = -(-int((starts + counts).max()) // store.block_size)
-    blocks = to_device(store, layout.blocks[layout.rows[members], :num_blocks].reshape(-1))
+    first = 0 if window is None else max(0, int(starts.min()) + 1 - window) // store.block_size
+    last = -(-int((starts + counts).max()) // store.block_size)
+    blocks = to_device(store, layout.blocks[layout.rows[members], first:last].reshape(-1))
     # A padded query repeats its sequence's last one: it always sees a key, and is dropped afterwards.
     steps = np.minimum(np.arange(queries)[None, :], counts[:, None] - 1)
     padded = queries * batch != int(counts.sum())
     seen = to_device(store, starts[:, None] + steps)
-    hidden = torch.arange(num_blocks * store.block_size, device=seen.device) > seen[:, :, None]
-    mask = torch.zeros(hidden.shape, dtype=store.keys[0].dtype, device=seen.device).masked_fill_(hidden, -torch.inf)
-    mask = mask.unsqueeze(1).expand(-1, heads_per_kv, -1, -1)
-    mask = mask.reshape(batch, 1, heads_per_kv * queries, -1) if queries > 1 else mask.transpose(1, 2)
+    places = torch.arange(first * store.block_size, last * store.block_size, device=seen.device)
+    mask = visible_mask(seen, places, window, heads_per_kv, store.keys[0].dtype)
     if whole and not padded:
         return BlockGroup(store, batch, queries, blocks, mask)
     tokens = to_device(store, (firsts[:, None] + steps).reshape(-1))

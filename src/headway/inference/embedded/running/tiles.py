@@ -5,12 +5,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.errors import HeadwayError
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.paged import Layout
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.ops.paged_attention import Tiles
-from headway.models.packed import CachePlan
+from headway.models.packed import AttentionLayer, AttentionPlan, Rope
 
 Ints = NDArray[np.int64]
 
@@ -21,7 +22,7 @@ _BUSY = 1024
 _MOST_SPLITS = 16
 
 
-class TilePlan(CachePlan):
+class TilePlan(AttentionPlan):
     """Built once per step, shared by all layers. `table` is each sequence's row of blocks, on the device. In a step
     that is `padded`, tokens in no tile get zeros: what is not a number would spread."""
 
@@ -32,20 +33,15 @@ class TilePlan(CachePlan):
         self._tiles = tiles
         self._padded = padded
 
-    def attend_unturned(
-        self,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        layer: int,
-    ) -> Tensor:
+    def attend_pre_rope(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Rope, layer: AttentionLayer) -> Tensor:
+        if not layer.plain:
+            raise HeadwayError(
+                f"layer {layer.index} attends with a sliding window, sinks or a scale of its own, which the embedded "
+                'engine has no CUDA kernel for yet: serve the model with inference.engine = "vllm", or on a CPU'
+            )
         store = self._store
-        keys, values = store.keys[layer], store.values[layer]
-        q_THD = ops.qk_norm_rope_to_cache(q_THD, k_TKD, v_TKD, norms, eps, cos, sin, self.slots_T, keys, values)
+        keys, values = store.keys[layer.index], store.values[layer.index]
+        q_THD = ops.qk_norm_rope_to_cache(q_THD, k_TKD, v_TKD, *rope, self.slots_T, keys, values)
         out = torch.zeros_like(q_THD) if self._padded else torch.empty_like(q_THD)
         for tiles in self._tiles:
             ops.paged_attention(q_THD, keys, values, self._table, tiles, store.block_size, out)
