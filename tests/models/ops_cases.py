@@ -1,0 +1,154 @@
+"""Calls of every operation, for `test_ops`: what goes in, and which backends take it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.models import ops
+from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.registry import Op
+
+Call = Callable[..., Any]
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    """`call` gets the operation and `inputs`, tensors of these shapes that may have gradients, and returns tensors.
+
+    `only`: the backends' functions or kinds that take it; all where it names none. `mixed`: the first input alone is of
+    a lower precision. `valued`: results hold values, and not their gradients alone.
+    """
+
+    op: Op[..., Any]
+    inputs: Sequence[tuple[int, ...]]
+    call: Call
+    only: tuple[str, ...] = ()
+    mixed: bool = False
+    valued: bool = True
+
+    def __str__(self) -> str:
+        shapes = "_".join("x".join(map(str, shape)) for shape in self.inputs)
+        return f"{shapes}{'_mixed' if self.mixed else ''}"
+
+
+def angles(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """cos and signed sin of all positions, (T, 1, size)."""
+    turns = torch.arange(len(x), dtype=torch.float32)[:, None, None] * torch.linspace(1, 0.01, size // 2)
+    cos, sin = turns.cos(), turns.sin()
+    return torch.cat([cos, cos], -1).to(x.device), torch.cat([-sin, sin], -1).to(x.device)
+
+
+def normed_heads(f: Call, q: Tensor, k: Tensor, *norms: Tensor) -> Any:
+    return f(q, k, norms or None, EPS, *angles(q, q.shape[2]))
+
+
+def normed_parts(f: Call, x: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
+    heads = x.shape[1] // 2
+    return f(x, heads, (q_weight, k_weight), EPS, *angles(x, x.shape[2]))
+
+
+def two_weights(f: Call, x: Tensor, *weights: Tensor) -> Any:
+    return f(x, weights)
+
+
+def adapters(f: Call, x: Tensor, *tensors: Tensor) -> Any:
+    frozen = [torch.linspace(-1, 1, n * x.shape[1]).view(n, -1).to(x) for n in (9, 5)]
+    return f(x, frozen, tensors[:2], tensors[2:], 0.5, False)
+
+
+def groups(f: Call, rows: Tensor, weight: Tensor) -> Any:
+    return f(rows, weight, torch.tensor([4, 4, 11], dtype=torch.int32, device=rows.device))
+
+
+def cached(f: Call, k: Tensor, v: Tensor) -> Any:
+    keys, values = (torch.zeros(20, *k.shape[1:]).to(k) for _ in range(2))
+    f(k, v, torch.tensor([7, 0, 11], device=k.device), keys, values)
+    return keys, values
+
+
+def heads_to_cache(f: Call, x: Tensor, *norms: Tensor) -> Any:
+    """Heads that are parts of one tensor, as one product makes them."""
+    q, k, v = x.split([6, 2, 2], dim=1)
+    keys, values = (torch.zeros(20, *k.shape[1:]).to(k) for _ in range(2))
+    slots = torch.tensor([7, 0, 11], device=k.device)
+    return f(q, k, v, norms or None, EPS, *angles(x, x.shape[2]), slots, keys, values), keys, values
+
+
+SIZE = 4
+TABLE = [[3, 9, 1, 4, 0], [7, 2, 11, 5, 6], [10, 8, 12, 13, 14]]
+
+
+def tokens_over_blocks(f: Call, q: Tensor, keys: Tensor, values: Tensor) -> Any:
+    table, rows, positions = torch.tensor(TABLE), torch.tensor([2, 0, 1, 1]), torch.tensor([0, 17, 8, 3])
+    return f(q, keys, values, table, rows, positions, SIZE, 17)
+
+
+def tiles_over_blocks(splits: int) -> Call:
+    def call(f: Call, q: Tensor, keys: Tensor, values: Tensor) -> Any:
+        """A decoding sequence, an empty tile, and a prompt of three tokens behind four others in tiles of two."""
+        table = torch.tensor(TABLE, dtype=torch.int32, device=q.device)
+        fields = torch.tensor([[2, 0, 16, 1], [0, 0, 0, 0], [1, 1, 4, 2], [1, 3, 6, 1]], device=q.device).T
+        out = torch.zeros_like(q)
+        f(q, keys, values, table, Tiles.of(fields[:, :2].contiguous(), 1, splits), SIZE, out)
+        f(q, keys, values, table, Tiles.of(fields[:, 2:].contiguous(), 2), SIZE, out)
+        return out
+
+    return call
+
+
+def drawn(tempered: bool) -> Call:
+    def call(f: Call, logits: Tensor) -> Any:
+        noise = torch.linspace(0, 0.999, len(logits), device=logits.device)
+        noise[:2] = -1
+        return f(logits, torch.linspace(0.5, 2, len(logits), device=logits.device) if tempered else None, noise)
+
+    return call
+
+
+def norm(f: Call, x: Tensor, weight: Tensor) -> Any:
+    return f(x, weight, EPS)
+
+
+def norm_of_sum(f: Call, x: Tensor, delta: Tensor, weight: Tensor) -> Any:
+    return f(x, delta, weight, EPS)
+
+
+def plain(f: Call, *tensors: Tensor) -> Any:
+    return f(*tensors)
+
+
+KV = (15 * SIZE, 2, 32)
+CASES = [
+    *(Case(ops.rms_norm, [(7, size), (size,)], norm, mixed=mixed) for size in (30, 200) for mixed in (False, True)),
+    *(Case(ops.add_rms_norm, [(7, 30), (7, 30), (30,)], norm_of_sum, mixed=mixed) for mixed in (False,)),
+    Case(ops.gated_silu, [(7, 30), (7, 30)], plain, only=("c", "gated_silu", "gated_silu_serving")),
+    Case(ops.gated_silu, [(7, 1100)], plain, only=("c", "gated_halves")),
+    Case(ops.gated_silu, [(7, 60)], lambda f, x: f(*x.chunk(2, 1)), only=("c", "gated_silu_serving")),
+    *(Case(ops.rope, [(7, *shape)], lambda f, x: f(x, *angles(x, x.shape[2]))) for shape in ((3, 10), (1, 64))),
+    Case(ops.qk_norm_rope, [(7, 6, 10), (7, 2, 10), (10,), (10,)], normed_heads),
+    Case(ops.qk_norm_rope, [(7, 1, 64), (7, 1, 64), (64,), (64,)], normed_heads),
+    Case(ops.qk_norm_rope, [(7, 6, 10), (7, 2, 10)], normed_heads, only=("c",)),
+    *(Case(ops.qkv_norm_rope, [(70, n, 32), (32,), (32,)], normed_parts) for n in (4, 8)),
+    Case(ops.linear, [(9, 20), (5, 20)], plain, only=("c",)),
+    Case(ops.linear, [(9, 20), (5, 20)], plain, only=("torch",), mixed=True),
+    Case(ops.linear, [(9, 20), (5, 20), (5,)], plain, only=("torch",), mixed=True),
+    *(Case(ops.linears, [(9, 20), (5, 20), (3, 20)], two_weights, mixed=mixed) for mixed in (False, True)),
+    *(Case(ops.fused_linears, [(9, 20), (5, 20), (3, 20)], two_weights, mixed=mixed) for mixed in (False, True)),
+    *(
+        Case(ops.lora_linears, [(11, 8), (2, 8), (2, 8), (2, 9), (2, 5)], adapters, mixed=mixed)
+        for mixed in (False, True)
+    ),
+    Case(ops.linear_grad_only, [(9, 20), (5, 20)], plain, mixed=True, valued=False),
+    *(Case(ops.grouped_linear, [(11, 16), (3, 8, 16)], groups, mixed=mixed) for mixed in (False, True)),
+    Case(ops.write_cache, [(3, 2, 4), (3, 2, 4)], cached),
+    Case(ops.qk_norm_rope_to_cache, [(3, 10, 24), (24,), (24,)], heads_to_cache),
+    Case(ops.qk_norm_rope_to_cache, [(3, 10, 24)], heads_to_cache),
+    *(Case(ops.paged_token_attention, [(4, heads, 32), KV, KV], tokens_over_blocks) for heads in (2, 6)),
+    *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(splits)) for splits in (1, 4)),
+    Case(ops.draw_tokens, [(8, 97)], drawn(tempered=False), only=("c",)),
+    *(Case(ops.draw_tokens, [(8, vocab)], drawn(tempered=True), only=("triton",)) for vocab in (97, 5000)),
+]
