@@ -88,6 +88,23 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     assert recorded[0] == recorded[1]
 
 
+def test_a_step_is_recorded_before_its_checkpoint(tmp_path: Path) -> None:
+    """A run that dies after the checkpoint would not train the step again, and so not record it."""
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.checkpoints.touch()  # a file, so that no checkpoint can be written
+    with pytest.raises(OSError, match="checkpoints"):
+        sft(_settings(_data(tmp_path), 7), paths)
+    assert [line["step"] for line in read_metrics(paths.metrics / "trainer.jsonl")] == [1, 2, 3, 4]
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    with pytest.raises(HeadwayError, match=r"2 steps in a row were not finite, the last at step \d; its batch is in"):
+        sft(_settings(_data(tmp_path), 7, "--trainer.optim.lr", "1e30", "--trainer.max_bad_steps", "2"), paths)
+    assert list((paths.root / "bad_batches").glob("step_*/rank_000.msgpack"))
+
+
 def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     sft(_settings(_data(tmp_path), 2), paths)

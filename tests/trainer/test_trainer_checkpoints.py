@@ -15,9 +15,9 @@ from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_sett
 from headway.config.trainer import CheckpointSettings
 from headway.core.runs import RunPaths
 from headway.trainer.checkpoints import Checkpoints, superseded
-from headway.trainer.loop import train
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import local
+from headway.trainer.rl import train
 from headway.trainer.state import TrainState, build_state
 
 KILLS = 50
@@ -51,7 +51,7 @@ def test_killed_at_random_moments_it_always_resumes_from_a_complete_checkpoint(t
     paths = run_paths(tmp_path)
     chance = random.Random(0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "headway.trainer.loop"])
+    context.set_forkserver_preload(["torch", "headway.trainer.rl"])
     reached, resumed = 0, 0
     for _ in range(KILLS):
         ours, theirs = context.Pipe()

@@ -17,7 +17,7 @@ from headway.models.checkpoints.folders import load_model
 from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
 from headway.trainer.logprobs import choose, sampled_tokens, spans
-from headway.trainer.loop import train
+from headway.trainer.rl import train
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))

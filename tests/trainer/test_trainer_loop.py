@@ -16,7 +16,7 @@ from headway.core.wire import decode
 from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.monitor.metrics import read_metrics
-from headway.trainer.loop import train
+from headway.trainer.rl import train
 from headway.transport.rollouts import RankBatch, make_sender
 from headway.transport.weights import make_receiver
 from headway.transport.weights.announcements import announced, latest, read

@@ -10,7 +10,7 @@ from headway.models.attention import PackedPlan
 from headway.models.checkpoints.folders import load_model
 from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
-from headway.trainer.loop import train
+from headway.trainer.rl import train
 from headway.transport.weights import make_receiver
 from headway.transport.weights.announcements import latest, read
 

@@ -131,7 +131,7 @@ def _sample_loss(model: DecoderLM, micro: MicroBatch, here: slice, counts: Compo
 def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `work(*args)` as `ranks` real processes, as torchrun would; what each returned."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "headway.trainer.loop"])
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "headway.trainer.rl"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

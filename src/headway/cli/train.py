@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
     paths = join_run(settings.run, "train")
     if (code := run_ranks("train", argv, settings, paths)) is not None:
         return code
-    from headway.trainer.loop import train
+    from headway.trainer.rl import train
 
     train(settings, paths)
     return 0

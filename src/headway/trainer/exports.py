@@ -1,4 +1,4 @@
-"""Weights for people: Hugging Face checkpoints, and adapters in PEFT's format."""
+"""Exports: weights as Hugging Face checkpoints, and adapters in PEFT's format."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where batches come from: the rollout transport, or random tokens for benchmarks."""
+"""Feeds of batches: from the rollout transport, or random tokens for benchmarks."""
 
 import logging
 import time
@@ -14,12 +14,12 @@ from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.stop import StopRequest
 from headway.transport.rollouts import RankBatch, make_receiver
 
-# How long a rank waits before all ranks agree again on whether to go on waiting.
+# A rank waits this long before all ranks agree again on whether to go on waiting.
 POLL_SECONDS = 1.0
-# How long the trainer waits before it says that it does, again and again.
-QUIET_SECONDS = 120.0
+# A trainer that waits says so this often.
+LOG_SECONDS = 120.0
 
-log = logging.getLogger("headway.trainer")
+logger = logging.getLogger(__name__)
 
 
 class Feed(Protocol):
@@ -46,14 +46,14 @@ class RolloutFeed:
 
     def next(self, step: int) -> RankBatch | None:
         batch: RankBatch | None = None
-        quiet_until = time.monotonic() + QUIET_SECONDS
+        log_at = time.monotonic() + LOG_SECONDS
         while not self._ranks.any(self._stop.asked):
             batch = batch or self._receiver.receive(step, POLL_SECONDS)
             if self._ranks.all(batch is not None):
                 return batch
-            if time.monotonic() > quiet_until and batch is None:
-                log.info("still waiting for batch %d; is the orchestrator of this run alive?", step)
-                quiet_until = time.monotonic() + QUIET_SECONDS
+            if time.monotonic() > log_at and batch is None:
+                logger.info("still waiting for batch %d; is the orchestrator of this run alive?", step)
+                log_at = time.monotonic() + LOG_SECONDS
         return None
 
     def close(self) -> None:

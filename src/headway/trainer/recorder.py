@@ -1,4 +1,4 @@
-"""The numbers of every step: collected from all ranks, written by the first."""
+"""Metrics of every step: collected from all ranks, written by the first."""
 
 import logging
 import resource
@@ -14,16 +14,22 @@ from headway.monitor.sinks import make_sinks
 from headway.trainer.flops import peak_flops
 from headway.trainer.parallel.ranks import Ranks
 
-log = logging.getLogger("headway.trainer")
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Adds throughput, memory and MFU to what a step reports, and writes one line per step."""
+    """Adds throughput, memory and MFU to the metrics of a step, and writes one line per step."""
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, resume_step: int, max_steps: int, tracking: TrackingSettings | None = None
+        self,
+        paths: RunPaths,
+        ranks: Ranks,
+        resume_step: int,
+        max_steps: int,
+        tracking: TrackingSettings | None = None,
+        log_interval: int = 1,
     ) -> None:
-        self._ranks, self._max_steps = ranks, max_steps
+        self._ranks, self._max_steps, self._log_interval = ranks, max_steps, log_interval
         self._writer = None
         if ranks.is_main:
             sinks = make_sinks(tracking, paths, "trainer") if tracking is not None else []
@@ -34,7 +40,7 @@ class Recorder:
         """Every rank calls it with the step's metrics, among them tokens, flops and step_seconds."""
         slowest = self._ranks.max({"step_seconds": metrics["step_seconds"], "memory": peak_memory(self._ranks.device)})
         seconds = slowest["step_seconds"]
-        metrics = metrics | balance(expert_load_LE, self._ranks)
+        metrics = metrics | expert_balance(expert_load_LE, self._ranks)
         metrics |= {
             "step_seconds": seconds,
             "tokens_per_second": metrics["tokens"] / seconds,
@@ -45,15 +51,23 @@ class Recorder:
             metrics["mfu"] = flops / seconds / (self._peak * self._ranks.size)
         if self._writer is not None:
             self._writer.log(step, metrics)
-            log.info(
-                "step %d/%d  loss %.4g  grad %.3g  kl %.2g  %.0f tok/s",
-                step,
-                self._max_steps,
-                metrics["loss"],
-                metrics["grad_norm"],
-                metrics["mismatch_kl"],
-                metrics["tokens_per_second"],
-            )
+            self._log(step, metrics)
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        held_out = metrics.get("validation/loss")
+        if step % self._log_interval and step != self._max_steps and held_out is None:
+            return
+        validation = "" if held_out is None else f"  validation {held_out:.4g}"
+        logger.info(
+            "step %d/%d  loss %.4g%s  grad %.3g  kl %.2g  %.0f tok/s",
+            step,
+            self._max_steps,
+            metrics["loss"],
+            validation,
+            metrics["grad_norm"],
+            metrics["mismatch_kl"],
+            metrics["tokens_per_second"],
+        )
 
     def close(self) -> None:
         if self._writer is not None:
@@ -61,7 +75,7 @@ class Recorder:
 
 
 class Stopwatch:
-    """Seconds spent in named parts of a step."""
+    """Measures the parts of a step one after the other."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -73,8 +87,8 @@ class Stopwatch:
         return seconds
 
 
-def balance(load_LE: Tensor | None, ranks: Ranks) -> dict[str, float]:
-    """How evenly tokens spread over experts, over all ranks: 1 is even; and the share of experts that got none."""
+def expert_balance(load_LE: Tensor | None, ranks: Ranks) -> dict[str, float]:
+    """Compute how evenly tokens spread over experts: the busiest's load over the mean, and the share without any."""
     if load_LE is None:
         return {}
     load_LE = load_LE.detach().cpu().double()
@@ -89,7 +103,7 @@ def balance(load_LE: Tensor | None, ranks: Ranks) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Bytes: of the device since the last look, or of this process on a CPU."""
+    """Peak bytes: of the device since the last call, or of this process on a CPU."""
     if device.type == "cuda":
         peak = float(torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,8 +1,7 @@
-"""Supervised fine-tuning: tokenize once, then pack, step, validate, checkpoint; export at the end."""
+"""Supervised fine-tuning: rows are tokenized once, packed for every step, and validated on held-out ones."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,22 +16,20 @@ from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.monitor.progress import progress, progress_bar
 from headway.rendering.load import load_renderer
-from headway.trainer.checkpoints import Checkpoints
 from headway.trainer.data.order import RowOrder
 from headway.trainer.data.packing import counts_of, micro_batches
 from headway.trainer.data.rows import TokenRows, tokenize_rows
 from headway.trainer.data.sources import read_rows
-from headway.trainer.exports import export
+from headway.trainer.loop import TrainingLoop
 from headway.trainer.parallel.ranks import Ranks, joined
-from headway.trainer.recorder import Recorder, Stopwatch
-from headway.trainer.state import build_state
-from headway.trainer.step import Stepper
+from headway.trainer.step import StepReport
 from headway.trainer.stop import StopRequest
 from headway.transport.rollouts import RankBatch
 
-_log = logging.getLogger("headway.sft")
-_REPORTS = 20
-"""Lines about progress that a run writes to the log."""
+logger = logging.getLogger(__name__)
+
+LOGGED_STEPS = 20
+"""Steps of a run that are logged. One takes a fraction of a second: the progress bar and these say enough."""
 
 
 def sft(settings: SftSettings, paths: RunPaths) -> Path:
@@ -41,7 +38,48 @@ def sft(settings: SftSettings, paths: RunPaths) -> Path:
     Either way a checkpoint and a Hugging Face export are left at the end; returns the export's folder.
     """
     with joined(settings) as ranks, StopRequest(paths) as stop, ExitStack() as stack:
-        return _FineTuning(settings, paths, ranks, stop, stack).run()
+        rows = shared_rows(settings, paths, ranks, settings.data.path, "train")
+        validation = load_validation(settings, paths, ranks)
+        log_interval = max(1, settings.max_steps // LOGGED_STEPS)
+        loop = TrainingLoop(settings, paths, ranks, stack, log_interval)
+        feed = RowFeed(settings, rows, ranks, stop, first_step=loop.state.step + 1)
+        advance = stack.enter_context(progress_bar("fine-tuning", settings.max_steps))
+        advance(loop.state.step)
+
+        def after_step(batch: RankBatch, report: StepReport) -> dict[str, float]:
+            advance(1)
+            due = loop.state.step % settings.validation_interval == 0 or loop.finished
+            if validation is None or not due:
+                return batch.metrics
+            metrics = loop.stepper.evaluate(loop.state, validation.micro_batches, validation.counts)
+            return batch.metrics | {"validation/loss": metrics["loss"]}
+
+        loop.run(feed, after_step)
+        folder = loop.export()
+        loop.checkpoints.wait()
+        return folder
+
+
+class RowFeed:
+    """Batches of the rows that each step trains."""
+
+    def __init__(
+        self, settings: SftSettings, rows: TokenRows, ranks: Ranks, stop: StopRequest, first_step: int
+    ) -> None:
+        self._rows, self._seq_len, self._ranks, self._stop = rows, settings.seq_len, ranks, stop
+        shuffle = settings.data.shuffle
+        self._order = RowOrder(rows.lengths, settings.batch_tokens, seed=settings.seed, shuffle=shuffle)
+        self._order.skip(first_step - 1)
+
+    def next(self, step: int) -> RankBatch | None:
+        if self._ranks.any(self._stop.asked):
+            return None
+        chosen = self._order.next()
+        micro = micro_batches(self._rows, chosen, self._seq_len, self._ranks.data_rank, self._ranks.data_size)
+        metrics = {"epoch": self._order.progress, "rows": float(len(chosen))}
+        return RankBatch(step, micro, counts_of(self._rows, chosen), metrics=metrics)
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -52,119 +90,24 @@ class Validation:
     counts: ComponentCounts
 
 
-class _FineTuning:
-    def __init__(
-        self, settings: SftSettings, paths: RunPaths, ranks: Ranks, stop: StopRequest, stack: ExitStack
-    ) -> None:
-        self.settings, self.paths, self.ranks, self.stop = settings, paths, ranks, stop
-        self.rows = shared_rows(settings, paths, ranks, settings.data.path, "train")
-        self.validation = self._validation()
-        self.state = build_state(settings, ranks)
-        self.checkpoints = stack.enter_context(closing(Checkpoints(settings, paths, ranks)))
-        if self.checkpoints.restore(self.state):
-            _log.info("resumed from the checkpoint of step %d", self.state.step)
-        self.order = RowOrder(
-            self.rows.lengths, settings.batch_tokens, seed=settings.seed, shuffle=settings.data.shuffle
-        )
-        self.order.skip(self.state.step)
-        self.stepper = Stepper(settings, ranks)
-        self.recorder = stack.enter_context(
-            closing(Recorder(paths, ranks, self.state.step, settings.max_steps, settings.tracking))
-        )
-
-    def run(self) -> Path:
-        with _few_lines(), progress_bar("fine-tuning", self.settings.max_steps) as advance:
-            advance(self.state.step)
-            while self.state.step < self.settings.max_steps:
-                if self.ranks.any(self.stop.asked):
-                    _log.info("asked to stop after step %d", self.state.step)
-                    break
-                self.step()
-                advance(1)
-        self.checkpoints.save(self.state)
-        folder = export(self.state, self.paths, self.ranks)
-        _log.info("exported to %s", folder)
-        self.checkpoints.wait()
-        return folder
-
-    def step(self) -> None:
-        watch = Stopwatch()
-        batch = self.next_batch()
-        report = self.stepper.step(self.state, batch)
-        self.refuse_bad_steps()
-        metrics = report.metrics | {"epoch": self.order.progress, "rows": batch.metrics["rows"]} | self.validate()
-        self.checkpoint_if_due()
-        metrics["step_seconds"] = watch.lap()
-        self.recorder.record(self.state.step, metrics, report.expert_load_LE)
-        self.report(metrics)
-
-    def next_batch(self) -> RankBatch:
-        chosen = self.order.next()
-        micro = micro_batches(self.rows, chosen, self.settings.seq_len, self.ranks.data_rank, self.ranks.data_size)
-        return RankBatch(self.state.step + 1, micro, counts_of(self.rows, chosen), metrics={"rows": float(len(chosen))})
-
-    def validate(self) -> dict[str, float]:
-        """The loss on held-out rows, where there are any and it is time."""
-        step, settings = self.state.step, self.settings
-        if self.validation is None or (step % settings.validation_interval and step != settings.max_steps):
-            return {}
-        metrics = self.stepper.evaluate(self.state, self.validation.micro_batches, self.validation.counts)
-        return {"validation/loss": metrics["loss"]}
-
-    def checkpoint_if_due(self) -> None:
-        due = self.settings.trainer.checkpoints
-        if self.state.step % due.interval == 0:
-            self.checkpoints.save(self.state)
-        if due.export_interval and self.state.step % due.export_interval == 0:
-            export(self.state, self.paths, self.ranks)
-
-    def report(self, metrics: dict[str, float]) -> None:
-        step, last = self.state.step, self.settings.max_steps
-        if step % max(1, last // _REPORTS) and step != last and "validation/loss" not in metrics:
-            return
-        held_out = f"  validation {metrics['validation/loss']:.4g}" if "validation/loss" in metrics else ""
-        speed = metrics["tokens"] / metrics["step_seconds"]
-        _log.info("step %d/%d  loss %.4g%s  %.0f tok/s", step, last, metrics["loss"], held_out, speed)
-
-    def refuse_bad_steps(self) -> None:
-        if self.state.bad_steps:
-            _log.warning("step %d skipped: its loss or gradients were not finite", self.state.step)
-        if self.state.bad_steps >= self.settings.trainer.max_bad_steps:
-            raise HeadwayError(
-                f"the loss or gradients of {self.state.bad_steps} steps in a row were not finite, the last at step "
-                f"{self.state.step}; lower trainer.optim.lr"
-            )
-
-    def _validation(self) -> Validation | None:
-        path = self.settings.data.validation_path
-        if path is None:
-            return None
-        rows = shared_rows(self.settings, self.paths, self.ranks, str(path), "validation")
-        every = np.arange(len(rows))
-        micro = micro_batches(rows, every, self.settings.seq_len, self.ranks.data_rank, self.ranks.data_size)
-        return Validation(micro, counts_of(rows, every))
-
-
-@contextmanager
-def _few_lines() -> Iterator[None]:
-    """A step takes a fraction of a second here: the bar and a line now and then say enough."""
-    trainer = logging.getLogger("headway.trainer")
-    level = trainer.level
-    trainer.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        trainer.setLevel(level)
+def load_validation(settings: SftSettings, paths: RunPaths, ranks: Ranks) -> Validation | None:
+    path = settings.data.validation_path
+    if path is None:
+        return None
+    rows = shared_rows(settings, paths, ranks, str(path), "validation")
+    every = np.arange(len(rows))
+    micro = micro_batches(rows, every, settings.seq_len, ranks.data_rank, ranks.data_size)
+    return Validation(micro, counts_of(rows, every))
 
 
 def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str, name: str) -> TokenRows:
-    """Rows that rank 0 tokenizes and the others read. Raises HeadwayError when they aren't those the run began with."""
+    """Tokenize rows in the first rank and read them in all. Raises HeadwayError if the run began with others."""
     file = paths.root / "data" / f"{name}.rows"
     failure: HeadwayError | None = None
     if ranks.is_main:
         try:
             rows = _tokenize(settings, path, name)
-            _refuse_changed(rows, paths, name, path)
+            _check_unchanged(rows, paths, name, path)
             rows.save(file)
         except HeadwayError as error:
             failure = error
@@ -187,7 +130,7 @@ def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
         too_long=data.too_long,
         max_bad_rows=data.max_bad_rows,
     )
-    _log.info(
+    logger.info(
         "%s: %d rows of %d tokens, %d of them learned; %d broken, %d truncated, %d dropped",
         name, len(rows), len(rows.token_ids), rows.learned.sum(), len(refused.bad), refused.truncated, refused.dropped,
     )  # fmt: skip
@@ -196,8 +139,8 @@ def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
     return rows
 
 
-def _refuse_changed(rows: TokenRows, paths: RunPaths, name: str, path: str) -> None:
-    """The order of rows is a function of the step only as long as the rows stay the same."""
+def _check_unchanged(rows: TokenRows, paths: RunPaths, name: str, path: str) -> None:
+    """Raise HeadwayError for other rows than before: their order is a function of the step only while they stay."""
     record = paths.root / "data" / f"{name}.digest"
     if record.is_file() and record.read_text() != rows.digest:
         raise HeadwayError(f"{path}: its rows are not those that this run began with; start a new run")

@@ -1,0 +1,40 @@
+"""RL training: batches come from the orchestrator, and every version of the weights goes to the engines."""
+
+from contextlib import ExitStack, closing
+
+from headway.config.trainer import TrainSettings
+from headway.core.runs import RunPaths
+from headway.trainer.feed import make_feed
+from headway.trainer.logprobs import LogprobRecorder
+from headway.trainer.loop import TrainingLoop
+from headway.trainer.parallel.ranks import joined
+from headway.trainer.publisher import Publisher
+from headway.trainer.step import StepReport
+from headway.trainer.stop import StopRequest
+from headway.transport.rollouts import RankBatch
+
+
+def train(settings: TrainSettings, paths: RunPaths) -> None:
+    """Train to `max_steps` from the newest complete checkpoint, or until asked to stop. Runs in every rank.
+
+    Either way a checkpoint is left at the end; a finished run also leaves a Hugging Face export.
+    """
+    with joined(settings) as ranks, StopRequest(paths) as stop, ExitStack() as stack:
+        loop = TrainingLoop(settings, paths, ranks, stack)
+        feed = stack.enter_context(closing(make_feed(settings, paths, loop.state.config, ranks, stop)))
+        publisher = stack.enter_context(closing(Publisher(settings, paths)))
+        logprobs = LogprobRecorder(paths, ranks, settings.trainer.record_logprobs)
+
+        def after_step(batch: RankBatch, report: StepReport) -> dict[str, float]:
+            if settings.trainer.fake_data:  # nobody listens
+                return {}
+            published = publisher.publish(loop.state)
+            logprobs.record(batch, report.logprobs)
+            return published
+
+        if not settings.trainer.fake_data:
+            publisher.publish(loop.state)
+        loop.run(feed, after_step)
+        if loop.finished:
+            loop.export()
+        loop.checkpoints.wait()
