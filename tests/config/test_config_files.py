@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.config.commands import COMMAND_SETTINGS
+from headway.config.commands import COMMAND_SETTINGS, PROCESSES, process_settings, write_process_settings
 from headway.config.loader import load_settings, write_settings
-from headway.config.processes import PROCESSES, process_settings, write_process_settings
 from headway.config.reference import reference
 from headway.config.rl import RlSettings
 from headway.config.toml import dump, to_toml

@@ -279,7 +279,7 @@ def test_it_reads_on_a_phone_and_in_the_dark(visit: Callable[[Body], None], url:
 def test_what_is_gone_is_said(visit: Callable[[Body], None], url: str) -> None:
     async def body(page: Page) -> None:
         await page.goto(url + "#/run/none")
-        await page.until("document.body.innerText.includes('nothing here')")
+        await page.until("document.body.innerText.includes('Not found')")
         page.errors.clear()  # the browser itself reports the 404
 
     visit(body)

@@ -1,14 +1,9 @@
 """`headway rl`: a whole run on this machine."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from headway.cli.options import OptionParser
 from headway.core.errors import UsageError
-from headway.core.runs import RunPaths
-
-if TYPE_CHECKING:
-    from headway.config.rl import RlSettings
 
 HELP = """\
 usage: headway rl @ CONFIG.toml [@ MORE.toml ...] [--section.setting VALUE ...]
@@ -33,12 +28,12 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
+    from headway.config.commands import write_process_settings
     from headway.config.loader import load_settings
-    from headway.config.processes import write_process_settings
     from headway.config.rl import RlSettings
     from headway.launch.fork import fork_run, parse_checkpoint
     from headway.launch.rl import run_rl
-    from headway.monitor.dry_run import write_dry_run
+    from headway.monitor.dry_run import with_absolute_paths, write_dry_run
     from headway.monitor.runs import create_run, open_run
 
     parser = OptionParser("rl")
@@ -58,7 +53,7 @@ def run(argv: list[str]) -> int:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0
     paths = open_run(options.resume) if options.resume else create_run(resolved.settings.run, "rl")
-    settings = _placed(resolved.settings, paths)
+    settings = with_absolute_paths(resolved.settings, paths)
     if resolved.dry_run:
         print(*write_process_settings(settings, paths.config), sep="\n")
         return 0
@@ -69,11 +64,3 @@ def run(argv: list[str]) -> int:
 
         print(f"live dashboard: {start_in_thread(paths.root.parent)}")
     return 0 if run_rl(settings, paths) else 130
-
-
-def _placed(settings: "RlSettings", paths: RunPaths) -> "RlSettings":
-    """Write out the folders of run and model, so that the settings hold from anywhere."""
-    root, model = paths.root.resolve(), Path(settings.model.path)
-    run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
-    folder = str(model.resolve()) if model.is_dir() else settings.model.path
-    return settings.model_copy(update={"run": run, "model": settings.model.model_copy(update={"path": folder})})

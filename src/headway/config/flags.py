@@ -1,4 +1,4 @@
-"""Command-line arguments to layers: files named after `@`, and one layer of flags that lies above them all."""
+"""Command-line arguments as layers: files named after `@`, and one layer of flags above them all."""
 
 import json
 import tomllib
@@ -12,13 +12,13 @@ from typing import Any
 
 from headway.config.renamed import present_name
 from headway.config.schema import Kind, is_none_text
-from headway.config.tree import Tree, opened, plant, put_item
+from headway.config.tree import Tree, as_container, put_item, to_tree
 from headway.core.errors import UsageError
 
 
 @dataclass
 class Arguments:
-    """What a command line says: files in order, and the flags as one tree."""
+    """A parsed command line: files in order, and the flags as one tree."""
 
     files: list[Path] = field(default_factory=list)
     flags: dict[str, Tree] = field(default_factory=dict)
@@ -64,11 +64,11 @@ def _read_flag(kind: Kind, word: str, words: list[str], aliases: Mapping[str, st
         raise UsageError(f"{flag} wants a value after it")
     else:
         value = parse_value(target, words.pop(0), flag)
-    _assign(flags, path, plant(value, flag))
+    _assign(flags, path, to_tree(value, flag))
 
 
 def _find(kind: Kind, name: str, aliases: Mapping[str, str]) -> tuple[list[str], Kind, bool]:
-    """The path and kind that a flag's name means, and whether it is a `no-`. Raises UsageError for unknown names."""
+    """Find the path and kind of a flag, and whether it is a `--no-` one. Raises UsageError for unknown names."""
     negated = False
     found = locate(kind, aliases.get(name, name))
     if found is None and name.startswith("no-"):
@@ -86,7 +86,7 @@ def _find(kind: Kind, name: str, aliases: Mapping[str, str]) -> tuple[list[str],
 
 
 def locate(kind: Kind, name: str) -> tuple[list[str], Kind] | None:
-    """The path and kind of a dotted name, over all branches of unions; None where there is none."""
+    """Find the path and kind of a dotted name, over all members of unions; None where there is none."""
     path: list[str] = []
     for key in name.split("."):
         if kind.is_settings:
@@ -101,7 +101,7 @@ def locate(kind: Kind, name: str) -> tuple[list[str], Kind] | None:
 
 
 def suggestion(kind: Kind, name: str, prefix: str = "", extra: Sequence[str] = ()) -> str:
-    """`; did you mean ...?` with the nearest known name, or nothing where none is near."""
+    """Return `; did you mean ...?` with the nearest known name, or nothing where none is near."""
     known = [*dotted_names(kind), *extra]
     key = name.rpartition(".")[2]
     near = get_close_matches(name, known, n=1, cutoff=0.75)
@@ -112,7 +112,7 @@ def suggestion(kind: Kind, name: str, prefix: str = "", extra: Sequence[str] = (
 
 
 def dotted_names(kind: Kind, prefix: str = "") -> list[str]:
-    """Every setting below `kind`; items of lists as index 0."""
+    """List every setting below `kind`; items of lists as index 0."""
     names: list[str] = []
     for key, item in kind.fields().items():
         names.append(prefix + key)
@@ -122,7 +122,7 @@ def dotted_names(kind: Kind, prefix: str = "") -> list[str]:
 
 
 def parse_value(kind: Kind, text: str, flag: str) -> Any:
-    """A flag's text as a value of the kind: text stays text where text is wanted, all else is TOML or JSON."""
+    """Parse a flag's text as a value of the kind: text where text is wanted, else TOML or JSON."""
     if kind.optional and is_none_text(text):
         return None
     if kind.is_text:
@@ -146,7 +146,7 @@ def _assign(tree: dict[str, Tree], path: list[str], value: Tree) -> None:
     """Put a flag's value into the tree of all flags, over what an earlier flag put there."""
     place: dict[str, Tree] | list[Tree] = tree
     for key, next_key in pairwise(path):
-        below = opened(_get(place, key), next_key)
+        below = as_container(_get(place, key), next_key)
         _put(place, key, below, value)
         place = below
     _put(place, path[-1], value, value)

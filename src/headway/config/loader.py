@@ -14,7 +14,7 @@ from headway.config.flags import parse_arguments, suggestion
 from headway.config.renamed import present_name, present_value
 from headway.config.schema import Kind
 from headway.config.toml import to_toml
-from headway.config.tree import DEFAULT, Leaf, Tree, defaults, leaves, merge, plain, plant
+from headway.config.tree import DEFAULT, Leaf, Tree, defaults, leaves, merge, plain, to_tree
 from headway.core.errors import UsageError
 from headway.core.files import write_atomic
 
@@ -30,7 +30,7 @@ class Resolved(Generic[S]):
     dry_run: bool = False
 
     def origin(self, name: str) -> str:
-        """Where a setting came from; for a list that was changed item by item, where its first item did."""
+        """Return the file or flag that set a setting; of a list changed item by item, that of its first item."""
         below = (origin for path, origin in self.origins.items() if path.startswith(f"{name}."))
         return self.origins.get(name) or next(below, DEFAULT)
 
@@ -56,7 +56,7 @@ def load_settings(kind: type[S], argv: Sequence[str], *, aliases: Mapping[str, s
 
 
 def read_layer(path: Path) -> dict[str, Tree]:
-    """One TOML file as a layer. Raises UsageError when it is missing, unreadable or broken."""
+    """Read one TOML file as a layer. Raises UsageError when it is missing, unreadable or broken."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def read_layer(path: Path) -> dict[str, Tree]:
         raise UsageError(f"{path}: is not valid TOML: {error}") from None
     except ValueError as error:
         raise UsageError(f"{str(path)!r} cannot be a file: {error}") from None
-    return {key: plant(value, str(path)) for key, value in content.items()}
+    return {key: to_tree(value, str(path)) for key, value in content.items()}
 
 
 def write_settings(settings: Settings, path: Path) -> None:
@@ -84,24 +84,24 @@ def _refuse_unknown(tree: Tree, kind: Kind, path: tuple[str, ...] = ()) -> None:
     if not isinstance(tree, dict) or not kind.is_settings:
         return
     tag = tree.get("type")
-    branch = kind.tagged(tag.value if isinstance(tag, Leaf) else None)
+    member = kind.tagged(tag.value if isinstance(tag, Leaf) else None)
     for key, below in tree.items():
-        if key not in branch.fields():
-            raise UsageError(_unknown(key, below, kind, branch, path))
-        _refuse_unknown(below, branch.child(key), (*path, key))
+        if key not in member.fields():
+            raise UsageError(_unknown(key, below, kind, member, path))
+        _refuse_unknown(below, member.child(key), (*path, key))
 
 
-def _unknown(key: str, below: Tree, kind: Kind, branch: Kind, path: tuple[str, ...]) -> str:
+def _unknown(key: str, below: Tree, kind: Kind, member: Kind, path: tuple[str, ...]) -> str:
     origin = next((f"{leaf.origin}: " for _, leaf in leaves(below)), "")
     name = ".".join((*path, key))
     if present := present_name(name):
         return f"{origin}{name} is now called {present}"
     owners = [tag for tag, model in kind.tags.items() if key in model.model_fields]
-    if owners and branch is not kind:
-        chosen = branch.models[0].model_fields["type"].default
+    if owners and member is not kind:
+        chosen = member.models[0].model_fields["type"].default
         where = ".".join((*path, "type"))
         return f"{origin}{name} belongs to {where} = {_either(owners)}, but the type is {chosen!r}; change one of them"
-    return f"{origin}{name} is not a setting{suggestion(branch, key)}"
+    return f"{origin}{name} is not a setting{suggestion(member, key)}"
 
 
 def _either(names: list[str]) -> str:
@@ -109,7 +109,7 @@ def _either(names: list[str]) -> str:
 
 
 def _explain(details: ErrorDetails, tree: Tree, kind: Kind) -> str:
-    """One validation error as a line: origin, setting, what is wrong, what was given."""
+    """Describe a validation error in one line: origin, setting, what is wrong, what was given."""
     path, place = _walk(details["loc"], kind)
     given = details["input"]
     match details["type"]:
@@ -132,7 +132,7 @@ def _explain(details: ErrorDetails, tree: Tree, kind: Kind) -> str:
 
 
 def _walk(location: tuple[int | str, ...], kind: Kind) -> tuple[list[str], Kind]:
-    """A validation error's place as a dotted path; the names of union branches in it are left out."""
+    """Turn a validation error's place into a dotted path, without the names of union members."""
     path: list[str] = []
     for step in map(str, location):
         if step in kind.tags:
@@ -144,7 +144,7 @@ def _walk(location: tuple[int | str, ...], kind: Kind) -> tuple[list[str], Kind]
 
 
 def _subject(path: list[str], tree: Tree) -> str:
-    """A setting by name, after the file or flag that set it, or set the nearest thing above it."""
+    """Name a setting, after the file or flag that set it or the nearest section above it."""
     node: Tree = tree
     for step in path:
         below = _below(node, step)

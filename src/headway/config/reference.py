@@ -35,11 +35,11 @@ WORDS = {
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 Documented = dict[type[Settings], str]
-"""Where each class of settings is described."""
+"""The section in which each class of settings is described."""
 
 
 def reference() -> str:
-    """The whole page."""
+    """Write the whole page."""
     return "\n".join([INTRODUCTION, _commands(), "## Top level\n", *_section(_top_level(), "", {})])
 
 
@@ -56,7 +56,7 @@ def _top_level() -> dict[str, FieldInfo]:
 
 
 def _section(fields: dict[str, FieldInfo], prefix: str, documented: Documented) -> Iterator[str]:
-    """A table of settings, then a section for each class below them that was not described before."""
+    """Write a table of settings, then a section for each class below them that was not described before."""
     below = {name: [model for model in _models(info) if model not in documented] for name, info in fields.items()}
     for name, models in below.items():
         documented |= dict.fromkeys(models, _place(prefix + name, fields[name]))
@@ -117,7 +117,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in words that a user of TOML knows, with its bounds."""
+    """Describe a type in words that a user of TOML knows, with its bounds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(arguments[0], arguments[1:])

@@ -1,4 +1,4 @@
-"""What the loader asks of a settings class: which keys a place has, and what kind of value belongs there."""
+"""The schema of a settings class: the keys of each section, and the kind of value that belongs there."""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -18,11 +18,10 @@ def is_none_text(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Field:
-    """One setting: its kind, its default (PydanticUndefined when it is required), its documentation."""
+    """One setting: its kind and its default (PydanticUndefined when it is required)."""
 
     kind: "Kind"
     default: Any
-    description: str
 
     @property
     def required(self) -> bool:
@@ -73,33 +72,33 @@ class Kind:
 
     @property
     def is_text(self) -> bool:
-        """Whether any text is a value as it stands."""
+        """Any text is a value as it stands."""
         return any(member in (str, Path) or _is_choice_of_text(member) for member in self.members)
 
     @cached_property
     def tags(self) -> dict[str, type[Settings]]:
-        """The branches of a union by their `type`; empty for anything else."""
+        """The members of a union of sections by their `type`; empty for anything else."""
         if len(self.models) < 2:
             return {}
         return {get_args(model.model_fields["type"].annotation)[0]: model for model in self.models}
 
     def tagged(self, tag: object) -> "Kind":
-        """The branch named `tag`; the kind itself where it is no union or there is no such branch."""
+        """Return the union's member named `tag`; the kind itself where it is no union or has no such member."""
         return Kind(self.tags[tag]) if isinstance(tag, str) and tag in self.tags else self
 
     def fields(self) -> Mapping[str, Field]:
-        """The settings of a section, over all branches of a union; the first branch that has a name wins."""
+        """Return the settings of a section, or of all members of a union; the first member that has a name wins."""
         return _fields(self.models)
 
     def item(self) -> "Kind":
-        """The kind of a list's items or a table's values."""
+        """Return the kind of a list's items or a table's values."""
         for member in self.members:
             if get_origin(member) in (list, dict):
                 return Kind(get_args(member)[-1])
         return Kind(Any)
 
     def from_toml(self, value: Any) -> Any:
-        """A value that TOML can hold as one of this kind: text as a path, a list as a tuple. Others stay."""
+        """Convert a value from TOML to this kind: text to a path, a list to a tuple. Others stay."""
         if isinstance(value, str) and Path in self.members:
             return Path(value)
         if isinstance(value, list) and any(get_origin(member) is tuple for member in self.members):
@@ -109,7 +108,7 @@ class Kind:
         return value
 
     def child(self, key: str) -> "Kind":
-        """The kind at a key below this one; Any where there is none, which a later check refuses."""
+        """Return the kind at a key below this one; Any where there is none, which a later check refuses."""
         if self.is_settings:
             field = self.fields().get(key)
             return field.kind if field else Kind(Any)
@@ -122,7 +121,7 @@ def _fields(models: tuple[type[Settings], ...]) -> Mapping[str, Field]:
     for model in models:
         for name, info in model.model_fields.items():
             default = info.get_default(call_default_factory=True, validated_data={})
-            found.setdefault(name, Field(Kind(info.annotation), default, info.description or ""))
+            found.setdefault(name, Field(Kind(info.annotation), default))
     return found
 
 

@@ -21,23 +21,23 @@ class Leaf:
 Tree = dict[str, "Tree"] | list["Tree"] | Leaf
 
 
-def plant(value: Any, origin: str) -> Tree:
-    """A raw value from one layer as a tree. Lists of tables keep their items apart, other lists are leaves."""
+def to_tree(value: Any, origin: str) -> Tree:
+    """Make a raw value from one layer a tree. Lists of tables keep their items apart, other lists are leaves."""
     if isinstance(value, Mapping):
-        return {str(key): plant(item, origin) for key, item in value.items()}
+        return {str(key): to_tree(item, origin) for key, item in value.items()}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        return [plant(item, origin) for item in value]
+        return [to_tree(item, origin) for item in value]
     return Leaf(value, origin)
 
 
 def defaults(kind: Kind) -> dict[str, Tree]:
-    """What a settings class sets before any layer: the `type` of its unions, and defaults given as instances."""
+    """Return what a settings class sets before any layer: the `type` of unions, and defaults given as instances."""
     tree: dict[str, Tree] = {}
     for name, field in kind.fields().items():
         value = field.default
         if field.kind.is_settings and hasattr(value, "model_dump"):
             branch = Kind(type(value))
-            given = {key: plant(item, DEFAULT) for key, item in value.model_dump(exclude_unset=True).items()}
+            given = {key: to_tree(item, DEFAULT) for key, item in value.model_dump(exclude_unset=True).items()}
             if field.kind.tags:
                 given["type"] = Leaf(value.type, DEFAULT)
             tree[name] = merge(defaults(branch), given, branch)
@@ -47,7 +47,7 @@ def defaults(kind: Kind) -> dict[str, Tree]:
 def merge(below: Tree | None, above: Tree, kind: Kind) -> Tree:
     """Lay `above` over `below`: tables merge key by key, everything else is replaced.
 
-    A union whose `type` changes keeps nothing of the branch it leaves. A list is patched when `above` is a
+    A union whose `type` changes keeps nothing of its former member. A list is patched when `above` is a
     table of indices (which only flags make).
     """
     if isinstance(above, Leaf):
@@ -64,10 +64,10 @@ def merge(below: Tree | None, above: Tree, kind: Kind) -> Tree:
     return base | {key: merge(base.get(key), item, branch.child(key)) for key, item in above.items()}
 
 
-def opened(tree: Tree | None, key: str) -> dict[str, Tree] | list[Tree]:
-    """A place below which `key` can be set: the tree's own table or list where it fits, else an empty table."""
+def as_container(tree: Tree | None, key: str) -> dict[str, Tree] | list[Tree]:
+    """Return a table or list in which `key` can be set: the tree itself where it fits, else an empty table."""
     if isinstance(tree, Leaf) and isinstance(tree.value, list):
-        tree = [plant(item, tree.origin) for item in tree.value]
+        tree = [to_tree(item, tree.origin) for item in tree.value]
     if isinstance(tree, dict) or (isinstance(tree, list) and key.isdigit()):
         return tree
     return {}
@@ -82,7 +82,7 @@ def put_item(items: list[Tree], index: int, item: Tree, source: Tree) -> None:
 
 
 def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Leaf]]:
-    """Every leaf with its path, in order."""
+    """Yield every leaf with its path, in order."""
     if isinstance(tree, Leaf):
         yield path, tree
         return
@@ -92,7 +92,7 @@ def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def plain(tree: Tree, kind: Kind) -> Any:
-    """The values without their origins, in the types that a strict validation wants."""
+    """Return the values without their origins, in the types that a strict validation wants."""
     if isinstance(tree, Leaf):
         return kind.from_toml(tree.value)
     if isinstance(tree, list):
@@ -111,8 +111,8 @@ def _tag(tree: dict[str, Tree]) -> Any:
 
 
 def _patch(below: Tree | None, patch: dict[str, Tree], kind: Kind) -> Tree:
-    """A list with some items changed, by index; the index after the last one adds an item."""
-    items = opened(below, "0")
+    """Change some items of a list, by index; the index after the last one adds an item."""
+    items = as_container(below, "0")
     patched = list(items) if isinstance(items, list) else []
     for index in sorted(map(int, patch)):
         above = patch[str(index)]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from headway.config.processes import write_process_settings
+from headway.config.commands import write_process_settings
 from headway.config.rl import RlSettings
 from headway.core.errors import UsageError
 from headway.core.files import write_atomic

@@ -1,25 +1,35 @@
 """A dry run: the settings that each process would read, written down, and nothing started."""
 
 from pathlib import Path
+from typing import TypeVar
 
+from headway.config.commands import write_process_settings
 from headway.config.loader import write_settings
-from headway.config.processes import write_process_settings
 from headway.config.rl import RlSettings
-from headway.config.shared import RunSettings, SharedSettings
+from headway.config.shared import SharedSettings
+from headway.core.runs import RunPaths
 from headway.monitor.runs import create_run
+
+S = TypeVar("S", bound=SharedSettings)
 
 
 def write_dry_run(settings: SharedSettings, command: str) -> list[Path]:
-    """Write the settings of every process that `command` would start into the run's config folder; the files.
+    """Write the settings of every process that `command` would start into the run's config folder. Returns the files.
 
-    The run's name stays free. The name and folder are written out, so that the files work from anywhere. Raises
-    UsageError when a run of that name exists.
+    The run's name stays free. Raises UsageError when a run of that name exists.
     """
     paths = create_run(settings.run, command, dry_run=True)
-    root = paths.root.resolve()
-    placed = settings.model_copy(update={"run": RunSettings(name=root.name, output_dir=root.parent)})
-    if isinstance(placed, RlSettings):
-        return write_process_settings(placed, paths.config)
+    settings = with_absolute_paths(settings, paths)
+    if isinstance(settings, RlSettings):
+        return write_process_settings(settings, paths.config)
     file = paths.config / f"{command}.toml"
-    write_settings(placed, file)
+    write_settings(settings, file)
     return [file]
+
+
+def with_absolute_paths(settings: S, paths: RunPaths) -> S:
+    """Write out the folders of run and model, so that the settings hold from anywhere."""
+    root, model = paths.root.resolve(), Path(settings.model.path)
+    run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
+    folder = str(model.resolve()) if model.is_dir() else settings.model.path
+    return settings.model_copy(update={"run": run, "model": settings.model.model_copy(update={"path": folder})})

@@ -15,7 +15,7 @@ export async function get(path, params = {}, signal = undefined) {
   try {
     response = await fetch(text ? `${path}?${text}` : path, { signal });
   } catch (error) {
-    if (error.name !== "AbortError") notice("The server does not answer; this page shows what it had.");
+    if (error.name !== "AbortError") notice("The server does not answer; this is the last data it sent.");
     throw error;
   }
   notice("");

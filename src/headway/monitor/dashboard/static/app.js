@@ -50,7 +50,7 @@ async function show() {
     else view?.close?.();
   } catch (error) {
     if (mine !== turn) return;
-    const text = error instanceof Gone ? "There is nothing here (any more)." : `This did not work: ${error.message}`;
+    const text = error instanceof Gone ? "Not found; it may have been removed." : `An error occurred: ${error.message}`;
     replace(box, h("p", { class: "empty" }, text, " ", h("a", { href: "#/" }, "All runs")));
   }
   if (mine === turn) document.body.dataset.ready = location.hash || "#/";

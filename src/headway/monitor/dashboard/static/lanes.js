@@ -41,7 +41,7 @@ class Lanes {
       h(
         "div",
         { class: "bar" },
-        h("h1", {}, "Who did what, when"),
+        h("h1", {}, "What each process did, and when"),
         h("button", { onclick: () => this.zoom(null) }, "Show all"),
         h("button", { onclick: () => this.zoom(this.last(120)) }, "Last 2 minutes"),
         h("span", { class: "soft wide" }, "drag to zoom; ← → + − with the keyboard"),
@@ -261,7 +261,7 @@ class Lanes {
               ),
             ),
           )
-        : "Nobody waited.",
+        : "No process waited.",
     );
   }
 

@@ -31,7 +31,7 @@ class Rollouts {
     this.status = h("span", { class: "soft", role: "status" });
     this.loadSoon = debounce(() => this.load().catch(() => {}), 150);
     this.env = this.choice("env", "any environment");
-    this.error = this.choice("error", "errors or not");
+    this.error = this.choice("error", "with or without errors");
     this.previous = h("button", { title: "[", onclick: () => this.page(-1) }, "‹ previous");
     this.next = h("button", { title: "]", onclick: () => this.page(1) }, "next ›");
   }
