@@ -113,3 +113,44 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
 def test_every_room_says_what_lives_there() -> None:
     for room in FLOOR:
         assert ast.get_docstring(ast.parse((SOURCE / room / "__init__.py").read_text())), room
+
+
+def named(node: ast.expr) -> str:
+    """The last name in what is read or written: b in `a.b` and in `a.b[c]`."""
+    if isinstance(node, ast.Subscript):
+        return named(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def written_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of every attribute that is assigned, by a statement or by setattr."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in (part for t in targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])):
+                if not isinstance(target, ast.Name):
+                    yield node.lineno, named(target)
+        elif isinstance(node, ast.Call) and named(node.func) in ("setattr", "__setattr__"):
+            yield from ((node.lineno, str(arg.value)) for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def test_modules_are_not_patched() -> None:
+    """What a module computes and with which parameters is decided when it is built."""
+    wrong = [
+        f"{file.relative_to(SOURCE)}:{line} writes {name}"
+        for file in SOURCE.rglob("*.py")
+        for line, name in written_attributes(ast.parse(file.read_text()))
+        if name in ("forward", "_parameters")
+    ]
+    assert not wrong, "\n".join(wrong)
+    found = [name for _, name in written_attributes(ast.parse("a.forward = b; a._parameters[c], d.e = f, g"))]
+    assert found == ["forward", "_parameters", "e"]
+
+
+def test_nobody_asks_what_kind_of_attention_plan_it_has() -> None:
+    wrong = []
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and named(node.func) == "isinstance" and "plan" in ast.unparse(node).lower():
+                wrong.append(f"{file.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)

@@ -1,6 +1,8 @@
 """The engine's logprobs are the trainer's, however the tokens were scheduled."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,13 @@ from engine_common import (
 
 from headway.inference.embedded.running.window import Window
 from headway.models.attention import PackedPlan
+from headway.models.build import init_weights
+from headway.models.config import ModelConfig
+from headway.models.decoder import DecoderLM
+from headway.models.layers.attention import SelfAttention
+from headway.models.layers.block import Block
+from headway.models.layers.mlp import GatedMlp
+from headway.models.layers.norm import RMSNorm
 from headway.models.ops import registry
 from headway.models.packed import PackedTokens
 
@@ -150,6 +159,31 @@ def test_replaying_the_routed_experts_gives_the_same_logprobs() -> None:
         logprobs = torch.log_softmax(model.logits(model(packed).hidden_TD), -1)
     picked = logprobs[19:-1].gather(1, torch.tensor(choice.token_ids)[:, None])[:, 0]
     assert (picked - torch.tensor(choice.logprobs)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("max_batched_tokens", [16, 512])
+def test_sliding_windows_and_sinks(max_batched_tokens: int) -> None:
+    """Layers of several kinds in one model, over prompts in chunks, shared prefixes and decoding."""
+    model = windowed_model(QWEN3)
+    engine = make_engine(model, max_batched_tokens=max_batched_tokens)
+    prompts = [prompt(1), prompt(9), prompt(70), prompt(33), prompt(40)[:20], prompt(40)]
+    for _ in range(2):
+        results = run_all(engine, [request(p, 20) for p in prompts])
+        for tokens, result in zip(prompts, results, strict=True):
+            assert mismatch(model, tokens, result.choices[0]) < TOLERANCE
+
+
+def windowed_model(config: ModelConfig) -> DecoderLM:
+    layers: list[dict[str, Any]] = [{"window": 6, "sinks": True}, {"sinks": True, "scale": 0.2}, {"window": 17}, {}]
+
+    def block(config: ModelConfig, layer: int) -> Block:
+        first, second = (RMSNorm(config.width, config.norm_eps) for _ in range(2))
+        attention = SelfAttention(config, layer, qk_norm=True, **layers[layer])
+        return Block(first, attention, second, GatedMlp(config.width, config.mlp_width))
+
+    model = DecoderLM(replace(config, layers=len(layers)), block)
+    init_weights(model, 0.3, seed=1)
+    return model
 
 
 def test_half_precision_stays_close() -> None:

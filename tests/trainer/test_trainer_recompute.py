@@ -4,9 +4,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from trainer_helpers import rich_batch, small_settings
 
+from headway.models.attention import PackedPlan
+from headway.models.build import init_weights
+from headway.models.config import ModelConfig
+from headway.models.decoder import DecoderLM
+from headway.models.layers.attention import SelfAttention
+from headway.models.layers.block import Block
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.mlp import GatedMlp
+from headway.models.layers.norm import RMSNorm
+from headway.models.packed import PackedTokens
+from headway.models.registry import load_config
+from headway.models.tiny import resolve_model
 from headway.trainer.memory import recompute
+from headway.trainer.memory.recompute import Recompute
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import fill
 from headway.trainer.state import build_state
@@ -45,6 +59,51 @@ def test_recomputed_gradients_are_those_of_kept_activations(
     tolerance = 0.02 if "model__dtype" in model else 1e-5
     for name, want in kept.items():
         assert (again[name] - want).norm() <= tolerance * want.norm() + 1e-7, name
+
+
+class PostNormed(Block):
+    """Norms what attention adds, as Gemma does."""
+
+    def mixed(self, attended_THD: Tensor, context: ForwardContext) -> Tensor:
+        return 0.5 * super().mixed(attended_THD, context).tanh()
+
+
+class Mixed(Block):
+    """Mixes tokens in a way of its own."""
+
+    def mix(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        return super().mix(x_TD, context) + self.input_layernorm(x_TD).cumsum(0) * 0.1
+
+
+@pytest.mark.parametrize("kind", [Block, PostNormed, Mixed])
+@pytest.mark.parametrize("keep_attention", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_that_families_fill_in_are_recomputed(
+    kind: type[Block], keep_attention: bool, dtype: torch.dtype
+) -> None:
+    """Windows and sinks too, whose gradients come from attention itself."""
+    config = load_config(resolve_model("tiny"))
+
+    def block(config: ModelConfig, layer: int) -> Block:
+        first, second = (RMSNorm(config.width, config.norm_eps) for _ in range(2))
+        attention = SelfAttention(config, layer, qk_norm=True, window=None if layer % 2 else 5, sinks=True)
+        return kind(first, attention, second, GatedMlp(config.width, config.mlp_width))
+
+    model = DecoderLM(config, block)
+    init_weights(model, 0.1, seed=1)
+    model.model.embed_tokens.compute_dtype = dtype
+    plan = PackedPlan([9, 1, 30])
+    tokens = PackedTokens(torch.arange(40), plan.positions, plan)
+    found = []
+    for run in (None, Recompute(keep_attention=keep_attention)):
+        for each in model.layers:
+            each.recompute = run  # type: ignore[assignment]  # modules have no types
+        loss = model.logits(model(tokens).hidden_TD).logsumexp(-1).sum()
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    for name, want, again in zip([name for name, _ in model.named_parameters()], *found, strict=True):
+        assert want.dtype == again.dtype == torch.float32 and want.any()
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        assert (again - want).norm() <= tolerance * want.norm(), name
 
 
 def test_a_guarded_update_is_the_plain_one_or_none() -> None:
