@@ -39,6 +39,7 @@ def _whole(version: int) -> dict[str, Tensor]:
         "plain.0": torch.randn(30, generator=generator),
         "plain.1": torch.randn(31, generator=generator).half(),
         "hybrid": torch.randn(8, 2, generator=generator),
+        "one.mesh.per.replica": torch.randn(6, 2, generator=generator),
     }
 
 
@@ -81,6 +82,7 @@ def _laid_out(version: int, ranks: int) -> dict[str, Tensor]:
         whole[name] = distribute_tensor(whole[name], line, [Shard(0)])
     whole["replicated"] = distribute_tensor(whole["replicated"], line, [Replicate()])
     whole["hybrid"] = distribute_tensor(whole["hybrid"], grid, [Replicate(), Shard(0)])
+    whole["one.mesh.per.replica"] = distribute_tensor(whole["one.mesh.per.replica"], grid["shard"], [Shard(0)])
     return whole
 
 

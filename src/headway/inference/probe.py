@@ -1,4 +1,4 @@
-"""Whether an engine computes what the trainer does with a version's weights, and where the two part if not."""
+"""Comparison of an engine's results on a probe with the trainer's, and the layer where they first differ."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from headway.core.protocol import WeightProbe
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`logprobs`: how far served logprobs may be from the trainer's, root mean square, where they are spread over no
-    more than 1. `stream`: how far, relatively, two engines' residual streams are apart by rounding alone."""
+    """Differences that rounding explains. `logprobs`: root mean square between served and the trainer's logprobs, whose
+    standard deviation is at most 1. `stream`: relative difference between two engines' residual streams."""
 
     logprobs: float
     stream: float
@@ -20,9 +20,9 @@ TOLERANCES = {
     "float16": Tolerance(0.03, 1e-3),
     "bfloat16": Tolerance(0.1, 8e-3),
 }
-"""By the coarser of the two precisions. Kernels differ in the order in which they add up, which bfloat16 shows: vLLM on
-an H200 was 0.01 away from the trainer's model there, with 220M random weights, and 5e-7 in float32. Rounding is
-relative to the numbers: a pretrained model of 135M, whose logprobs are spread far wider, was 0.1 away."""
+"""By the coarser of the two precisions. Kernels add up in different orders, which shows in bfloat16: there vLLM on an
+H200 was 0.01 away from the trainer's model, with 220M random weights, and 5e-7 in float32. Rounding is relative: a
+pretrained model of 135M, whose logprobs have a far larger standard deviation, was 0.1 away."""
 
 _JUMP = 8.0
 """Rounding grows by small factors from layer to layer; wrong weights show as a jump."""
@@ -30,7 +30,7 @@ _JUMP = 8.0
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine makes of a probe's tokens. `stream` is as the trainer's, or None where it could not be watched."""
+    """An engine's results on a probe's tokens. `stream` is as in the probe, or None where it could not be recorded."""
 
     logprobs: list[float]
     dtype: str
@@ -38,9 +38,9 @@ class Served:
 
 
 def mismatch(probe: WeightProbe, served: Served) -> str | None:
-    """What is wrong with the weights that serve, in words; None where they are what the trainer has.
+    """Describe how served weights differ from the trainer's; None where they agree.
 
-    Where one side computes in a precision that is not known here, nothing can be said, and nothing is wrong.
+    Nothing is compared where one side computes in a precision without a tolerance.
     """
     known = [TOLERANCES[dtype] for dtype in (probe.dtype, served.dtype) if dtype in TOLERANCES]
     if len(known) < 2:
@@ -57,9 +57,9 @@ def mismatch(probe: WeightProbe, served: Served) -> str | None:
 
 
 def _suspect(probe: WeightProbe, served: Served, rounding: float) -> str:
-    """The place where the residual stream leaves the trainer's path: the largest jump over all that was before."""
+    """Name the layer with the largest jump of the difference between residual streams over all layers before."""
     if served.stream is None or len(served.stream) != len(probe.stream):
-        return "which layer is at fault can't be told: the engine's layers can't be watched"
+        return "the layer at fault can't be told: the engine's residual stream can't be recorded"
     before, largest, place = rounding, _JUMP, -1
     for index, (ours, theirs) in enumerate(zip(served.stream, probe.stream, strict=True)):
         off = abs(ours - theirs) / max(abs(theirs), 1e-30) if math.isfinite(ours) else math.inf
@@ -84,6 +84,6 @@ def _rms(values: list[float]) -> float:
 
 
 def _spread(values: list[float]) -> float:
-    """Their standard deviation."""
+    """Compute the standard deviation."""
     middle = sum(values) / max(1, len(values))
     return _rms([value - middle for value in values])

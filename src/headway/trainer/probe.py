@@ -1,7 +1,7 @@
-"""A probe of a version: what the trainer's own model makes of a few tokens, which engines must reproduce.
+"""The probe of a version: logprobs that the trainer's own model gives a few tokens, which engines must reproduce.
 
-A fingerprint proves what an engine received. What it computes with is another matter: an engine may keep copies of its
-weights in other layouts, and forget one. Served logprobs tell.
+A fingerprint proves which weights an engine received, not which it computes with: an engine may keep copies of its
+weights in other layouts, and fail to update one. Served logprobs show that.
 """
 
 import math
@@ -23,9 +23,9 @@ PROBE_TOKENS = 24
 
 @torch.no_grad()
 def make_probe(state: TrainState, seq_len: int) -> WeightProbe | None:
-    """The state's version on the same tokens as ever. Every rank calls it and gets the same; gradients are untouched.
+    """Run the state's version on the run's probe tokens. Every rank calls it and gets the same; gradients don't change.
 
-    None where a number is not finite: such weights are no yardstick.
+    Returns None where a number is not finite: nothing can be compared with such weights.
     """
     config = state.config
     ids_T = probe_ids(config.vocab_size, min(seq_len, config.max_len) - 1)
@@ -43,19 +43,19 @@ def make_probe(state: TrainState, seq_len: int) -> WeightProbe | None:
 
 
 def probe_ids(vocab_size: int, longest: int) -> NDArray[np.int32]:
-    """Tokens from all over the vocabulary: the same for all versions of a run, so that they can be told apart."""
+    """Draw tokens from the whole vocabulary, the same for all versions of a run, so that versions can be compared."""
     return np.random.default_rng(vocab_size).integers(0, vocab_size, min(PROBE_TOKENS, longest), dtype=np.int32)
 
 
 def _micro_batch(ids_T: NDArray[np.int32]) -> MicroBatch:
-    """One sample whose every token but the first wants a logprob at temperature 1, and nothing else."""
+    """Make one sample that wants a logprob at temperature 1 for every token except the first."""
     micro = MicroBatch.blank([len(ids_T)])
     micro.token_ids, micro.sampled = ids_T, micro.positions > 0
     return micro
 
 
 def _reshard(state: TrainState) -> None:
-    """Without a backward pass the outermost weights would stay gathered, in the way of whoever wants the shards."""
+    """Shard the outermost weights again, which without a backward pass would stay gathered."""
     for module in state.policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,4 @@
-"""Weights on their way to the engines, after every step."""
+"""Publishing of weights to the engines, after every step."""
 
 import time
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ POLICY = "policy"
 
 
 class Publisher:
-    """Sends the state's version to the engines: all weights in the precision of computation, or the adapter alone."""
+    """Sends a state's version to the engines: all weights in the precision of computation, or the adapter alone."""
 
     def __init__(self, settings: TrainSettings, paths: RunPaths) -> None:
         self._sender = make_sender(settings.weights, paths, POLICY)
         self._adapter = POLICY if settings.model.lora is not None else None
-        # An engine adds an adapter to weights that were proven, or loaded from the checkpoint, before.
+        # An engine adds an adapter to weights that it has verified, or loaded from the checkpoint, before.
         self._probes = settings.trainer.probe and self._adapter is None
         self._seq_len = settings.seq_len
 
     def publish(self, state: TrainState) -> dict[str, float]:
-        """Every rank calls it. Returns metrics."""
+        """Publish the state's version. Every rank calls it. Returns metrics."""
         started = time.perf_counter()
         probe = make_probe(state, self._seq_len) if self._probes else None
         sent, dtype = _Counted(outgoing(state)), state.compute_dtype
@@ -43,11 +43,10 @@ class Publisher:
 
 
 def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
-    """The tensors of a version as they are trained, one parameter at a time; ranks that share the weights must iterate
-    alike.
+    """Yield the tensors of a version as they are trained, in the same order on every rank.
 
-    A sharded parameter goes out as it lies, each rank its rows, also where it is spread over several tensors. An
-    adapter is small: it is gathered, since half of its tensors go out transposed.
+    Each rank sends the rows of a sharded parameter that it holds, also where checkpoints have it as several tensors. An
+    adapter is small: it is gathered, since half of its tensors are sent transposed.
     """
     if state.model.adapters is not None:
         yield from ((name, tensor.detach()) for name, tensor in adapter_tensors(state.model))

@@ -48,9 +48,9 @@ NamedTensors = Iterable[tuple[str, Tensor | Shard]]
 def local_shards(tensors: NamedTensors, rank: int, processes: int, dtype: torch.dtype | None = None) -> Iterator[Shard]:
     """Yield what process `rank` of the `processes` that publish has to send, as `dtype` where given, not cast yet.
 
-    The placement of a DTensor says who holds which rows: each process sends its own, and of replicas the first one
-    sends. Whole copies of a tensor are dealt out to the processes in turn. Raises HeadwayError for a DTensor sharded
-    over another dimension.
+    The mesh and the placements of a DTensor say who holds which rows: each process sends its own, and of replicas the
+    first one sends. Whole copies of a tensor are dealt out to the processes in turn. Raises HeadwayError for a DTensor
+    sharded over another dimension.
     """
     for index, (name, tensor) in enumerate(tensors):
         mine = index % processes == rank
@@ -106,7 +106,10 @@ def _shard_of(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Sh
     assert isinstance(tensor, DTensor)
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
-    if coordinate is None or any(p.is_replicate() and c for p, c in zip(placements, coordinate, strict=True)):
+    # Meshes that don't span all processes hold copies of each other: the one with the first process sends.
+    if coordinate is None or 0 not in mesh.mesh:
+        return None
+    if any(p.is_replicate() and c for p, c in zip(placements, coordinate, strict=True)):
         return None
     if any(p.is_partial() or (p.is_shard() and not p.is_shard(0)) for p in placements):
         raise HeadwayError(f"{name}: can only send tensors sharded over their rows, not {placements}")
