@@ -40,12 +40,12 @@ from headway.core.packing import Cost, plan_packing
 from headway.core.protocol import SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.orchestrator.dispatch.curriculum import make_curriculum
-from headway.orchestrator.dispatch.training import Source
+from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator, first_to_end
 from headway.orchestrator.outbox import BatchOutbox
-from headway.orchestrator.parts import Parts
-from headway.orchestrator.run import Pools, RunRecorder, open_session, resolve_folder, spare_the_collector
+from headway.orchestrator.run import RunRecorder, freeze_gc, make_orchestrator, open_session, resolve_folder
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
 
@@ -131,7 +131,7 @@ async def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[s
     )
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(open_session())
-        pool = await Pools(stack, model, "auto").start(EnvSettings(id="reverse-text", workers=workers))
+        pool = await WorkerPools(stack, model, "auto").start(EnvSettings(id="reverse-text", workers=workers))
         fleet = Fleet(lambda: {"script": url}, lambda url: InferenceClient(url, session=session))
         source = Source(
             name="reverse-text",
@@ -159,9 +159,19 @@ async def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[s
             concurrency=ConcurrencySettings(min=options.in_flight, max=options.in_flight, initial=options.in_flight),
             filters=FilterSettings(zero_advantage=False),
         )
-        parts = Parts([source], [], fleet, outbox, recorder, announced)
-        orchestrator = Orchestrator(parts, settings, max_steps=10**6, seq_len=4096)
-        spare_the_collector()
+        orchestrator = make_orchestrator(
+            settings,
+            max_steps=10**6,
+            seq_len=4096,
+            sources=[source],
+            evals=[],
+            fleet=fleet,
+            outbox=outbox,
+            recorder=recorder,
+            on_evaluation=recorder.log_evaluation,
+            announced=announced,
+        )
+        freeze_gc()
         cpu = psutil.Process().cpu_times()
         began = time.perf_counter()
         await first_to_end(orchestrator.run(), meter.watch(orchestrator), asyncio.sleep(options.seconds))

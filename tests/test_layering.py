@@ -21,10 +21,6 @@ FLOORS = [
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 PROCESSES = {"trainer", "inference", "orchestrator"}
-KNOWN_CIRCLES = {
-    ("orchestrator.run", "orchestrator.loop"),
-}
-"""Imports that close a circle today. This set only shrinks."""
 
 
 def module_of(file: Path) -> str:
@@ -93,13 +89,7 @@ def test_core_has_no_torch() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    known = {(f"headway.{module}", f"headway.{imported}") for module, imported in KNOWN_CIRCLES}
-    check_no_circle(
-        {
-            module: {name for name in imported & MODULES if (module, name) not in known}
-            for module, imported in IMPORTS.items()
-        }
-    )
+    check_no_circle({module: imported & MODULES for module, imported in IMPORTS.items()})
 
 
 def test_no_rooms_import_each_other_in_a_circle() -> None:

@@ -12,21 +12,17 @@ from headway.config.orchestrator import ConcurrencySettings, EvalSettings, Filte
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, Task, Trace
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
 from headway.orchestrator.collect.ready import ReadyGroup
-from headway.orchestrator.dispatch import dispatcher
 from headway.orchestrator.dispatch.curriculum import Shuffled
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.rate import RateLimit
-from headway.orchestrator.dispatch.training import Source
+from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.evaluation import EvalEnv, Round
-from headway.orchestrator.fleet import updates as courier
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator
-from headway.orchestrator.parts import Parts
+from headway.orchestrator.run import make_orchestrator
 from headway.transport.inference import EngineError
 
 TIME_LIMIT = 3000.0
-dispatcher.GRACE_SECONDS = 1.0
-courier.LOOK_SECONDS = 0.2
 ERRORS = ("environment", "timeout", "worker", "engine", "context", "tool")
 
 
@@ -117,7 +113,7 @@ class World:
         plan, orchestrator = self.plan, self.orchestrator
         assert orchestrator is not None
         assert step == self.last_step() + 1, f"batch {step} after {self.last_step()}"
-        assert step - 1 - orchestrator.newest_version <= plan.run_ahead, "ran too far ahead of the trainer"
+        assert step - 1 - orchestrator.updater.newest_version <= plan.run_ahead, "ran too far ahead of the trainer"
         assert sum(group.episodes for group in groups) >= plan.batch_size
         for ready in groups:
             assert step - 1 - ready.oldest_version <= plan.max_lag, f"batch {step} holds version {ready.oldest_version}"
@@ -144,7 +140,7 @@ class World:
         self.metrics.append(values)
         assert "reward/mean" in values or any(name.startswith("eval/") for name in values)
 
-    def evaluated(self, round_: Round, envs: Sequence[EvalEnv]) -> None:
+    def log_evaluation(self, round_: Round) -> None:
         assert round_.unfinished == 0
         assert all(len(samples) == 2 for tasks in round_.results.values() for samples in tasks)
         self.rounds.append(round_)
@@ -272,33 +268,38 @@ def build(world: World) -> Orchestrator:
     if plan.evaluates:
         held_out = SimWorkers(world, "held-out")
         evals = [EvalEnv("held-out", held_out, held_out.tasks[:2], 2, SamplingParams(), 3.0)]
-    parts = Parts(
-        sources,
-        evals,
-        fleet,
-        world,
-        world,
-        lambda: world.announced,
+    return make_orchestrator(
+        plan.settings(),
+        max_steps=plan.max_steps,
+        seq_len=64,
+        sources=sources,
+        evals=evals,
+        fleet=fleet,
+        outbox=world,
+        recorder=world,
+        on_evaluation=world.log_evaluation,
+        announced=lambda: world.announced,
         clock=clock,
         new_id=lambda: f"g{next(world.serials)}",
+        grace_seconds=1.0,
+        poll_seconds=0.2,
     )
-    return Orchestrator(parts, plan.settings(), max_steps=plan.max_steps, seq_len=64)
 
 
 def watch_groups(orchestrator: Orchestrator) -> None:
     """Check the accounting of every group at the moment it is settled."""
     settled: set[str] = set()
-    inner = orchestrator.training._settled
+    inner = orchestrator.collector.add
 
-    def check(group: OpenGroup) -> None:
+    def check(group: OpenGroup, source: Source, version: int) -> None:
         assert group.id not in settled, "a group was settled twice"
         settled.add(group.id)
-        assert group.settled and not group.flying
+        assert group.settled and not group.in_flight
         if not group.cancelled:
             assert len(group.finished) + len(group.failed) == group.size
-        inner(group)
+        inner(group, source, version)
 
-    orchestrator.training._settled = check
+    orchestrator.collector.add = check  # type: ignore[method-assign]
 
 
 async def live(plan: Plan) -> World:

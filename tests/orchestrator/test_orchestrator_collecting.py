@@ -30,11 +30,11 @@ from headway.orchestrator.collect.filters import judge, load_gates, repeated_sha
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.dispatch.curriculum import InOrder
 from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.training import Source
+from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.health import ENGINE_PATIENCE_SECONDS, WINDOW, Health
 from headway.orchestrator.outbox import BatchOutbox, rollout_records
 from headway.orchestrator.scores import summarize
-from headway.orchestrator.tally import Tally, batch_values
+from headway.orchestrator.tally import StepTally, batch_values
 from headway.transport.rollouts import make_receiver, make_sender
 
 GRPO = make_algorithm(Grpo())
@@ -185,16 +185,16 @@ def collect(algorithm: Algorithm, *episodes: Episode) -> tuple[Collector, ReadyQ
             filters=FilterSettings(),
             gates=[],
             seq_len=64,
-            version=lambda: 5,
             health=health,
-            changed=lambda: None,
+            tally=StepTally(),
+            changed=asyncio.Event(),
         )
         source = Source("env", None, [Task("t")], InOrder(1), algorithm, 4, SamplingParams(), 1.0)  # type: ignore[arg-type]
         group = OpenGroup("g", "env", Task("task"), 0, 3, size=4)
         group.waiting.clear()
         for episode in episodes:
             (group.failed if episode.error else group.finished).append(episode)
-        collector.add(group, source)
+        collector.add(group, source, 5)
         await asyncio.gather(*collector._tasks, return_exceptions=True)
         await asyncio.sleep(0)
         return collector, queue, health
@@ -233,7 +233,7 @@ def test_a_teacher_that_is_gone_costs_the_group_and_a_bug_stops_the_run() -> Non
 
 
 def test_the_numbers_of_a_step() -> None:
-    tally = Tally()
+    tally = StepTally()
     group = scored(make_episode(1.0), make_episode(0.0, truncated=True))
     tally.saw_group(group)
     for rollout in group.rollouts:

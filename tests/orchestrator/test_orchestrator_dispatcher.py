@@ -13,6 +13,8 @@ class NoFleet:
     def __init__(self) -> None:
         self.blamed: list[str] = []
 
+    version = 0
+
     def choose(self, group_id: str) -> list[str]:
         return ["http://a"]
 

@@ -277,7 +277,7 @@ def test_episodes_go_to_the_least_loaded_and_groups_stay_together() -> None:
         await asyncio.sleep(3)
         for group in ("g1", "g1", "g2", "g2"):
             fleet.started(fleet.choose(group)[0])
-        assert {name: engine.flights for name, engine in fleet.engines.items()} == {"a": 2, "b": 2}
+        assert {name: engine.in_flight for name, engine in fleet.engines.items()} == {"a": 2, "b": 2}
         home = fleet.choose("g1")[0]
         for _ in range(20):
             fleet.started(home)

@@ -16,7 +16,7 @@ from headway.orchestrator.dispatch.groups import RETRIES, OpenGroup
 from headway.orchestrator.dispatch.mix import Mix
 from headway.orchestrator.dispatch.rate import RateLimit
 from headway.orchestrator.dispatch.staleness import (
-    Limits,
+    StalenessLimits,
     lag,
     may_open_group,
     may_send,
@@ -28,8 +28,8 @@ from headway.orchestrator.evaluation import evaluation_due
 from headway.orchestrator.scores import pass_at_k
 
 
-def limits(max_lag: int = 8, run_ahead: int = 1, max_steps: int = 100) -> Limits:
-    return Limits(batch_size=8, max_lag=max_lag, run_ahead=run_ahead, max_steps=max_steps)
+def limits(max_lag: int = 8, run_ahead: int = 1, max_steps: int = 100) -> StalenessLimits:
+    return StalenessLimits(batch_size=8, max_lag=max_lag, run_ahead=run_ahead, max_steps=max_steps)
 
 
 def test_lag_counts_versions_behind_what_the_batch_trains() -> None:
@@ -226,7 +226,7 @@ def test_a_curriculum_of_ones_own() -> None:
     path = f"{__name__}:Backwards"
     made = make_curriculum(settings_of.CustomCurriculum(path=path, args={"step": 2}), 10, 0)
     assert drawn(made, 3) == [8, 6, 4]
-    with pytest.raises(UsageError, match="cannot import"):
+    with pytest.raises(UsageError, match="could not be imported"):
         make_curriculum(settings_of.CustomCurriculum(path="no.such.module:Thing"), 10, 0)
 
 
@@ -248,26 +248,26 @@ def test_a_group_retries_failures_and_settles_with_what_it_has() -> None:
     group = OpenGroup("g", "env", Task("t"), 0, version=3, size=3)
     first, second, third = group.start(), group.start(), group.start()
     assert not group.waiting
-    group.came_back(episode(first))
-    group.came_back(episode(second, "context"))
+    group.on_finished(episode(first))
+    group.on_finished(episode(second, "context"))
     for attempt in range(RETRIES):
-        group.came_back(episode(third, "worker"))
+        group.on_finished(episode(third, "worker"))
         assert not group.settled and len(group.waiting) == 1, attempt
         third = group.start()
-    group.came_back(episode(third, "worker"))
+    group.on_finished(episode(third, "worker"))
     assert group.settled and len(group.finished) == 1 and len(group.failed) == 2
     assert group.usable(1) and not group.usable(2)
     with pytest.raises(KeyError):
-        group.came_back(episode(first))
+        group.on_finished(episode(first))
 
 
 def test_a_cancelled_group_starts_nothing_more_and_is_never_used() -> None:
     group = OpenGroup("g", "env", Task("t"), 0, version=3, size=3)
-    flying = [group.start(), group.start()]
+    in_flight = [group.start(), group.start()]
     group.cancel()
     assert not group.waiting and not group.settled
-    group.came_back(episode(flying[0]))
-    group.came_back(episode(flying[1], "worker"))
+    group.on_finished(episode(in_flight[0]))
+    group.on_finished(episode(in_flight[1], "worker"))
     assert group.settled and not group.usable(1)
 
 

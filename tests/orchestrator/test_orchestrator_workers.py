@@ -10,12 +10,12 @@ import pytest
 from headway.config.orchestrator import EnvSettings, WorkerSettings
 from headway.core.episodes import Episode, Task
 from headway.models.tiny import resolve_model
-from headway.orchestrator.run import Pools
-from headway.orchestrator.tally import Tally
+from headway.orchestrator.environments import WorkerPools
+from headway.orchestrator.tally import StepTally
 
 
 def test_time_of_episodes_is_split_between_engines_and_environment() -> None:
-    tally = Tally()
+    tally = StepTally()
     for engine in (1.0, 3.0):
         timings = {"total": engine + 0.5, "engine": engine, "environment": 0.5}
         tally.saw_episode(Episode("e", "g", "env", Task("t"), timings=timings))
@@ -28,15 +28,15 @@ def test_time_of_episodes_is_split_between_engines_and_environment() -> None:
 def test_a_lost_worker_is_counted_once() -> None:
     async def body() -> list[dict[str, float]]:
         async with AsyncExitStack() as stack:
-            pools = Pools(stack, resolve_model("tiny"), "auto")
+            pools = WorkerPools(stack, resolve_model("tiny"), "auto")
             pool = await pools.start(EnvSettings(id="reverse-text", workers=WorkerSettings(max=1)))
-            seen = [pools.values()]
+            seen = [pools.metrics()]
             os.kill(pool._workers[0].pid, signal.SIGKILL)
             for _ in range(3000):
                 if pool.restarts:
                     break
                 await asyncio.sleep(0.02)
-            return [*seen, pools.values(), pools.values()]
+            return [*seen, pools.metrics(), pools.metrics()]
 
     before, after, later = asyncio.run(body())
     assert before == {"workers/serving": 1.0, "workers/lost": 0.0}

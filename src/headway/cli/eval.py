@@ -13,7 +13,7 @@ from headway.core.errors import UsageError
 
 if TYPE_CHECKING:
     from headway.config.orchestrator import EvalEnvSettings
-    from headway.orchestrator.evaluation import EvalEnv, Round
+    from headway.orchestrator.evaluation import Round
 
 HELP = """\
 usage: headway eval --url URL --env NAME [--args.NAME VALUE ...] [--env NAME ...] [options]
@@ -45,11 +45,11 @@ Examples:
 
 def run(argv: list[str]) -> int:
     options = parse(argv)
-    round_, envs = asyncio.run(_evaluate(options))
+    round_ = asyncio.run(_evaluate(options))
     if options.output is not None:
         from headway.orchestrator.evaluation import write_round
 
-        for path in write_round(round_, envs, options.output):
+        for path in write_round(round_, options.output):
             print(f"wrote {path}", file=sys.stderr)
     if options.json:
         print(json.dumps(round_.summary(), indent=2))
@@ -116,7 +116,7 @@ def _settings(options: Namespace) -> "list[EvalEnvSettings]":
         raise UsageError(f"--{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-async def _evaluate(options: Namespace) -> "tuple[Round, list[EvalEnv]]":
+async def _evaluate(options: Namespace) -> "Round":
     from headway.monitor.progress import progress_bar
     from headway.orchestrator.run import resolve_folder
     from headway.orchestrator.standalone import evaluate

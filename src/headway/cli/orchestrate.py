@@ -23,7 +23,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import join_run
-    from headway.orchestrator.loop import orchestrate
+    from headway.orchestrator.run import orchestrate
 
     resolved = load_settings(OrchestrateSettings, argv)
     settings = resolved.settings

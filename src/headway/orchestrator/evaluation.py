@@ -1,5 +1,6 @@
-"""The evaluation work: rounds of held-out tasks, run beside training within the same budget of episodes."""
+"""Evaluation: rounds of held-out tasks, run beside training within the same budget of episodes."""
 
+import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from headway.config.orchestrator import EvalSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.files import write_atomic
 from headway.core.protocol import SamplingParams
-from headway.orchestrator.dispatch.dispatcher import EpisodeRunner, Launch, Router
+from headway.orchestrator.dispatch.dispatcher import EngineRouter, EpisodeRunner, Launch, random_id
 from headway.orchestrator.scores import summarize, task_record
 
 RETRIES = 2
@@ -37,6 +38,7 @@ class Round:
     """One evaluation of all environments, for the policy after `step`. `results[env][task]` are finished episodes."""
 
     step: int
+    envs: Sequence[EvalEnv]
     waiting: deque[tuple[EvalEnv, int, int, int]]
     results: dict[str, list[list[Episode]]]
     unfinished: int
@@ -51,18 +53,18 @@ class Round:
 
 @dataclass(slots=True)
 class EvaluationWork:
-    """Offers the dispatcher the episodes of the oldest unfinished round; `finished` gets each whole round."""
+    """Offers the dispatcher the episodes of the oldest unfinished round; `on_round` gets each whole round."""
 
     envs: Sequence[EvalEnv]
-    router: Router
-    version: Callable[[], int]
-    new_id: Callable[[], str]
-    finished: Callable[[Round], None]
-    advanced: Callable[[Episode], None] = lambda episode: None
+    router: EngineRouter
+    on_round: Callable[[Round], None]
+    on_episode: Callable[[Episode], None] = lambda episode: None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    new_id: Callable[[], str] = random_id
     policy: str = "policy"
     api: Literal["tokens", "chat"] = "tokens"
     rounds: deque[Round] = field(default_factory=deque)
-    _flying: dict[str, int] = field(default_factory=dict)
+    _in_flight: dict[str, int] = field(default_factory=dict)
 
     @property
     def idle(self) -> bool:
@@ -72,7 +74,7 @@ class EvaluationWork:
         """Queue a round. Tasks are interleaved, so that environments progress together."""
         if not self.envs:
             return
-        jobs = [
+        episodes = [
             (env, task, sample, 0)
             for task in range(max(len(env.tasks) for env in self.envs))
             for env in self.envs
@@ -80,7 +82,7 @@ class EvaluationWork:
             for sample in range(env.samples)
         ]
         results: dict[str, list[list[Episode]]] = {env.name: [[] for _ in env.tasks] for env in self.envs}
-        self.rounds.append(Round(step, deque(jobs), results, len(jobs)))
+        self.rounds.append(Round(step, self.envs, deque(episodes), results, len(episodes)))
 
     def take(self) -> Launch | None:
         engines = self.router.choose("")
@@ -89,7 +91,7 @@ class EvaluationWork:
         for round_ in self.rounds:
             for _ in range(len(round_.waiting)):
                 env, task, sample, attempt = round_.waiting.popleft()
-                if self._flying.get(env.name, 0) < env.capacity:
+                if self._in_flight.get(env.name, 0) < env.capacity:
                     return self._launch(round_, env, task, sample, attempt)
                 round_.waiting.append((env, task, sample, attempt))
         return None
@@ -102,40 +104,41 @@ class EvaluationWork:
             task=env.tasks[task],
             engines=self.router.choose(group),
             policy=self.policy,
-            version=self.version(),
+            version=self.router.version,
             sampling=env.sampling,
             timeout=env.timeout,
             evaluation=True,
             api=self.api,
         )
-        self._flying[env.name] = self._flying.get(env.name, 0) + 1
+        self._in_flight[env.name] = self._in_flight.get(env.name, 0) + 1
 
-        def done(episode: Episode) -> None:
-            self._flying[env.name] -= 1
+        def on_finished(episode: Episode) -> None:
+            self._in_flight[env.name] -= 1
             if episode.error is not None and attempt < RETRIES:
                 round_.waiting.append((env, task, sample, attempt + 1))
                 return
             round_.results[env.name][task].append(episode)
             round_.unfinished -= 1
-            self.advanced(episode)
+            self.on_episode(episode)
             if not round_.unfinished:
                 self.rounds.remove(round_)
-                self.finished(round_)
+                self.on_round(round_)
+                self.changed.set()
 
-        return Launch(env.runner, request, env.name, done)
+        return Launch(env.runner, request, env.name, on_finished)
 
 
 def evaluation_due(version: int, evaluated: int, settings: EvalSettings, max_steps: int) -> bool:
-    """Whether `version` starts a new interval since the last evaluation. The last version has its own rule."""
+    """Tell whether `version` starts a new interval since the last evaluation. The last version has its own rule."""
     if settings.interval is None or not evaluated < version < max_steps:
         return False
     return version // settings.interval > max(evaluated, 0) // settings.interval
 
 
-def write_round(round_: Round, envs: Sequence[EvalEnv], folder: Path) -> list[Path]:
-    """One JSON line per task, in one file per environment. Returns the files."""
+def write_round(round_: Round, folder: Path) -> list[Path]:
+    """Write one JSON line per task, in one file per environment. Return the files."""
     written = []
-    for env in envs:
+    for env in round_.envs:
         lines = [
             msgspec.json.encode(task_record(task, samples))
             for task, samples in zip(env.tasks, round_.results[env.name], strict=True)

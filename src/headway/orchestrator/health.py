@@ -1,4 +1,4 @@
-"""Signs that going on is pointless: environments that always fail, rewards that never teach, engines that are gone."""
+"""Health of a run: it stops when environments always fail, rewards never differ, or engines are gone."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from headway.core.errors import HeadwayError
 
 WINDOW = 256
 ENGINE_PATIENCE_SECONDS = 900.0
-"""How long episodes may fail because of engines, without one success, before the run stops."""
+"""Seconds that episodes may fail because of engines, without one success, before the run stops."""
 MAX_REFERENCE_FAILURES = 32
 
 
@@ -32,6 +32,7 @@ class Health:
         self._reference_failures = 0
 
     def check(self) -> None:
+        """Raise the failure that makes going on pointless, if there is one."""
         if self.failure is not None:
             raise self.failure
 
@@ -63,8 +64,7 @@ class Health:
             self._engine_trouble_since = now
         if now - self._engine_trouble_since > ENGINE_PATIENCE_SECONDS:
             self._fail(
-                f"no episode has got through to an engine for {ENGINE_PATIENCE_SECONDS:.0f} s; "
-                f"the last one says: {message}"
+                f"no episode has reached an engine for {ENGINE_PATIENCE_SECONDS:.0f} s; the last one says: {message}"
             )
 
     def saw_group(self, episodes: int, useful: bool) -> None:
@@ -80,7 +80,9 @@ class Health:
     def reference_failed(self, message: str) -> None:
         self._reference_failures += 1
         if self._reference_failures >= MAX_REFERENCE_FAILURES:
-            self._fail(f"{MAX_REFERENCE_FAILURES} groups in a row could not be judged: {message}")
+            self._fail(
+                f"{MAX_REFERENCE_FAILURES} groups in a row could not be scored by the reference model: {message}"
+            )
 
     def _fail(self, message: str) -> None:
         self.failure = self.failure or HeadwayError(message)

@@ -4,211 +4,173 @@ new weights as they come, evaluate at intervals, and leave with every batch what
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
-from headway.core.episodes import Episode
-from headway.core.protocol import WeightReply, WeightUpdate
-from headway.core.runs import RunPaths
+from headway.config.orchestrator import OrchestratorSettings
 from headway.orchestrator.collect.collector import Collector
-from headway.orchestrator.collect.filters import load_gates
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.dispatch import concurrency
-from headway.orchestrator.dispatch.dispatcher import Dispatcher
-from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.staleness import Limits, may_open_group, may_send, next_pace
+from headway.orchestrator.dispatch.admission import Admission
+from headway.orchestrator.dispatch.dispatcher import Dispatcher, EngineRouter
 from headway.orchestrator.dispatch.training import TrainingWork
-from headway.orchestrator.evaluation import EvaluationWork, Round, evaluation_due
-from headway.orchestrator.fleet.updates import Courier
+from headway.orchestrator.evaluation import EvaluationWork, evaluation_due
+from headway.orchestrator.fleet.updates import WeightUpdater
 from headway.orchestrator.health import Health
-from headway.orchestrator.parts import Parts
-from headway.orchestrator.state import State, load_sources, save_sources
-from headway.orchestrator.tally import Tally, batch_values
+from headway.orchestrator.outbox import Outbox
+from headway.orchestrator.state import OrchestratorState, load_sources, save_sources
+from headway.orchestrator.tally import StepTally, batch_values
 
-log = logging.getLogger("headway.orchestrator")
+logger = logging.getLogger(__name__)
 
 STEER_SECONDS = 1.0
-WAITING_NEWS_SECONDS = 30.0
+LOG_WAITING_SECONDS = 30.0
 
 
+class RunFleet(EngineRouter, Protocol):
+    """The fleet, as the loop sees it."""
+
+    def load(self, in_flight: int, finished: int) -> concurrency.Load | None: ...
+
+    async def watch(self) -> None: ...
+
+
+class MetricsRecorder(Protocol):
+    """Takes the metrics of a step."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
 class Orchestrator:
-    """One run's orchestrator, from its last sent batch to the last step."""
+    """One run's orchestrator, from its last sent batch to the last step.
 
-    def __init__(self, parts: Parts, settings: OrchestratorSettings, *, max_steps: int, seq_len: int) -> None:
-        self.parts, self.settings = parts, settings
-        self.limits = Limits(settings.batch_size, settings.max_lag, settings.run_ahead, max_steps)
-        self.step = 1
-        self.evaluated = -1
-        self.trainer_bound = False
-        self.pace = float(min(settings.run_ahead, settings.max_lag) + 1)
-        self.ready = ReadyQueue()
-        self.control = concurrency.start(settings.concurrency)
-        self._changed = asyncio.Event()
-        self._step_began = self._said_waiting = parts.clock()
-        self.courier = Courier(parts.announced, parts.fleet, noticed=self._wake, brought=self._weights_brought)
-        self.health = Health(
-            max_error_share=settings.max_error_share,
-            max_empty_batches=settings.max_empty_batches,
-            batch_size=settings.batch_size,
-            clock=parts.clock,
-        )
-        self.collector = Collector(
-            self.ready,
-            filters=settings.filters,
-            gates=load_gates(settings.gates),
-            seq_len=seq_len,
-            version=lambda: max(self.newest_version, 0),
-            health=self.health,
-            changed=self._wake,
-        )
-        self.training = TrainingWork(
-            parts.sources,
-            parts.fleet,
-            version=self._version,
-            may_open=self._may_open,
-            settled=self._settled,
-            saw_episode=self._saw_episode,
-            clock=parts.clock,
-            new_id=parts.new_id,
-            pump_later=lambda delay: self.dispatcher.pump_later(delay),
-        )
-        self.evaluation = EvaluationWork(
-            parts.evals, parts.fleet, lambda: parts.fleet.version, parts.new_id, self._round_finished
-        )
-        self.dispatcher = Dispatcher(parts.fleet, [self.training, self.evaluation], self.control.limit)
-        parts.fleet.changed = self._wake
+    All parts set `changed` when the loop may have something to do. `worker_metrics` are those of environment workers
+    since it was last called. `evaluated` is the last version that an evaluation was started for.
+    """
+
+    settings: OrchestratorSettings
+    fleet: RunFleet
+    updater: WeightUpdater
+    ready: ReadyQueue
+    collector: Collector
+    admission: Admission
+    training: TrainingWork
+    evaluation: EvaluationWork
+    dispatcher: Dispatcher
+    control: concurrency.Control
+    health: Health
+    tally: StepTally
+    outbox: Outbox
+    recorder: MetricsRecorder
+    worker_metrics: Callable[[], dict[str, float]]
+    clock: Callable[[], float]
+    changed: asyncio.Event
+    evaluated: int = -1
+    _step_began: float = field(init=False)
+    _logged_waiting: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._step_began = self._logged_waiting = self.clock()
 
     async def run(self) -> None:
-        """Until the last step is trained and evaluated. Raises HeadwayError when going on is pointless."""
+        """Run until the last step is trained and evaluated. Raises HeadwayError when going on is pointless."""
         self._restore()
         try:
             await first_to_end(
-                self._train(), self.courier.watch(), self.courier.bring(), self._steer(), self.parts.fleet.watch()
+                self._train(), self.updater.watch(), self._update_weights(), self._steer(), self.fleet.watch()
             )
         finally:
             await self.dispatcher.close()
             await self.collector.close()
 
     async def _train(self) -> None:
+        last = self.admission.limits.max_steps
         if self.settings.eval.at_start and self.evaluated < 0:
             self._evaluate(0)
-        while self.step <= self.limits.max_steps:
+        while self.admission.step <= last:
             groups = await self._next_batch()
             await self._send(groups)
         self.dispatcher.cancel(self.training.cancel(list(self.training.open.values()), "end"))
-        await self._until(lambda: self.newest_version >= self.limits.max_steps)
-        if self.settings.eval.at_end and self.parts.evals and self.evaluated < self.limits.max_steps:
-            await self._until(lambda: self.parts.fleet.version >= self.limits.max_steps)
-            self._evaluate(self.limits.max_steps)
+        await self._until(lambda: self.updater.newest_version >= last)
+        if self.settings.eval.at_end and self.evaluation.envs and self.evaluated < last:
+            await self._until(lambda: self.fleet.version >= last)
+            self._evaluate(last)
         await self._until(lambda: self.evaluation.idle)
 
     async def _next_batch(self) -> list[ReadyGroup]:
-        """Groups for batch `step`, none of them too old, once the trainer is ready for it."""
+        """Collect the groups of the next batch, none of them too old, until the trainer is ready for it."""
         complete_at: float | None = None
         while True:
             self.health.check()
             self._drop_stale()
-            if may_send(self.step, self.newest_version, self.limits):
-                if (groups := self.ready.take(self.limits.batch_size)) is not None:
-                    self._set_pace(complete_at)
-                    return groups
-            elif self.ready.episodes >= self.limits.batch_size and complete_at is None:
-                complete_at = self.parts.clock()
+            if (groups := self.admission.take_batch()) is not None:
+                self._learn_pace(complete_at)
+                return groups
+            if complete_at is None and self.admission.full_batch_waits():
+                complete_at = self.clock()
             await self._next_change()
 
-    def _set_pace(self, complete_at: float | None) -> None:
-        """Learn from a batch that is about to go, and that was complete at that time unless it could go at once."""
-        now = self.parts.clock()
+    def _learn_pace(self, complete_at: float | None) -> None:
+        now = self.clock()
         waited = now - complete_at if complete_at is not None else 0.0
         self.tally.wait_seconds += waited
-        self.trainer_bound = waited > 0
-        self.pace = next_pace(
-            self.pace,
-            trainer_starved=self.newest_version >= self.step - 1 > 0,
-            waited_share=waited / max(now - self._step_began, 1e-9),
-            limits=self.limits,
-        )
+        self.admission.learn_pace(waited, now - self._step_began)
 
     async def _send(self, groups: list[ReadyGroup]) -> None:
-        step = self.step
+        step = self.admission.step
         for name, source in self.training.sources.items():
             source.algorithm.finish_batch([ready.group for ready in groups if ready.group.env == name])
         values = self._step_values(groups)
-        self.step += 1
+        self.admission.step += 1
         state = self._state()
         self.dispatcher.pump()
         # The line comes first: after a crash in between, a line without its batch is dropped, not the other way round.
-        self.parts.recorder.log(step, values)
-        await self.parts.outbox.send(step, groups, values, state)
+        self.recorder.log(step, values)
+        await self.outbox.send(step, groups, values, state)
 
     def _step_values(self, groups: Sequence[ReadyGroup]) -> dict[str, float]:
-        now = self.parts.clock()
+        now = self.clock()
         if not self.tally.rewards:  # nothing finished since the last step: the batch was waiting already
             for ready in groups:
                 self.tally.saw_group(ready.group)
-        values = self.tally.values(now - self._step_began) | batch_values(groups, self.step)
+        values = self.tally.values(now - self._step_began) | batch_values(groups, self.admission.step)
         values |= {
             "in_flight": self.tally.mean_in_flight(self.dispatcher.in_flight),
             "useful_share": self.collector.useful_share,
-            "pace": self.pace,
+            "pace": self.admission.pace,
             "concurrency_cap": float(self.dispatcher.cap),
             "ready_episodes": float(self.ready.episodes),
-            "version": float(self.newest_version),
-            **self.parts.workers(),
+            "version": float(self.updater.newest_version),
+            **self.worker_metrics(),
         }
-        self.collector.tally, self._step_began = Tally(), now
+        self.tally.reset()
+        self._step_began = now
         return values
 
-    @property
-    def newest_version(self) -> int:
-        return self.courier.newest_version
-
-    @property
-    def tally(self) -> Tally:
-        return self.collector.tally
-
     def _drop_stale(self) -> None:
-        for stale in self.ready.sweep(self.step, self.limits.max_lag):
+        step, max_lag = self.admission.step, self.admission.limits.max_lag
+        for stale in self.ready.sweep(step, max_lag):
             self.tally.dropped["stale"] += stale.episodes
-        self.dispatcher.cancel(self.training.cancel_hopeless(self.step, self.limits.max_lag))
-        self.tally.cancelled.update(self.training.cancelled)
-        self.training.cancelled.clear()
+        self.dispatcher.cancel(self.training.cancel_hopeless(step, max_lag))
 
-    def _may_open(self, open_episodes: int) -> bool:
-        if self.courier.busy and self.trainer_bound:
-            return False  # there is time to start with the new weights instead of the old
-        coming = (open_episodes + self.collector.outstanding) * self.collector.useful_share
-        return may_open_group(self.step, self._version(), self.ready.episodes, coming, self.pace, self.limits)
-
-    def _version(self) -> int:
-        """What episodes that start now are sampled from. Frozen samplers need no engine of the run's."""
-        if all(source.algorithm.sampler is not None for source in self.parts.sources):
-            return self.newest_version
-        return self.parts.fleet.version
-
-    def _settled(self, group: OpenGroup) -> None:
-        self.collector.add(group, self.training.sources[group.env])
-
-    def _saw_episode(self, episode: Episode) -> None:
-        self.health.saw_episode(episode)
-        self.tally.saw_episode(episode)
-        if self.health.failure is not None:
-            self._wake()
-
-    def _weights_brought(self, update: WeightUpdate, replies: list[WeightReply]) -> None:
-        self.tally.updates += replies
-        if evaluation_due(update.version, self.evaluated, self.settings.eval, self.limits.max_steps):
-            self._evaluate(update.version)
-        self._wake()
+    async def _update_weights(self) -> None:
+        """Bring every announced version to the fleet, and evaluate it when it is due."""
+        while True:
+            update, replies = await self.updater.deliver()
+            self.tally.updates += replies
+            if evaluation_due(update.version, self.evaluated, self.settings.eval, self.admission.limits.max_steps):
+                self._evaluate(update.version)
+            self.changed.set()
 
     async def _steer(self) -> None:
-        """Forever: let what the engines report decide how many episodes are in flight."""
+        """Let what the engines report decide how many episodes are in flight."""
         while True:
             await asyncio.sleep(STEER_SECONDS)
             self.tally.in_flight.append(self.dispatcher.in_flight)
-            load = self.parts.fleet.load(self.dispatcher.in_flight, self.dispatcher.finished)
+            load = self.fleet.load(self.dispatcher.in_flight, self.dispatcher.finished)
             if load is None:
-                self._say_that_it_waits()
+                self._log_waiting()
                 continue
             self.control = concurrency.steer(self.control, load, self.settings.concurrency)
             self.dispatcher.cap = self.control.limit
@@ -216,60 +178,45 @@ class Orchestrator:
                 self.dispatcher.cancel(self.training.cancel_youngest(self.control.cancel))
             self.dispatcher.pump()
 
-    def _say_that_it_waits(self) -> None:
-        now = self.parts.clock()
-        if now - self._said_waiting >= WAITING_NEWS_SECONDS:
-            self._said_waiting = now
-            log.info(
-                "waiting for an engine to serve%s", "" if self.newest_version >= 0 else ", and for the first weights"
-            )
+    def _log_waiting(self) -> None:
+        now = self.clock()
+        if now - self._logged_waiting >= LOG_WAITING_SECONDS:
+            self._logged_waiting = now
+            first = self.updater.newest_version < 0
+            logger.info("waiting for an engine to serve%s", ", and for the trainer's first weights" if first else "")
 
     def _evaluate(self, step: int) -> None:
         self.evaluated = step
         self.evaluation.begin(step)
         self.dispatcher.pump()
 
-    def _round_finished(self, round_: Round) -> None:
-        summary = round_.summary()
-        self.parts.recorder.evaluated(round_, self.parts.evals)
-        self.parts.recorder.log(round_.step, summary)
-        shown = ", ".join(
-            f"{name.removeprefix('eval/')} {value:.3f}" for name, value in summary.items() if "avg" in name
-        )
-        log.info("evaluation after step %d: %s", round_.step, shown)
-        self._wake()
-
     def _restore(self) -> None:
-        self.step = self.parts.outbox.last_step() + 1
-        saved = self.parts.outbox.load_state()
+        self.admission.step = self.outbox.last_step() + 1
+        saved = self.outbox.load_state()
         if saved is None:
             return
-        state = State.decode(saved, "the last batch")
-        self.evaluated, self.pace = state.evaluated, state.pace
+        state = OrchestratorState.decode(saved, "the last batch")
+        self.evaluated, self.admission.pace = state.evaluated, state.pace
         self.health.empty_episodes = state.empty_episodes
         self.training.mix.load(state.mix)
         load_sources(self.training.sources, state.sources)
-        log.info("going on after batch %d", self.step - 1)
+        logger.info("resuming after batch %d", self.admission.step - 1)
 
     def _state(self) -> bytes:
-        scoring = [(group.env, group.task_index) for group in self.collector.scoring.values()]
-        return State(
-            step=self.step - 1,
+        return OrchestratorState(
+            step=self.admission.step - 1,
             evaluated=self.evaluated,
-            pace=self.pace,
+            pace=self.admission.pace,
             empty_episodes=self.health.empty_episodes,
             mix=self.training.mix.counts,
-            sources=save_sources(self.training, scoring, self.ready),
+            sources=save_sources(self.training, self.collector.scoring.values(), self.ready),
         ).encode()
-
-    def _wake(self) -> None:
-        self._changed.set()
 
     async def _next_change(self) -> None:
         """Start what can be started, then wait until something happens that the loop may act on."""
         self.dispatcher.pump()
-        await self._changed.wait()
-        self._changed.clear()
+        await self.changed.wait()
+        self.changed.clear()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -277,9 +224,9 @@ class Orchestrator:
             await self._next_change()
 
 
-async def first_to_end(*parts: Coroutine[Any, Any, None]) -> None:
+async def first_to_end(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Run all until one ends or fails; the others are cancelled and waited for."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -288,10 +235,3 @@ async def first_to_end(*parts: Coroutine[Any, Any, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def orchestrate(settings: OrchestrateSettings, paths: RunPaths) -> None:
-    """Run the orchestrator of a run until its last step, or until SIGTERM or SIGINT. Raises HeadwayError."""
-    from headway.orchestrator.run import run_to_end
-
-    asyncio.run(run_to_end(settings, paths))

@@ -1,45 +1,51 @@
-"""A run's real parts, put together: worker pools, engines, transports, files."""
+"""Construction of a run's orchestrator: worker pools, engines, transports and files, wired by name."""
 
 import asyncio
 import gc
 import json
 import logging
 import signal
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
 
 import aiohttp
 
 from headway.algorithms.base import Context
-from headway.algorithms.registry import make_algorithm
-from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestrateSettings, SamplingSettings
+from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
 from headway.config.shared import TrackingSettings
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import UsageError
 from headway.core.packing import Cost
-from headway.core.protocol import SamplingParams
+from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.envs.workers.pool import EnvPool
 from headway.monitor.metrics import MetricsWriter
 from headway.monitor.sinks import make_sinks
-from headway.orchestrator.dispatch.curriculum import make_curriculum
-from headway.orchestrator.dispatch.rate import RateLimit
-from headway.orchestrator.dispatch.training import Source
-from headway.orchestrator.evaluation import EvalEnv, Round, write_round
+from headway.orchestrator.collect.collector import Collector
+from headway.orchestrator.collect.filters import load_gates
+from headway.orchestrator.collect.ready import ReadyQueue
+from headway.orchestrator.dispatch import concurrency
+from headway.orchestrator.dispatch.admission import Admission
+from headway.orchestrator.dispatch.dispatcher import GRACE_SECONDS, Dispatcher, random_id
+from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.dispatch.staleness import StalenessLimits
+from headway.orchestrator.dispatch.training import TrainingWork
+from headway.orchestrator.environments import WorkerPools
+from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round, write_round
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.fleet.membership import admin_token, engine_finder
-from headway.orchestrator.loop import Orchestrator, first_to_end
-from headway.orchestrator.outbox import BatchOutbox
-from headway.orchestrator.parts import Parts
+from headway.orchestrator.fleet.updates import POLL_SECONDS, WeightUpdater
+from headway.orchestrator.health import Health
+from headway.orchestrator.loop import MetricsRecorder, Orchestrator, first_to_end
+from headway.orchestrator.outbox import BatchOutbox, Outbox
+from headway.orchestrator.tally import StepTally
 from headway.rendering.base import Renderer
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
 from headway.transport.weights.announcements import latest
 
-log = logging.getLogger("headway.orchestrator")
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
@@ -53,14 +59,23 @@ class RunRecorder:
     def log(self, step: int, values: dict[str, float]) -> None:
         self._metrics.log(step, values)
 
-    def evaluated(self, round_: Round, envs: Sequence[EvalEnv]) -> None:
-        write_round(round_, envs, self._paths.evaluations)
+    def log_evaluation(self, round_: Round) -> None:
+        summary = round_.summary()
+        write_round(round_, self._paths.evaluations)
+        self.log(round_.step, summary)
+        averages = ", ".join(f"{name.removeprefix('eval/')} {v:.3f}" for name, v in summary.items() if "avg" in name)
+        logger.info("evaluation after step %d: %s", round_.step, averages)
 
     def close(self) -> None:
         self._metrics.close()
 
 
-async def run_to_end(settings: OrchestrateSettings, paths: RunPaths) -> None:
+def orchestrate(settings: OrchestrateSettings, paths: RunPaths) -> None:
+    """Run the orchestrator of a run until its last step, or until SIGTERM or SIGINT. Raises HeadwayError."""
+    asyncio.run(_run_until_stopped(settings, paths))
+
+
+async def _run_until_stopped(settings: OrchestrateSettings, paths: RunPaths) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -69,7 +84,7 @@ async def run_to_end(settings: OrchestrateSettings, paths: RunPaths) -> None:
 
 async def _stopped(stop: asyncio.Event) -> None:
     await stop.wait()
-    log.info("stopping")
+    logger.info("stopping")
 
 
 async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
@@ -84,13 +99,11 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
             engine_finder(options.engines, paths), lambda url: InferenceClient(url, token=token, session=session)
         )
         context = Context(lambda: fleet.choose(""), lambda: _renderer(model, settings.model.renderer))
-        pools = Pools(stack, model, settings.model.renderer)
-        sources = await together([_source(env, settings, pools, context) for env in options.envs])
-        evals = await together([eval_env(env, options.sampling, pools) for env in options.eval.envs])
-        refuse_twins([source.name for source in sources], "orchestrator.envs")
-        refuse_twins([env.name for env in evals], "orchestrator.eval.envs")
+        pools = WorkerPools(stack, model, settings.model.renderer)
+        sources = await pools.sources(options, settings.seed, context)
         for source in sources:
             stack.push_async_callback(source.algorithm.close)
+        evals = await pools.eval_envs(options.eval.envs, options.sampling, "orchestrator.eval.envs")
         sender = make_sender(settings.rollouts, paths)
         stack.callback(sender.close)
         outbox = BatchOutbox(
@@ -103,92 +116,108 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
         )
         recorder = RunRecorder(paths, outbox.last_step(), settings.tracking)
         stack.callback(recorder.close)
-        parts = Parts(sources, evals, fleet, outbox, recorder, lambda: latest(paths), pools.values)
-        spare_the_collector()
-        await Orchestrator(parts, options, max_steps=settings.max_steps, seq_len=settings.seq_len).run()
+        orchestrator = make_orchestrator(
+            options,
+            max_steps=settings.max_steps,
+            seq_len=settings.seq_len,
+            sources=sources,
+            evals=evals,
+            fleet=fleet,
+            outbox=outbox,
+            recorder=recorder,
+            on_evaluation=recorder.log_evaluation,
+            announced=lambda: latest(paths),
+            worker_metrics=pools.metrics,
+        )
+        freeze_gc()
+        await orchestrator.run()
 
 
-def spare_the_collector() -> None:
+def make_orchestrator(
+    settings: OrchestratorSettings,
+    *,
+    max_steps: int,
+    seq_len: int,
+    sources: Sequence[Source],
+    evals: Sequence[EvalEnv],
+    fleet: Fleet,
+    outbox: Outbox,
+    recorder: MetricsRecorder,
+    on_evaluation: Callable[[Round], None],
+    announced: Callable[[], WeightUpdate | None],
+    worker_metrics: Callable[[], dict[str, float]] = dict,
+    clock: Callable[[], float] = time.monotonic,
+    new_id: Callable[[], str] = random_id,
+    grace_seconds: float = GRACE_SECONDS,
+    poll_seconds: float = POLL_SECONDS,
+) -> Orchestrator:
+    """Wire the parts. Time, chance and the outside world come in here and nowhere else."""
+    changed = fleet.changed
+    updater = WeightUpdater(announced, fleet, changed, poll_seconds)
+    health = Health(
+        max_error_share=settings.max_error_share,
+        max_empty_batches=settings.max_empty_batches,
+        batch_size=settings.batch_size,
+        clock=clock,
+    )
+    ready, tally = ReadyQueue(), StepTally()
+    collector = Collector(
+        ready,
+        filters=settings.filters,
+        gates=load_gates(settings.gates),
+        seq_len=seq_len,
+        health=health,
+        tally=tally,
+        changed=changed,
+    )
+    admission = Admission(
+        limits=StalenessLimits(settings.batch_size, settings.max_lag, settings.run_ahead, max_steps),
+        fleet=fleet,
+        updater=updater,
+        ready=ready,
+        collector=collector,
+        frozen=all(source.algorithm.sampler is not None for source in sources),
+        pace=float(min(settings.run_ahead, settings.max_lag) + 1),
+    )
+    training = TrainingWork(
+        sources,
+        fleet,
+        admission=admission,
+        collector=collector,
+        health=health,
+        tally=tally,
+        changed=changed,
+        clock=clock,
+        new_id=new_id,
+    )
+    evaluation = EvaluationWork(evals, fleet, on_round=on_evaluation, changed=changed, new_id=new_id)
+    control = concurrency.start(settings.concurrency)
+    return Orchestrator(
+        settings=settings,
+        fleet=fleet,
+        updater=updater,
+        ready=ready,
+        collector=collector,
+        admission=admission,
+        training=training,
+        evaluation=evaluation,
+        dispatcher=Dispatcher(fleet, [training, evaluation], control.limit, grace_seconds),
+        control=control,
+        health=health,
+        tally=tally,
+        outbox=outbox,
+        recorder=recorder,
+        worker_metrics=worker_metrics,
+        clock=clock,
+        changed=changed,
+    )
+
+
+def freeze_gc() -> None:
     """Keep the garbage collector from walking what lives as long as the process: its pauses stop the event loop."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-
-
-class Pools:
-    """Worker pools, closed with the stack."""
-
-    def __init__(self, stack: AsyncExitStack, model: Path, renderer: str) -> None:
-        self._stack, self._model, self._renderer = stack, model, renderer
-        self._pools: list[EnvPool] = []
-        self._lost = 0
-
-    async def start(self, settings: EnvSettings) -> EnvPool:
-        pool = EnvPool(settings, model=self._model, renderer=self._renderer)
-        self._stack.push_async_callback(pool.close)
-        await pool.start()
-        if not pool.tasks:
-            raise HeadwayError(f"environment {settings.id} has no tasks; check its args")
-        self._pools.append(pool)
-        return pool
-
-    def values(self) -> dict[str, float]:
-        """Workers that serve now, and those that were lost since the last time."""
-        lost, before = sum(pool.restarts for pool in self._pools), self._lost
-        self._lost = lost
-        return {"workers/serving": float(sum(pool.size for pool in self._pools)), "workers/lost": float(lost - before)}
-
-
-async def together(parts: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All of them at the same time; when one fails the others are called off, and waited for, before it raises."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _source(env: EnvSettings, settings: OrchestrateSettings, pools: Pools, context: Context) -> Source:
-    options = settings.orchestrator
-    pool = await pools.start(env)
-    return Source(
-        name=env.name or env.id,
-        runner=pool,
-        tasks=pool.tasks,
-        curriculum=make_curriculum(env.curriculum, len(pool.tasks), settings.seed),
-        algorithm=make_algorithm(env.algorithm or options.algorithm, context),
-        group_size=env.group_size or options.group_size,
-        sampling=sampling_params(env.sampling or options.sampling),
-        timeout=env.timeout,
-        capacity=env.workers.max * env.workers.episodes,
-        ratio=env.ratio,
-        rate=RateLimit(env.rate_limit),
-    )
-
-
-async def eval_env(env: EvalEnvSettings, default: SamplingSettings, pools: Pools) -> EvalEnv:
-    pool = await pools.start(env)
-    return EvalEnv(
-        name=env.name or env.id,
-        runner=pool,
-        tasks=pool.tasks[: env.tasks],
-        samples=env.samples,
-        sampling=sampling_params(env.sampling or default),
-        timeout=env.timeout,
-        capacity=env.workers.max * env.workers.episodes,
-    )
-
-
-def sampling_params(settings: SamplingSettings) -> SamplingParams:
-    return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        min_p=settings.min_p,
-        max_tokens=settings.max_tokens,
-    )
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -197,14 +226,8 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-def refuse_twins(names: Sequence[str], where: str) -> None:
-    twins = {name for name in names if names.count(name) > 1}
-    if twins:
-        raise UsageError(f"{where}: {', '.join(sorted(twins))} occurs more than once; give each its own `name`")
-
-
 def resolve_folder(path: str) -> Path:
-    """The model's folder. Only built-in models need the model code, which is heavy to import."""
+    """Return the model's folder. Only built-in models need the model code, which is heavy to import."""
     if Path(path).is_dir():
         return Path(path)
     from headway.models.tiny import resolve_model
@@ -213,7 +236,7 @@ def resolve_folder(path: str) -> Path:
 
 
 def model_width(folder: Path) -> int:
-    """The hidden size, for the cost of attention; a common one where the config doesn't say."""
+    """Read the hidden size, for the cost of attention; a common one where the config doesn't say."""
     try:
         width = json.loads((folder / "config.json").read_text())["hidden_size"]
     except (OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""What an evaluation says: mean reward over k samples a task, and the chance that one of k solves it."""
+"""Scores of an evaluation: avg@k, the mean reward over k samples a task, and pass@k (https://arxiv.org/abs/2107.03374)."""
 
 from collections.abc import Sequence
 from math import comb
@@ -9,12 +9,12 @@ from headway.orchestrator.tally import passed
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples solves a task, from `solved` of `samples`."""
+    """Estimate without bias the chance that at least one of k samples solves a task, from `solved` of `samples`."""
     return 1.0 - comb(samples - solved, k) / comb(samples, k)
 
 
 def summarize(tasks: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """`tasks[t]` are the episodes of task t. An episode that failed has reward 0 and solves nothing."""
+    """Score the episodes `tasks[t]` of each task t. An episode that failed has reward 0 and solves nothing."""
     episodes = [episode for samples in tasks for episode in samples]
     if not episodes:
         return {}
@@ -36,7 +36,7 @@ def summarize(tasks: Sequence[Sequence[Episode]]) -> dict[str, float]:
 
 
 def task_record(task: Task, samples: Sequence[Episode]) -> dict[str, Any]:
-    """One line of an evaluation's file."""
+    """Return one line of an evaluation's file."""
     return {
         "task": task.id,
         "rewards": [_reward(episode) for episode in samples],
@@ -53,6 +53,6 @@ def _reward(episode: Episode) -> float:
 
 
 def _reply(episode: Episode) -> str:
-    """The last thing the first agent said."""
+    """Return the last thing the first agent said."""
     nodes = episode.traces[0].nodes if episode.traces else []
     return next((n.message.content for n in reversed(nodes) if n.sampled and n.message is not None), "")

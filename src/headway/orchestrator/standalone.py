@@ -1,7 +1,6 @@
-"""An evaluation by itself, against endpoints that nobody steers: no trainer, no updates, a fixed budget."""
+"""An evaluation by itself, against given endpoints: no trainer, no updates, a fixed number of episodes in flight."""
 
 import asyncio
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -11,29 +10,32 @@ from typing import Literal
 from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
 from headway.core.errors import HeadwayError
 from headway.orchestrator.dispatch.dispatcher import Dispatcher
-from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round
-from headway.orchestrator.run import Pools, eval_env, open_session, refuse_twins, together
+from headway.orchestrator.environments import WorkerPools
+from headway.orchestrator.evaluation import EvaluationWork, Round
+from headway.orchestrator.run import open_session
 from headway.transport.inference import InferenceClient
 
 
 class Endpoints:
-    """A fleet of given base URLs: the least loaded first."""
+    """A fleet of given base URLs: the least loaded first. Its version is not known, and counts as 0."""
+
+    version = 0
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = [url.rstrip("/") for url in urls]
-        self._flights: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
 
     def choose(self, group_id: str) -> list[str]:
-        return sorted(self._urls, key=lambda url: self._flights[url])
+        return sorted(self._urls, key=lambda url: self._in_flight[url])
 
     def started(self, engine: str) -> None:
-        self._flights[engine] += 1
+        self._in_flight[engine] += 1
 
     def ended(self, engine: str, *, engine_failed: bool) -> None:
-        self._flights[engine] -= 1
+        self._in_flight[engine] -= 1
 
     async def check(self) -> None:
-        """Raises HeadwayError when an endpoint doesn't answer."""
+        """Raise HeadwayError when an endpoint doesn't answer."""
         async with open_session() as session:
             for url in self._urls:
                 if not await InferenceClient(url, session=session).health():
@@ -50,24 +52,20 @@ async def evaluate(
     api: Literal["tokens", "chat"],
     concurrency: int,
     progress: Callable[[int], AbstractContextManager[Callable[[float], None]]],
-) -> tuple[Round, list[EvalEnv]]:
-    """One round on all environments. `progress(episodes)` opens a bar, which is advanced as they finish."""
+) -> Round:
+    """Run one round on all environments. `progress(episodes)` opens a bar, which is advanced as they finish."""
     endpoints = Endpoints(urls)
     if api == "tokens":
         await endpoints.check()
     async with AsyncExitStack() as stack:
-        pools = Pools(stack, model, renderer)
-        envs = await together([eval_env(env, SamplingSettings(), pools) for env in settings])
-        refuse_twins([env.name for env in envs], "--env")
+        envs = await WorkerPools(stack, model, renderer).eval_envs(settings, SamplingSettings(), "--env")
         finished: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
         advance = stack.enter_context(progress(sum(len(env.tasks) * env.samples for env in envs)))
         work = EvaluationWork(
             envs,
             endpoints,
-            version=lambda: 0,
-            new_id=lambda: uuid.uuid4().hex,
-            finished=finished.set_result,
-            advanced=lambda episode: advance(1),
+            on_round=finished.set_result,
+            on_episode=lambda episode: advance(1),
             policy=policy,
             api=api,
         )
@@ -75,4 +73,4 @@ async def evaluate(
         stack.push_async_callback(dispatcher.close)
         work.begin(0)
         dispatcher.pump()
-        return await finished, envs
+        return await finished

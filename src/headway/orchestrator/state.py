@@ -1,25 +1,27 @@
-"""What the orchestrator must remember to go on after a restart, written with every batch."""
+"""State that the orchestrator resumes from after a restart, written with every batch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from headway.core.errors import HeadwayError
 from headway.orchestrator.collect.ready import ReadyQueue
-from headway.orchestrator.dispatch.training import Source, TrainingWork
+from headway.orchestrator.dispatch.groups import OpenGroup
+from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.dispatch.training import TrainingWork
 
 
 class SourceState(msgspec.Struct):
-    """`owed` are tasks whose groups were on their way: they are run again."""
+    """`requeued` are tasks whose groups were not trained yet: they are run again."""
 
     curriculum: dict[str, Any]
     algorithm: dict[str, Any]
-    owed: list[int]
+    requeued: list[int]
 
 
-class State(msgspec.Struct):
-    """After batch `step`."""
+class OrchestratorState(msgspec.Struct):
+    """The state after batch `step`."""
 
     step: int = 0
     evaluated: int = -1
@@ -32,33 +34,31 @@ class State(msgspec.Struct):
         return msgspec.json.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes, where: str) -> "State":
+    def decode(cls, data: bytes, where: str) -> "OrchestratorState":
         try:
             return msgspec.json.decode(data, type=cls)
         except msgspec.DecodeError as error:
-            raise HeadwayError(f"{where}: not an orchestrator's state ({error})") from None
+            raise HeadwayError(f"{where}: not an orchestrator's state ({error}); start a new run") from None
 
 
-def save_sources(work: TrainingWork, scoring: Sequence[tuple[str, int]], ready: ReadyQueue) -> dict[str, SourceState]:
-    """`scoring` and what else is on its way, as (environment, task), is owed."""
-    owed: dict[str, list[int]] = {name: [] for name in work.sources}
-    for env, index in scoring:
-        owed[env].append(index)
-    for group in ready.groups:
-        owed[group.group.env].append(group.task_index)
-    for opened in work.open.values():
-        if not opened.cancelled:
-            owed[opened.env].append(opened.task_index)
+def save_sources(work: TrainingWork, scoring: Iterable[OpenGroup], ready: ReadyQueue) -> dict[str, SourceState]:
+    """Save every source. Groups that are open, being scored or ready are run again after a restart."""
+    open_groups = [group for group in work.open.values() if not group.cancelled]
+    unfinished = [(group.env, group.task_index) for group in (*scoring, *open_groups)]
+    unfinished += [(group.group.env, group.task_index) for group in ready.groups]
+    requeued: dict[str, list[int]] = {name: [] for name in work.sources}
+    for env, task_index in unfinished:
+        requeued[env].append(task_index)
     return {
-        name: SourceState(source.curriculum.save(), source.algorithm.save(), [*owed[name], *source.owed])
+        name: SourceState(source.curriculum.save(), source.algorithm.save(), [*requeued[name], *source.requeued])
         for name, source in work.sources.items()
     }
 
 
 def load_sources(sources: Mapping[str, Source], states: Mapping[str, SourceState]) -> None:
-    """Environments that are new since then start from the beginning; those that are gone are forgotten."""
+    """Restore sources. New environments start from the beginning; those that are gone are ignored."""
     for name, source in sources.items():
         if (state := states.get(name)) is not None:
             source.curriculum.load(state.curriculum)
             source.algorithm.load(state.algorithm)
-            source.owed = [index for index in state.owed if index < len(source.tasks)]
+            source.requeued = [index for index in state.requeued if index < len(source.tasks)]

@@ -1,4 +1,4 @@
-"""What happened since the last step, as the numbers of one metrics line."""
+"""Counts since the last step, as the metrics of one line."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,10 +18,14 @@ def passed(episode: Episode) -> bool:
     return episode.error is None and episode.reward >= PASSED
 
 
-class Tally:
+class StepTally:
     """Counts between two steps. Rewards are of all finished groups, also of those that filters then drop."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start to count anew."""
         self.dropped: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.cancelled: Counter[str] = Counter()
@@ -36,7 +40,7 @@ class Tally:
         self.wait_seconds = 0.0
         self.in_flight: list[int] = []
         self.updates: list[WeightReply] = []
-        self.parts: defaultdict[str, list[float]] = defaultdict(list)
+        self.rewards_and_metrics: defaultdict[str, list[float]] = defaultdict(list)
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def saw_episode(self, episode: Episode) -> None:
@@ -58,13 +62,13 @@ class Tally:
                 self.turns.append(sum(node.sampled for node in trace.nodes))
                 self.truncated += trace.truncated
                 for name, value in {**trace.rewards, **trace.metrics}.items():
-                    self.parts[f"{group.env}/{name}"].append(value)
+                    self.rewards_and_metrics[f"{group.env}/{name}"].append(value)
 
     def mean_in_flight(self, now: int) -> float:
         return float(np.mean([*self.in_flight, now]))
 
     def values(self, seconds: float) -> dict[str, float]:
-        """The metrics of the step that took `seconds`."""
+        """Return the metrics of the step that took `seconds`."""
         every = [reward for rewards in self.rewards.values() for reward in rewards]
         out = {
             "tokens_per_second": self.sampled_tokens / seconds if seconds > 0 else 0.0,
@@ -76,7 +80,7 @@ class Tally:
             **_summary("length", self.lengths),
             **_summary("turns", self.turns),
             **{f"reward/{env}/mean": float(np.mean(rewards)) for env, rewards in self.rewards.items()},
-            **{f"env/{name}": float(np.mean(values)) for name, values in self.parts.items()},
+            **{f"env/{name}": float(np.mean(values)) for name, values in self.rewards_and_metrics.items()},
             **{f"episode_seconds/{name}": float(np.mean(values)) for name, values in self.seconds.items()},
         }
         # A batch may be formed of what was there already; then there is nothing to say about new episodes.
@@ -96,7 +100,7 @@ class Tally:
 
 
 def batch_values(groups: Sequence[ReadyGroup], step: int) -> dict[str, float]:
-    """How old a batch is, and how large."""
+    """Return the metrics of a batch: its lag and its size."""
     lags = [group.lags(step) for group in groups for _ in range(group.episodes)]
     total = [in_flight + in_queue for in_flight, in_queue in lags]
     return {

@@ -1,9 +1,9 @@
-"""Settled groups become trainable ones: samples are cut, the algorithm writes its signal, filters and gates decide."""
+"""The collector turns settled groups into trainable ones: cut samples, let the algorithm score them, filter."""
 
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,14 +16,14 @@ from headway.envs.samples import episode_samples
 from headway.orchestrator.collect.filters import Gate, judge
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.training import Source
+from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.health import Health
-from headway.orchestrator.tally import Tally
+from headway.orchestrator.tally import StepTally
 
 SHARE_WEIGHT = 0.05
 LEAST_SHARE = 0.05
 
-log = logging.getLogger("headway.orchestrator")
+logger = logging.getLogger(__name__)
 
 
 class Collector:
@@ -36,16 +36,16 @@ class Collector:
         filters: FilterSettings,
         gates: Sequence[Gate],
         seq_len: int,
-        version: Callable[[], int],
         health: Health,
-        changed: Callable[[], None],
+        tally: StepTally,
+        changed: asyncio.Event,
     ) -> None:
-        self.tally = Tally()
+        self.tally = tally
         self.scoring: dict[str, OpenGroup] = {}
         self.useful_share = 1.0
         """Share of recent episodes that could be trained: how much to expect of those on their way."""
         self._ready, self._filters, self._gates, self._seq_len = ready, filters, gates, seq_len
-        self._version, self._health, self._changed = version, health, changed
+        self._health, self._changed = health, changed
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -53,16 +53,17 @@ class Collector:
         """Episodes that are being scored."""
         return sum(len(group.finished) for group in self.scoring.values())
 
-    def add(self, group: OpenGroup, source: Source) -> None:
+    def add(self, group: OpenGroup, source: Source, version: int) -> None:
+        """Score a settled group in a task of its own. `version` is the trainer's newest."""
         if not group.usable(source.at_least):
             # Episodes of cancelled groups are counted where they are cancelled.
             if not group.cancelled:
                 self.tally.dropped["failed"] += group.size
                 self._learn_share(0, group.size)
-            self._changed()
+            self._changed.set()
             return
         self.scoring[group.id] = group
-        task = asyncio.get_running_loop().create_task(self._score(group, source, self._version()))
+        task = asyncio.get_running_loop().create_task(self._score(group, source, max(version, 0)))
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -76,10 +77,10 @@ class Collector:
             await self._judge(settled, source, version)
         finally:
             del self.scoring[settled.id]
-            self._changed()
+            self._changed.set()
 
     async def _judge(self, settled: OpenGroup, source: Source, version: int) -> None:
-        rollouts = self._readable(settled.finished)
+        rollouts = self._valid_rollouts(settled.finished)
         if len(rollouts) < source.at_least:
             self.tally.dropped["failed"] += settled.size
             self._learn_share(0, settled.size)
@@ -90,7 +91,7 @@ class Collector:
         try:
             await source.algorithm.query_references(group)
         except HeadwayError as error:
-            log.warning("a group of %s could not be judged: %s", settled.env, error)
+            logger.warning("a group of %s is dropped, as its reference model failed: %s", settled.env, error)
             self.tally.dropped["reference"] += len(rollouts)
             self._health.reference_failed(str(error))
             return
@@ -104,14 +105,14 @@ class Collector:
             return
         self._ready.add(ReadyGroup(group, verdict.samples, verdict.episodes, version, settled.task_index))
 
-    def _readable(self, episodes: Sequence[Episode]) -> list[Rollout]:
-        """Those whose tokens, logprobs, versions and rewards make sense: one NaN would spoil the whole model."""
+    def _valid_rollouts(self, episodes: Sequence[Episode]) -> list[Rollout]:
+        """Cut the valid episodes into samples. A single NaN in logprobs or rewards would spoil the whole model."""
         rollouts = []
         for episode in episodes:
             try:
                 rollouts.append(Rollout(episode, checked_samples(episode)))
             except ValueError as error:
-                log.warning("an episode of %s can't be trained: %s", episode.env, error)
+                logger.warning("an episode of %s is invalid and dropped: %s", episode.env, error)
                 self.tally.dropped["invalid"] += 1
         return rollouts
 
@@ -124,7 +125,7 @@ class Collector:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A bug in an algorithm or a gate: the run stops with it.
             self._health.failure = self._health.failure or error
-            self._changed()
+            self._changed.set()
 
 
 def checked_samples(episode: Episode) -> list[Sample]:

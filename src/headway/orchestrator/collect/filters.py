@@ -1,4 +1,4 @@
-"""What of a scored group is trained: nothing without signal, and no samples that only teach bad habits."""
+"""Filters of scored groups: nothing without signal is trained, and no samples that only teach bad habits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +7,8 @@ import numpy as np
 
 from headway.algorithms.base import Group
 from headway.config.orchestrator import FilterSettings
+from headway.core.imports import load_object
 from headway.core.samples import Sample
-from headway.orchestrator.dispatch.curriculum import import_object
 
 NGRAM = 8
 Gate = Callable[[Group], bool]
@@ -52,7 +52,7 @@ def judge(group: Group, settings: FilterSettings, seq_len: int, gates: Sequence[
 
 
 def has_signal(sample: Sample) -> bool:
-    """Whether any token moves any loss. Advantages within rounding of 0 don't."""
+    """Tell whether any token changes any loss. Advantages within rounding of 0 don't."""
     rl = (sample.rl_weight != 0) & (np.abs(sample.advantages) > 1e-9)
     return bool(rl.any() or sample.ce_weight.any() or sample.ref_kl_weight.any())
 
@@ -70,12 +70,12 @@ def _sample_cause(sample: Sample, settings: FilterSettings, seq_len: int) -> str
 
 
 def mean_logprob(sample: Sample) -> float:
-    """Over what the policy sampled; 0 where it sampled nothing."""
+    """Average over what the policy sampled; 0 where it sampled nothing."""
     return float(sample.logprobs[sample.sampled].mean()) if sample.sampled.any() else 0.0
 
 
 def repeated_share(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
-    """Share of the 8-grams that occurred before; 0 for texts too short to have two."""
+    """Return the share of 8-grams that occurred before; 0 for texts too short to have two."""
     count = len(tokens) - NGRAM + 1
     if count < 2:
         return 0.0
@@ -84,5 +84,5 @@ def repeated_share(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
 
 
 def load_gates(paths: Sequence[str]) -> list[Gate]:
-    """Functions of a group that say whether it may be trained."""
-    return [import_object(path) for path in paths]
+    """Import functions of a group that say whether it may be trained."""
+    return [load_object(path, "orchestrator.gates") for path in paths]

@@ -1,4 +1,4 @@
-"""Scored groups that wait for their batch, oldest first, swept of what has become too old."""
+"""Scored groups that wait for their batch, oldest first; those that become too old are removed."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ class ReadyGroup:
         self.oldest_version = min((sample.oldest_version for sample in self.samples), default=2**31 - 1)
 
     def lags(self, step: int) -> tuple[int, int]:
-        """Lag in batch `step`, split into the part while it was generated and the part in this queue."""
+        """Return the lag in batch `step`, split into the part while it was generated and the part in this queue."""
         total = lag(step, self.oldest_version)
         in_flight = min(total, max(0, self.arrived_version - self.oldest_version))
         return in_flight, total - in_flight

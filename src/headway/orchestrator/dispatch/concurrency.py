@@ -1,4 +1,8 @@
-"""How many episodes are in flight, steered by what the engines report. A pure state machine."""
+"""AIMD-like control of the episodes in flight, steered by what the engines report. A pure state machine.
+
+The cap grows by a factor while engines have room and is cut when they preempt or queue (as in TCP's congestion
+control, but with a multiplicative increase).
+"""
 
 from dataclasses import dataclass, replace
 
@@ -31,7 +35,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The state: what is allowed now, and what the next decision is compared with."""
+    """The state: what is allowed now, and the load that the next decision is compared with."""
 
     cap: int
     least: int
@@ -52,12 +56,12 @@ def start(settings: ConcurrencySettings) -> Control:
 
 
 def steer(control: Control, load: Load, settings: ConcurrencySettings) -> Control:
-    """The next state. The cap moves at most once per turnover of the pool, so that a change shows before the next."""
+    """Return the next state. The cap moves at most once per turnover of the pool, so that a change shows first."""
     last = control.last
     new = replace(control, last=load, cancel=0, admit=load.kv_usage < settings.kv_high)
     turned_over = load.finished - control.finished_at_change >= control.cap
     if last is not None and _overloaded(last, load):
-        # An engine that preempts works in vain, so the first cut doesn't wait for a turnover.
+        # An engine that preempts wastes work, so the first cut doesn't wait for a turnover.
         if turned_over or load.preemptions > last.preemptions:
             return _set_cap(new, int(control.cap * CUT), load, settings)
         return new

@@ -1,11 +1,10 @@
-"""Which task comes next: in order, shuffled, by difficulty, or as your own class decides."""
+"""Curricula, which choose the next task: in order, shuffled, by difficulty, or as your own class decides."""
 
-import importlib
 import random
 from typing import Any, Protocol
 
 from headway.config import orchestrator as settings_of
-from headway.core.errors import UsageError
+from headway.core.imports import load_object
 
 
 class Curriculum(Protocol):
@@ -128,14 +127,5 @@ def make_curriculum(settings: settings_of.Curriculum, tasks: int, seed: int) -> 
         case settings_of.DifficultyPools():
             return Difficulty(tasks, seed, settings)
         case settings_of.CustomCurriculum():
-            made: Curriculum = import_object(settings.path)(tasks=tasks, seed=seed, **settings.args)
+            made: Curriculum = load_object(settings.path, "curriculum.path")(tasks=tasks, seed=seed, **settings.args)
             return made
-
-
-def import_object(path: str) -> Any:
-    """`package.module:name`. Raises UsageError when there is no such thing."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{path}: cannot import it ({error}); write package.module:name") from None

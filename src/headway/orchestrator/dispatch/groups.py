@@ -1,4 +1,4 @@
-"""Accounting of one group: every episode that is started comes back once, failed ones are tried again a few times."""
+"""Accounting of one group: every started episode finishes once, failed ones are retried a few times."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from headway.core.episodes import Episode, Task
 
 RETRIES = 2
-"""Times that a failed episode is started anew, each."""
+"""Times that each failed episode is run again."""
 NOT_RETRIED = frozenset({"cancelled", "context"})
 """Failures that would happen again, or that we caused."""
 
 
 @dataclass(slots=True)
 class OpenGroup:
-    """Rollouts of one task on their way. `version` is what the fleet served when the group was opened.
+    """Rollouts of one task that are being run. `version` is what the fleet served when the group was opened.
 
     An episode's id is `<group>.<slot>.<attempt>`; a slot is settled by its first success or its last failure.
     """
@@ -25,7 +25,7 @@ class OpenGroup:
     version: int
     size: int
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    flying: dict[str, tuple[int, int]] = field(default_factory=dict)
+    in_flight: dict[str, tuple[int, int]] = field(default_factory=dict)
     finished: list[Episode] = field(default_factory=list)
     failed: list[Episode] = field(default_factory=list)
     cancelled: bool = False
@@ -34,15 +34,15 @@ class OpenGroup:
         self.waiting.extend((slot, 0) for slot in range(self.size))
 
     def start(self) -> str:
-        """The id of the next episode to run. Only when something is waiting."""
+        """Return the id of the next episode to run. Only when something is waiting."""
         slot, attempt = self.waiting.popleft()
         episode_id = f"{self.id}.{slot}.{attempt}"
-        self.flying[episode_id] = (slot, attempt)
+        self.in_flight[episode_id] = (slot, attempt)
         return episode_id
 
-    def came_back(self, episode: Episode) -> None:
+    def on_finished(self, episode: Episode) -> None:
         """Settle or retry its slot. Raises KeyError for an episode that isn't in flight."""
-        slot, attempt = self.flying.pop(episode.id)
+        slot, attempt = self.in_flight.pop(episode.id)
         if episode.error is None:
             self.finished.append(episode)
         elif self.cancelled or episode.error.kind in NOT_RETRIED or attempt >= RETRIES:
@@ -51,14 +51,14 @@ class OpenGroup:
             self.waiting.append((slot, attempt + 1))
 
     def cancel(self) -> None:
-        """Nothing more is started; what flies is to be called back."""
+        """Start nothing more. The caller cancels what is in flight."""
         self.cancelled = True
         self.waiting.clear()
 
     @property
     def settled(self) -> bool:
-        return not self.waiting and not self.flying
+        return not self.waiting and not self.in_flight
 
     def usable(self, at_least: int) -> bool:
-        """Whether a settled group has enough episodes to go on with."""
+        """Tell whether a settled group has enough episodes to be trained."""
         return not self.cancelled and len(self.finished) >= at_least

@@ -1,4 +1,4 @@
-"""How old training data may be. Batch s trains version s − 1; a sample's lag is (s − 1) − its oldest version."""
+"""Bounds on the age of training data. Batch s trains version s − 1; a sample's lag is (s − 1) − its oldest version."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ PLENTY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StalenessLimits:
     """`max_lag` bounds the age of samples, `run_ahead` the batches sent before the trainer has used the last ones."""
 
     batch_size: int
@@ -17,27 +17,27 @@ class Limits:
 
 
 def lag(step: int, oldest_version: int) -> int:
-    """Versions between what batch `step` trains and what sampled its oldest token; 0 where nothing was sampled."""
+    """Count the versions between what batch `step` trains and what sampled its oldest token; 0 for no sampled token."""
     return max(0, step - 1 - oldest_version)
 
 
 def too_old(step: int, oldest_version: int, max_lag: int) -> bool:
-    """Whether a sample can't be in batch `step`, nor in any later one."""
+    """Tell whether a sample is too old for batch `step` and all later ones."""
     return lag(step, oldest_version) > max_lag
 
 
-def may_send(step: int, newest_version: int, limits: Limits) -> bool:
-    """Whether batch `step` isn't too far ahead of the newest version that the trainer has announced."""
+def may_send(step: int, newest_version: int, limits: StalenessLimits) -> bool:
+    """Tell whether batch `step` isn't too far ahead of the newest version that the trainer has announced."""
     return step - 1 - newest_version <= limits.run_ahead
 
 
-def usable_batches(step: int, version: int, limits: Limits) -> int:
-    """How many batches, from `step` on, rollouts that start now at `version` could still go into."""
+def usable_batches(step: int, version: int, limits: StalenessLimits) -> int:
+    """Count the batches, from `step` on, that rollouts which start now at `version` could still go into."""
     return max(0, min(version + limits.max_lag + 1, limits.max_steps) - step + 1)
 
 
-def may_open_group(step: int, version: int, ready: int, coming: float, pace: float, limits: Limits) -> bool:
-    """Whether one more group is wanted, with `ready` episodes waiting for batch `step` and `coming` expected.
+def may_open_group(step: int, version: int, ready: int, coming: float, pace: float, limits: StalenessLimits) -> bool:
+    """Tell whether one more group is wanted, with `ready` episodes waiting for batch `step` and `coming` expected.
 
     A full batch that waits for the trainer stops new work (it would only grow stale), and there is never more
     expected than batches can use, nor than `pace` batches.
@@ -47,8 +47,8 @@ def may_open_group(step: int, version: int, ready: int, coming: float, pace: flo
     return ready + coming < limits.batch_size * min(pace, usable_batches(step, version, limits))
 
 
-def next_pace(pace: float, *, trainer_starved: bool, waited_share: float, limits: Limits) -> float:
-    """How many batches' worth of episodes to have under way after a batch was sent: as few as keep the trainer busy.
+def next_pace(pace: float, *, trainer_starved: bool, waited_share: float, limits: StalenessLimits) -> float:
+    """Return how many batches' worth of episodes to have under way: as few as keep the trainer busy.
 
     More when the trainer had run out of batches, less when this one was complete long before the trainer wanted it
     (`waited_share` of the time since the last one). In between lies the slack that uneven episodes need.

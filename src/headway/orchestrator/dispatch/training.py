@@ -1,97 +1,68 @@
-"""The training work: groups opened by ratio and curriculum, followed until settled, cancelled when hopeless."""
+"""Training episodes: groups opened by ratio and curriculum, followed until settled, cancelled when too old."""
 
+import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from headway.algorithms.base import Algorithm
-from headway.core.episodes import Episode, EpisodeRequest, Task
-from headway.core.protocol import SamplingParams
-from headway.orchestrator.dispatch.curriculum import Curriculum
-from headway.orchestrator.dispatch.dispatcher import EpisodeRunner, Launch, Router
+from headway.core.episodes import Episode, EpisodeRequest
+from headway.orchestrator.collect.collector import Collector
+from headway.orchestrator.dispatch.admission import Admission
+from headway.orchestrator.dispatch.dispatcher import EngineRouter, Launch, random_id
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.mix import Mix
-from headway.orchestrator.dispatch.rate import RateLimit
+from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.dispatch.staleness import too_old
-
-
-@dataclass(slots=True)
-class Source:
-    """A training environment: where its tasks come from, how they are run and what they are trained with.
-
-    `owed` are tasks that were on their way when the state was saved: they come before new ones.
-    """
-
-    name: str
-    runner: EpisodeRunner
-    tasks: Sequence[Task]
-    curriculum: Curriculum
-    algorithm: Algorithm
-    group_size: int
-    sampling: SamplingParams
-    timeout: float
-    capacity: int = 2**31
-    """Episodes that its workers can run at a time; more would only wait there, on their own time."""
-    ratio: float = 1.0
-    rate: RateLimit = field(default_factory=lambda: RateLimit(None))
-    owed: list[int] = field(default_factory=list)
-
-    @property
-    def at_least(self) -> int:
-        """Episodes that a group must have to be trained."""
-        return 2 if self.algorithm.relative else 1
-
-    def next_task(self) -> int:
-        return self.owed.pop(0) if self.owed else self.curriculum.next()
+from headway.orchestrator.health import Health
+from headway.orchestrator.tally import StepTally
 
 
 class TrainingWork:
-    """Offers the dispatcher the episodes of open groups, and hands settled groups to `settled`.
-
-    `may_open(outstanding)` says whether one more group is wanted, `version` what the fleet serves now.
-    """
+    """Offers the dispatcher the episodes of open groups, opens groups as `admission` allows, and hands settled ones to
+    the collector."""
 
     def __init__(
         self,
         sources: Sequence[Source],
-        router: Router,
+        router: EngineRouter,
         *,
-        version: Callable[[], int],
-        may_open: Callable[[int], bool],
-        settled: Callable[[OpenGroup], None],
-        saw_episode: Callable[[Episode], None],
-        clock: Callable[[], float],
-        new_id: Callable[[], str],
-        pump_later: Callable[[float], None],
+        admission: Admission,
+        collector: Collector,
+        health: Health,
+        tally: StepTally,
+        changed: asyncio.Event,
+        clock: Callable[[], float] = time.monotonic,
+        new_id: Callable[[], str] = random_id,
     ) -> None:
         self.sources = {source.name: source for source in sources}
         self.mix = Mix({source.name: source.ratio for source in sources})
         self.open: dict[str, OpenGroup] = {}
         self.outstanding = 0
         """Episodes of open groups, started or not."""
-        self.cancelled: Counter[str] = Counter()
-        self._flying: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
         self._waiting: dict[str, OpenGroup] = {}
-        self._router, self._version, self._may_open, self._settled = router, version, may_open, settled
-        self._clock, self._new_id, self._pump_later = clock, new_id, pump_later
-        self._saw_episode = saw_episode
+        self._retry_after: float | None = None
+        self._router, self._admission, self._collector = router, admission, collector
+        self._health, self._tally, self._changed = health, tally, changed
+        self._clock, self._new_id = clock, new_id
 
-    def take(self) -> Launch | None:
+    def take(self) -> Launch | float | None:
+        self._retry_after = None
         group = self._waiting_group() or self._open_group()
-        return self._launch(group) if group is not None else None
+        return self._launch(group) if group is not None else self._retry_after
 
     def _waiting_group(self) -> OpenGroup | None:
         return next((g for g in self._waiting.values() if self._can_start(self.sources[g.env])), None)
 
     def _open_group(self) -> OpenGroup | None:
-        if not self._may_open(self.outstanding):
+        if not self._admission.may_open(self.outstanding):
             return None
         name = self.mix.pick([name for name, source in self.sources.items() if self._can_start(source)])
         if name is None:
             return None
         source = self.sources[name]
         index = source.next_task()
-        group = OpenGroup(self._new_id(), name, source.tasks[index], index, self._version(), source.group_size)
+        group = OpenGroup(self._new_id(), name, source.tasks[index], index, self._admission.version, source.group_size)
         self.open[group.id] = self._waiting[group.id] = group
         self.outstanding += group.size
         self.mix.took(name, source.group_size)
@@ -100,17 +71,17 @@ class TrainingWork:
     def _can_start(self, source: Source) -> bool:
         if source.algorithm.sampler is None and not self._router.choose(""):
             return False
-        if self._flying[source.name] >= source.capacity:
+        if self._in_flight[source.name] >= source.capacity:
             return False
         if (wait := source.rate.wait(self._clock())) > 0:
-            self._pump_later(wait)
+            self._retry_after = wait if self._retry_after is None else min(wait, self._retry_after)
             return False
         return True
 
     def _launch(self, group: OpenGroup) -> Launch:
         source = self.sources[group.env]
         source.rate.took(self._clock())
-        self._flying[source.name] += 1
+        self._in_flight[source.name] += 1
         sampler = source.algorithm.sampler
         episode_id = group.start()
         if not group.waiting:
@@ -125,13 +96,16 @@ class TrainingWork:
             sampling=source.sampling,
             timeout=source.timeout,
         )
-        return Launch(source.runner, request, group.env, self._came_back)
+        return Launch(source.runner, request, group.env, self._on_finished)
 
-    def _came_back(self, episode: Episode) -> None:
+    def _on_finished(self, episode: Episode) -> None:
         group = self.open[episode.group_id]
-        self._flying[group.env] -= 1
-        self._saw_episode(episode)
-        group.came_back(episode)
+        self._in_flight[group.env] -= 1
+        self._tally.saw_episode(episode)
+        self._health.saw_episode(episode)
+        if self._health.failure is not None:
+            self._changed.set()
+        group.on_finished(episode)
         if group.waiting:
             self._waiting[group.id] = group
         if group.settled:
@@ -140,10 +114,10 @@ class TrainingWork:
     def _close(self, group: OpenGroup) -> None:
         del self.open[group.id]
         self.outstanding -= group.size
-        self._settled(group)
+        self._collector.add(group, self.sources[group.env], self._admission.updater.newest_version)
 
     def cancel_hopeless(self, step: int, max_lag: int) -> list[str]:
-        """Cancel the groups that can't be in batch `step` any more. Returns the episodes to call back."""
+        """Cancel the groups that are too old for batch `step`. Return the episodes to cancel."""
         hopeless = [
             group
             for group in self.open.values()
@@ -152,26 +126,26 @@ class TrainingWork:
         return self.cancel(hopeless, "too_old")
 
     def cancel_youngest(self, episodes: int) -> list[str]:
-        """Cancel the youngest groups, of that many episodes at least; their tasks come again. See `cancel`."""
+        """Cancel the youngest groups, of that many episodes at least, and requeue their tasks. See `cancel`."""
         chosen: list[OpenGroup] = []
         for group in reversed(self.open.values()):
-            if sum(len(g.flying) for g in chosen) >= episodes:
+            if sum(len(g.in_flight) for g in chosen) >= episodes:
                 break
-            if group.flying and not group.cancelled:
+            if group.in_flight and not group.cancelled:
                 chosen.append(group)
-                self.sources[group.env].owed.append(group.task_index)
+                self.sources[group.env].requeued.append(group.task_index)
         return self.cancel(chosen, "pressure")
 
     def cancel(self, groups: Sequence[OpenGroup], cause: str) -> list[str]:
-        """Cancel whole groups, counted once by cause. Returns the episodes to call back."""
-        doomed = []
+        """Cancel whole groups, counted once by cause. Return the episodes to cancel."""
+        episodes: list[str] = []
         for group in groups:
             if group.cancelled:
                 continue
             group.cancel()
             self._waiting.pop(group.id, None)
-            self.cancelled[cause] += group.size
-            doomed += list(group.flying)
+            self._tally.cancelled[cause] += group.size
+            episodes += list(group.in_flight)
             if group.settled:
                 self._close(group)
-        return doomed
+        return episodes

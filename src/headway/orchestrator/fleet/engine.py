@@ -1,4 +1,4 @@
-"""One engine of the fleet, tended by a task of its own: found, given the current weights, watched, found again."""
+"""One engine of the fleet, supervised by a task of its own: connected, updated, polled, connected again."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate
 from headway.transport.inference import EngineError
 
-log = logging.getLogger("headway.orchestrator")
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 STATE_TIMEOUT = 10.0
@@ -27,7 +27,7 @@ MISSED_POLLS = 3
 
 
 class EngineClient(Protocol):
-    """What the fleet needs of an inference client."""
+    """An inference client, as the fleet sees it."""
 
     async def state(self) -> EngineState: ...
 
@@ -61,7 +61,7 @@ class Engine:
         self.last_reply: WeightReply | None = None
         self.refusals = 0
         self.refusal = ""
-        self.flights = 0
+        self.in_flight = 0
         self.nudge = asyncio.Event()
         self._wanted, self._changed = wanted, changed
         self._doubted = False
@@ -85,8 +85,8 @@ class Engine:
         self._doubted = True
         self.nudge.set()
 
-    async def tend(self) -> None:
-        """Forever: bring it into the fleet, watch it there, and start over after a pause when it fails."""
+    async def supervise(self) -> None:
+        """Update it, poll it while it serves, and start over after a pause when it fails, until cancelled."""
         while True:
             try:
                 await self._serve()
@@ -96,7 +96,9 @@ class Engine:
             except (HeadwayError, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
                 self._rest = min(2 * self._rest, max(self._rest, LONGEST_RETRY_SECONDS))
-            log.log(logging.WARNING if self.serving else logging.DEBUG, "engine %s is out: %s", self.name, reason)
+            logger.log(
+                logging.WARNING if self.serving else logging.DEBUG, "engine %s does not serve: %s", self.name, reason
+            )
             self._set_serving(False)
             self.loaded = None
             await asyncio.sleep(self._rest)
@@ -154,7 +156,7 @@ class Engine:
 
     def _set_serving(self, serving: bool) -> None:
         if serving and not self.serving:
-            log.info("engine %s serves version %d", self.name, self.version)
+            logger.info("engine %s serves version %d", self.name, self.version)
         self.serving = serving
         self._changed()
 

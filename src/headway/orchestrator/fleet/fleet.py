@@ -1,4 +1,4 @@
-"""All engines of the run: who serves, who is least loaded, which version they have, and how updates reach them."""
+"""The fleet of engines: routes episodes to the least loaded, brings weights to all, notices joiners and leavers."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from headway.orchestrator.dispatch.concurrency import Load
 from headway.orchestrator.fleet.engine import Engine, EngineClient
 from headway.orchestrator.fleet.membership import Finder
 
-log = logging.getLogger("headway.orchestrator")
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """Pause between two looks for engines that join or leave."""
@@ -26,15 +26,16 @@ MAX_REFUSALS = 6
 
 
 class Fleet:
-    """Routes episodes and spreads weights. `changed` is called when capacity or versions change."""
+    """Routes episodes and spreads weights. `changed` is set when capacity or versions change."""
 
     def __init__(
-        self, find: Finder, connect: Callable[[str], EngineClient], *, changed: Callable[[], None] = lambda: None
+        self, find: Finder, connect: Callable[[str], EngineClient], *, changed: asyncio.Event | None = None
     ) -> None:
-        self._find, self._connect, self.changed = find, connect, changed
+        self._find, self._connect = find, connect
+        self.changed = changed or asyncio.Event()
         self.update: WeightUpdate | None = None
         self.engines: dict[str, Engine] = {}
-        self._tending: dict[str, asyncio.Task[None]] = {}
+        self._supervisors: dict[str, asyncio.Task[None]] = {}
         self._affinity: dict[str, str] = {}
         self._news = asyncio.Event()
 
@@ -48,9 +49,9 @@ class Fleet:
         return min((engine.version for engine in self.serving), default=-1)
 
     def choose(self, group_id: str) -> list[str]:
-        """Base URLs, best first: the engine that has the group's prompt cached if it isn't busier than the others,
-        else the least loaded. Empty while none serves."""
-        ranked = sorted(self.serving, key=lambda engine: engine.flights)
+        """Return base URLs, best first: the engine that has the group's prompt cached unless it is busier than the
+        others, else the least loaded. Empty while none serves."""
+        ranked = sorted(self.serving, key=lambda engine: engine.in_flight)
         if not ranked:
             return []
         if group_id:
@@ -59,8 +60,8 @@ class Fleet:
 
     def _prefer(self, group_id: str, ranked: list[Engine]) -> None:
         known = self._affinity.get(group_id)
-        limit = AFFINITY_SLACK * ranked[0].flights + 1
-        at = next((i for i, e in enumerate(ranked) if e.url == known and e.flights <= limit), 0)
+        limit = AFFINITY_SLACK * ranked[0].in_flight + 1
+        at = next((i for i, e in enumerate(ranked) if e.url == known and e.in_flight <= limit), 0)
         ranked.insert(0, ranked.pop(at))
         self._affinity[group_id] = ranked[0].url
         if len(self._affinity) > REMEMBERED_GROUPS:
@@ -69,12 +70,12 @@ class Fleet:
     def started(self, url: str) -> None:
         for engine in self.engines.values():
             if engine.url == url:
-                engine.flights += 1
+                engine.in_flight += 1
 
     def ended(self, url: str, *, engine_failed: bool) -> None:
         for engine in self.engines.values():
             if engine.url == url:
-                engine.flights -= 1
+                engine.in_flight -= 1
                 engine.episode_ended(engine_failed=engine_failed)
 
     async def publish(self, update: WeightUpdate) -> list[WeightReply]:
@@ -90,7 +91,11 @@ class Fleet:
             await self._all_current()
         for engine in self.serving:
             if not engine.current:
-                log.warning("engine %s is slow to take version %d; going on without it", engine.name, update.version)
+                logger.warning(
+                    "engine %s is slow to load version %d; it gets no episodes until it is done",
+                    engine.name,
+                    update.version,
+                )
                 engine.serving = False
         self._on_change()
         return [e.last_reply for e in self.serving if e.last_reply and e.last_reply.version == update.version]
@@ -109,7 +114,7 @@ class Fleet:
                 await self._news.wait()
 
     def load(self, in_flight: int, finished: int) -> Load | None:
-        """What the engines reported last, summed up; None while none has."""
+        """Sum up what the engines reported last; None while none has."""
         states = [engine.state for engine in self.serving if engine.state is not None]
         if not states:
             return None
@@ -123,7 +128,7 @@ class Fleet:
         )
 
     async def watch(self) -> None:
-        """Until cancelled: let engines in that appear, let go of those that are gone, and of all at the end.
+        """Add engines that appear and drop those that are gone, until cancelled; then drop all.
 
         Raises HeadwayError when no engine takes the trainer's weights.
         """
@@ -139,28 +144,28 @@ class Fleet:
     async def _look(self) -> None:
         found = self._find()
         for name in [n for n, engine in self.engines.items() if found.get(n) != engine.url]:
-            log.info("engine %s left", name)
+            logger.info("engine %s left", name)
             await self._drop(name)
         for name, url in found.items():
             if name not in self.engines:
                 engine = Engine(name, url, self._connect(url), lambda: self.update, self._on_change)
                 self.engines[name] = engine
-                self._tending[name] = asyncio.create_task(engine.tend(), name=f"engine {name}")
-        for name, task in self._tending.items():
+                self._supervisors[name] = asyncio.create_task(engine.supervise(), name=f"engine {name}")
+        for name, task in self._supervisors.items():
             if task.done():
                 task.result()
-                raise RuntimeError(f"nobody tends engine {name} any more")
+                raise RuntimeError(f"the task supervising engine {name} has exited")
 
     def _check_refusals(self) -> None:
         engines = list(self.engines.values())
         if engines and min(engine.refusals for engine in engines) >= MAX_REFUSALS:
             raise HeadwayError(
                 f"every engine has refused the last {MAX_REFUSALS} updates it was given; {engines[0].name} says of "
-                f"the last one: {engines[0].refusal}; once that is mended, continue with --resume"
+                f"the last one: {engines[0].refusal}; fix this, then continue with --resume"
             )
 
     async def _drop(self, name: str) -> None:
-        engine, task = self.engines.pop(name), self._tending.pop(name)
+        engine, task = self.engines.pop(name), self._supervisors.pop(name)
         engine.serving = False
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -169,4 +174,4 @@ class Fleet:
 
     def _on_change(self) -> None:
         self._news.set()
-        self.changed()
+        self.changed.set()

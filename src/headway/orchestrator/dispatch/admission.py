@@ -1,0 +1,62 @@
+"""Admission: decides when new groups may open and when a batch may be sent, within the bounds on staleness."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from headway.orchestrator.collect.collector import Collector
+from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.dispatch.staleness import StalenessLimits, may_open_group, may_send, next_pace
+from headway.orchestrator.fleet.updates import WeightUpdater
+
+
+class ServedVersion(Protocol):
+    @property
+    def version(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Admission:
+    """The state that admission depends on. Batch `step` is collected now; `pace` is how many batches' worth of
+    episodes to have under way; `frozen` says that no episode is sampled by the policy."""
+
+    limits: StalenessLimits
+    fleet: ServedVersion
+    updater: WeightUpdater
+    ready: ReadyQueue
+    collector: Collector
+    frozen: bool
+    pace: float
+    step: int = 1
+    trainer_bound: bool = False
+
+    @property
+    def version(self) -> int:
+        """The version that episodes starting now are sampled from. Frozen samplers need no engine of the run's."""
+        return self.updater.newest_version if self.frozen else self.fleet.version
+
+    def may_open(self, outstanding: int) -> bool:
+        """Whether one more group is wanted, with `outstanding` episodes in open groups."""
+        if self.updater.busy and self.trainer_bound:
+            return False  # there is time to start with the new weights instead of the old
+        coming = (outstanding + self.collector.outstanding) * self.collector.useful_share
+        return may_open_group(self.step, self.version, self.ready.episodes, coming, self.pace, self.limits)
+
+    def may_send(self) -> bool:
+        return may_send(self.step, self.updater.newest_version, self.limits)
+
+    def full_batch_waits(self) -> bool:
+        return self.ready.episodes >= self.limits.batch_size
+
+    def take_batch(self) -> list[ReadyGroup] | None:
+        """Remove and return the groups of batch `step`; None while there are too few, or the trainer isn't ready."""
+        return self.ready.take(self.limits.batch_size) if self.may_send() else None
+
+    def learn_pace(self, waited: float, seconds: float) -> None:
+        """Learn from a batch that took `seconds` and was complete for `waited` of them before it could be sent."""
+        self.trainer_bound = waited > 0
+        self.pace = next_pace(
+            self.pace,
+            trainer_starved=self.updater.newest_version >= self.step - 1 > 0,
+            waited_share=waited / max(seconds, 1e-9),
+            limits=self.limits,
+        )

@@ -1,0 +1,109 @@
+"""Environments of a run: their worker pools, started together and closed with the run."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.algorithms.base import Context
+from headway.algorithms.registry import make_algorithm
+from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestratorSettings, SamplingSettings
+from headway.core.errors import HeadwayError, UsageError
+from headway.core.protocol import SamplingParams
+from headway.envs.workers.pool import EnvPool
+from headway.orchestrator.dispatch.curriculum import make_curriculum
+from headway.orchestrator.dispatch.rate import RateLimit
+from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.evaluation import EvalEnv
+
+T = TypeVar("T")
+
+
+class WorkerPools:
+    """Worker pools, closed with the stack."""
+
+    def __init__(self, stack: AsyncExitStack, model: Path, renderer: str) -> None:
+        self._stack, self._model, self._renderer = stack, model, renderer
+        self._pools: list[EnvPool] = []
+        self._lost = 0
+
+    async def start(self, settings: EnvSettings) -> EnvPool:
+        pool = EnvPool(settings, model=self._model, renderer=self._renderer)
+        self._stack.push_async_callback(pool.close)
+        await pool.start()
+        if not pool.tasks:
+            raise HeadwayError(f"environment {settings.id} has no tasks; check its args")
+        self._pools.append(pool)
+        return pool
+
+    def metrics(self) -> dict[str, float]:
+        """Count the workers that serve now, and those that were lost since the last call."""
+        lost, before = sum(pool.restarts for pool in self._pools), self._lost
+        self._lost = lost
+        return {"workers/serving": float(sum(pool.size for pool in self._pools)), "workers/lost": float(lost - before)}
+
+    async def sources(self, settings: OrchestratorSettings, seed: int, context: Context) -> list[Source]:
+        """Start the training environments."""
+
+        async def start(env: EnvSettings) -> Source:
+            pool = await self.start(env)
+            return Source(
+                name=env.name or env.id,
+                runner=pool,
+                tasks=pool.tasks,
+                curriculum=make_curriculum(env.curriculum, len(pool.tasks), seed),
+                algorithm=make_algorithm(env.algorithm or settings.algorithm, context),
+                group_size=env.group_size or settings.group_size,
+                sampling=sampling_params(env.sampling or settings.sampling),
+                timeout=env.timeout,
+                capacity=env.workers.max * env.workers.episodes,
+                ratio=env.ratio,
+                rate=RateLimit(env.rate_limit),
+            )
+
+        sources = await gather_or_cancel([start(env) for env in settings.envs])
+        check_unique_names([source.name for source in sources], "orchestrator.envs")
+        return sources
+
+    async def eval_envs(
+        self, settings: Sequence[EvalEnvSettings], default: SamplingSettings, where: str
+    ) -> list[EvalEnv]:
+        """Start the environments to evaluate on."""
+
+        async def start(env: EvalEnvSettings) -> EvalEnv:
+            pool = await self.start(env)
+            return EvalEnv(
+                name=env.name or env.id,
+                runner=pool,
+                tasks=pool.tasks[: env.tasks],
+                samples=env.samples,
+                sampling=sampling_params(env.sampling or default),
+                timeout=env.timeout,
+                capacity=env.workers.max * env.workers.episodes,
+            )
+
+        envs = await gather_or_cancel([start(env) for env in settings])
+        check_unique_names([env.name for env in envs], where)
+        return envs
+
+
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all at the same time; when one fails, the others are cancelled and waited for before it raises."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def sampling_params(settings: SamplingSettings) -> SamplingParams:
+    return SamplingParams(**settings.model_dump())
+
+
+def check_unique_names(names: Sequence[str], where: str) -> None:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UsageError(f"{where}: {', '.join(sorted(twice))} occurs more than once; give each its own `name`")
