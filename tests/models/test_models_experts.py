@@ -6,7 +6,10 @@ from models_common import random_model, random_tokens, run_packed, small
 from torch.nn import functional as F
 
 from headway.models import ops
-from headway.models.layers.experts import SparseMlp, combine, dispatch
+from headway.models.attention import PackedPlan
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.experts import ExpertRouter, LocalDispatcher, SparseMlp
+from headway.models.layers.mlp import GatedMlp
 
 LENGTHS = [9, 14]
 
@@ -80,14 +83,41 @@ def test_a_layer_equals_every_expert_computed_densely(normalize: bool) -> None:
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
+def test_a_sigmoid_router_with_a_selection_bias_and_shared_experts() -> None:
+    """The parts of DeepSeek-V3's layer: the bias picks experts, and neither weighs them nor gets a gradient."""
+    config = small("qwen3_moe", normalize_gates=True)
+    router = ExpertRouter(config, score="sigmoid", scale=2.5, selection_bias=True)
+    shared = GatedMlp(config.width, 12)
+    mlp = SparseMlp(config, router=router, shared_experts=shared)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in mlp.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    x = torch.randn(11, config.width, generator=generator)
+    bias = mlp.get_parameter("gate.e_score_correction_bias")
+    bias.data = torch.tensor([0.0, 9.0, 0.0, 9.0, 0.0])
+    out, used = mlp(x, ForwardContext(PackedPlan([11]), x, x))
+    assert used.sort(-1).values.tolist() == [[1, 3]] * 11
+
+    scores = (x @ router.weight.T).sigmoid()[:, [1, 3]]
+    gates = 2.5 * scores / scores.sum(-1, keepdim=True)
+    gate, up = torch.einsum("td,eid->tei", x, mlp.experts.gate_up_proj[[1, 3]]).chunk(2, -1)
+    routed = torch.einsum("tei,edi->ted", F.silu(gate) * up, mlp.experts.down_proj[[1, 3]])
+    hidden = F.silu(x @ shared.gate_proj.weight.T) * (x @ shared.up_proj.weight.T)
+    expected = (routed * gates.unsqueeze(-1)).sum(1) + hidden @ shared.down_proj.weight.T
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    out.sum().backward()
+    assert bias.grad is None and router.weight.grad is not None
+
+
 def test_dispatch_sorts_by_expert_and_combine_undoes_it() -> None:
     x = torch.arange(6.0)[:, None].expand(6, 3).contiguous()
     experts = torch.tensor([[3, 0], [0, 1], [3, 1], [1, 3], [0, 3], [1, 0]])
-    rows, counts, order = dispatch(x, experts, 5)
+    dispatcher = LocalDispatcher(5)
+    rows, counts, order = dispatcher.dispatch(x, experts)
     assert counts.tolist() == [4, 4, 0, 4, 0]
     assert rows[:, 0].tolist() == [0, 1, 4, 5, 1, 2, 3, 5, 0, 2, 3, 4]
     gates = torch.tensor([[0.25, 0.75]]).expand(6, 2)
-    assert torch.equal(combine(rows, gates, order), x)
+    assert torch.equal(dispatcher.combine(rows, gates, order), x)
 
 
 @pytest.mark.parametrize("counts", [[4, 0, 3], [0, 0, 7], [2, 2, 3]])

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
         nn.ModuleList([Linear(16, 5), Linear(16, 3)]),
         lambda m, x: torch.cat(list(FusedProjections(*m)(x)), 1),
     ),
-    "experts": (SparseMlp(small("qwen3_moe", width=16)), lambda m, x: m(x)[0]),
+    "experts": (SparseMlp(small("qwen3_moe", width=16)), lambda m, x: m(x, None)[0]),
 }
 
 
