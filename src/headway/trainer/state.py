@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
+from headway.core.devices import resolve_dtype
 from headway.models.adapters.linears import adapted_linears, init_adapters
 from headway.models.adapters.lora import apply_lora
 from headway.models.build import build_model
@@ -95,9 +96,8 @@ def make_state(
 
 
 def compute_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:
-    if settings.model.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32
+    dtype: torch.dtype = getattr(torch, resolve_dtype(settings.model.dtype, device.type))
+    return dtype
 
 
 def _add_adapters(model: DecoderLM, lora: LoraSettings, seed: int) -> dict[str, Tensor]:

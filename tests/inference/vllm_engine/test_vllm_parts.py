@@ -35,9 +35,9 @@ from headway.inference.engine import UpdateError
 from headway.inference.vllm import load
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.flight import Flight
+from headway.inference.vllm.guard import SERVER
 from headway.inference.vllm.staging import StagedFile, Stager
 from headway.inference.vllm.stats import EngineStats
-from headway.inference.vllm.tether import SERVER
 from headway.inference.vllm.translate import add_run, finish_of, logprobs_of, prompt_logprobs_of, runs_of
 from headway.inference.vllm.worker import read_staged
 from headway.models.checkpoints.folders import save_checkpoint
@@ -285,8 +285,8 @@ def test_stats_are_sums_over_steps_and_engines() -> None:
 def test_a_worker_ends_when_its_server_was_killed() -> None:
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     code = (
-        "from headway.inference.vllm.tether import end_with_server; import time\n"
-        "end_with_server(); print('up', flush=True); time.sleep(600)"
+        "from headway.core.processes import die_with; import os, time\n"
+        f"die_with(int(os.environ[{SERVER!r}])); print('up', flush=True); time.sleep(600)"
     )
     command, environment = [sys.executable, "-c", code], os.environ | {SERVER: str(server.pid)}
     worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)

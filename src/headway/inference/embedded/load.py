@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.devices import resolve_device, resolve_dtype
+from headway.core.errors import HeadwayError
 from headway.inference.embedded.cpu import library as cpu
 from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
 from headway.inference.embedded.service import EmbeddedService
@@ -27,8 +28,8 @@ _CUDA_BATCH = 8192
 
 def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
     """Load the model and size the engine. Raise HeadwayError naming the file, tensor or memory that does not fit."""
-    device = pick_device(settings.placement.device)
-    dtype = pick_dtype(settings.model.dtype, device)
+    device = torch.device(resolve_device(settings.placement.device, torch.cuda.is_available()))
+    dtype: torch.dtype = getattr(torch, resolve_dtype(settings.model.dtype, device.type))
     inference = settings.inference
     if inference.threads is not None:
         # Otherwise torch's own choice: all cores, or what OMP_NUM_THREADS left to this process.
@@ -42,20 +43,6 @@ def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
     engine = EmbeddedEngine(model, limits)
     fingerprint = fingerprint_of(hf_tensors(model)).hexdigest()
     return EmbeddedService(engine, fingerprint=fingerprint, max_waiting=inference.max_waiting, lora=settings.model.lora)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("placement.device is cuda, but torch sees no CUDA device; use --device cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def free_memory(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headway.config.inference import ServeSettings
+from headway.core.devices import resolve_dtype
 from headway.core.errors import UsageError
 from headway.inference.vllm.worker import HeadwayWorker
 
@@ -38,7 +39,7 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
     `memory` bytes in all."""
     own = settings.inference
     config = read_config(folder)
-    dtype = settings.model.dtype if settings.model.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+    dtype = resolve_dtype(settings.model.dtype, device)
     max_len = min(settings.seq_len, config.max_len or settings.seq_len)
     chosen: dict[str, Any] = {
         "model": str(folder),

@@ -1,4 +1,4 @@
-"""Ends vLLM's processes when their server is killed while they start: they cannot watch it themselves yet."""
+"""Ends vLLM's processes when their server is killed while they start: they do not watch it themselves yet."""
 
 import os
 import select
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headway.inference.vllm.tether import SERVER
+SERVER = "HEADWAY_SERVER_PID"
+"""Names the process that vLLM's workers belong to; they end with it (`headway.inference.vllm.worker`)."""
 
 
 @contextmanager

@@ -19,11 +19,10 @@ from headway.inference.embedded.load import free_memory
 from headway.inference.vllm.adapters import Adapters
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.engine import VllmEngine
-from headway.inference.vllm.guard import guarded
+from headway.inference.vllm.guard import SERVER, guarded
 from headway.inference.vllm.limits import Limits
 from headway.inference.vllm.staging import Stager
 from headway.inference.vllm.stats import EngineStats, logger_of
-from headway.inference.vllm.tether import SERVER
 from headway.inference.vllm.versions import counts_versions
 from headway.models.checkpoints.folders import read_tensors
 from headway.transport.weights.fingerprint import Fingerprint

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from headway.core.processes import die_with
+from headway.inference.vllm.guard import SERVER
 from headway.inference.vllm.probe import StreamWatch
-from headway.inference.vllm.tether import SERVER, end_with_server
 
 
 class Place(NamedTuple):
@@ -128,4 +129,4 @@ def pack_experts(model: nn.Module) -> None:
 
 
 if os.environ.get(SERVER, str(os.getpid())) != str(os.getpid()):
-    end_with_server()
+    die_with(int(os.environ[SERVER]))

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from headway.config.shared import PlacementSettings
 from headway.config.trainer import TrainSettings
-from headway.core.errors import UsageError
+from headway.core.devices import resolve_device
 from headway.trainer.parallel.dims import ParallelDims
 
 # Ranks wait for each other while one of them loads, exports or compiles.
@@ -97,10 +97,7 @@ def joined(settings: TrainSettings) -> Iterator[Ranks]:
 
 
 def _device(placement: PlacementSettings) -> torch.device:
-    wanted = placement.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UsageError('placement.device is "cuda", but torch sees no CUDA device here; use "cpu" or "auto"')
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if resolve_device(placement.device, torch.cuda.is_available()) == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
