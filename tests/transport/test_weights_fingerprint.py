@@ -1,5 +1,6 @@
 """Fingerprints: equal over any sharding, different for any change of bits, places, names, shapes or dtypes."""
 
+import multiprocessing
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,7 +13,17 @@ from torch import Tensor
 
 from headway.transport.weights.fingerprint import Fingerprint, fingerprint_of, host
 from headway.transport.weights.fingerprint.device import DeviceCounter, can_copy_and_count
-from headway.transport.weights.fingerprint.reference import KEYS, MASK, ROW, ROW_BYTES, Checksum, checksum_of, row_sums
+from headway.transport.weights.fingerprint.reference import (
+    KEYS,
+    MASK,
+    ROW,
+    ROW_BYTES,
+    UNIT,
+    Batch,
+    Checksum,
+    checksum_of,
+    row_sums,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.int32, torch.uint8]
 INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -276,6 +287,43 @@ def test_a_cut_within_the_first_word_of_a_row_adds_up(before: int, after: int, d
     total.add("w", whole[cut:], cut, whole.shape)
     total.add("w", whole[:cut], 0, whole.shape)
     assert total.hexdigest() == _digest(whole)
+
+
+def _copy_and_count_by_kernel() -> None:
+    from headway.transport.weights.fingerprint.triton_kernel import count_by_triton
+
+    for copies in (False, True):
+        batch, found = Batch(), []
+        for number, (size, offset) in enumerate([(80, 16), (70 * ROW_BYTES + 48, ROW_BYTES - 16), (9000, 8)]):
+            source, target = (_aligned(size, offset) for _ in range(2))
+            source.copy_(_bits(number, size, torch.uint8))
+            batch.data.append(source)
+            batch.copies += [target] if copies else []
+            batch.offsets.append(offset)
+            batch.sizes.append(size)
+            batch.last.append(False)
+            found.append((source, target, offset))
+        for sums, (source, target, offset) in zip(count_by_triton(batch)().tolist(), found, strict=True):
+            wanted = checksum_of(offset, len(source), tuple(sums[:2]), tuple(sums[2:4]), tuple(sums[4:]))
+            assert wanted == COUNTERS["reference"](source, offset)
+            assert torch.equal(source, target) == copies
+
+
+def _aligned(size: int, offset: int) -> Tensor:
+    """Memory that begins at a unit of the whole tensor where `offset` does."""
+    memory = torch.zeros(size + 32, dtype=torch.uint8)
+    start = (offset - memory.data_ptr()) % UNIT
+    return memory[start : start + size]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests below run the kernel on the GPU")
+def test_the_kernel_agrees_with_the_reference_in_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    process = multiprocessing.get_context("spawn").Process(target=_copy_and_count_by_kernel)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -97,7 +97,7 @@ def test_tensors_are_cast_on_their_way(settings: WeightTransport, paths: RunPath
     sender.close()
 
 
-def test_where_tensors_lie_is_worked_out_once_as_long_as_they_lie_alike(paths: RunPaths) -> None:
+def test_views_are_reused_as_long_as_versions_have_the_same_layout(paths: RunPaths) -> None:
     sender, memory = make_sender(SharedMemoryWeights(), paths), MappedMemory()
 
     def elements(version: int, named: dict[str, Tensor]) -> list[Tensor]:
@@ -288,7 +288,7 @@ def test_a_buffer_that_is_written_over_while_it_is_read_is_refused(paths: RunPat
     sender.close()
 
 
-def test_segments_that_were_replaced_by_larger_ones_are_mapped_anew(paths: RunPaths) -> None:
+def test_segments_that_were_replaced_by_larger_ones_are_mapped_again(paths: RunPaths) -> None:
     sender, receiver = shared_memory.SharedMemorySender(paths, piece_bytes=4096), make_receiver()
     for version in range(6):
         weights = {"w": torch.full((300 * 4**version,), float(version))}

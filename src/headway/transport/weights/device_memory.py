@@ -1,7 +1,7 @@
-"""Memory of a GPU that several processes on one host use: one allocates and passes a handle on, others open it.
+"""GPU memory shared by processes of one host (CUDA IPC): one allocates and passes a handle on, others open it.
 
-By the CUDA driver's own library, since torch shares memory between its own children alone. A handle is 64 bytes, valid
-while the process that made it lives and has not freed the memory.
+This calls the CUDA driver, since torch shares memory only with its own child processes. A handle has 64 bytes, and is
+valid while the process that made it lives and has not freed the memory.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Block:
-    """Memory as torch likes to be told of it. It stays somebody else's."""
+    """Describes memory to torch, which does not own it."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -37,16 +37,16 @@ class _Block:
 
 
 _own: dict[str, Tensor] = {}
-"""What this process allocated: the driver opens handles of other processes alone."""
+"""What this process allocated, by handle: the driver opens only handles of other processes."""
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """Which GPU it is, whatever number a process knows it by."""
+    """Identify a GPU, whatever number a process knows it by."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
-    """`size` flat bytes, and their handle in hex. Raises HeadwayError."""
+    """Allocate `size` flat bytes. Returns them and their handle in hex. Raises HeadwayError."""
     with torch.cuda.device(device):
         _make_current()
         address, handle = _allocated(size), _Handle()
@@ -57,7 +57,7 @@ def allocate(size: int, device: torch.device) -> tuple[Tensor, str]:
 
 
 def _allocated(size: int) -> ctypes.c_uint64:
-    """If need be, torch gives back what it keeps for later."""
+    """Allocate; where memory is short, after torch has freed its cache."""
     address = ctypes.c_uint64()
     with suppress(HeadwayError):
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
@@ -74,7 +74,7 @@ def _allocated(size: int) -> ctypes.c_uint64:
 
 
 def release(handle: str) -> None:
-    """Free what `allocate` gave. Processes that still have it open lose it."""
+    """Free what `allocate` returned. Processes that still have it open lose it."""
     memory = _own.pop(handle)
     with torch.cuda.device(memory.device):
         torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def release(handle: str) -> None:
 
 
 def open_handle(handle: str, size: int, device: torch.device) -> Tensor:
-    """Another process's memory on `device`. Raises HeadwayError where it is gone or out of reach."""
+    """Open another process's memory on `device`. Raises HeadwayError where it is freed or can't be reached."""
     if handle in _own:
         return _own[handle]
     raw = bytes.fromhex(handle)
@@ -96,12 +96,12 @@ def open_handle(handle: str, size: int, device: torch.device) -> Tensor:
 
 
 def as_bytes(address: int, size: int, device: torch.device) -> Tensor:
-    """Memory of `device` that is allocated or open, as flat bytes."""
+    """View memory of `device` that is allocated or open as flat bytes."""
     return torch.as_tensor(_Block(address, size), device=device)
 
 
 def close_handle(handle: str, memory: Tensor) -> None:
-    """Let go of what `open_handle` gave. That the other process has ended meanwhile is no error."""
+    """Close what `open_handle` returned. It is no error if the other process has ended meanwhile."""
     if handle not in _own:
         with torch.cuda.device(memory.device), suppress(HeadwayError):
             torch.cuda.synchronize()
@@ -109,9 +109,9 @@ def close_handle(handle: str, memory: Tensor) -> None:
 
 
 def pin(memory: Tensor) -> None:
-    """Lock pages of the host's memory, so that GPUs copy from and to them by themselves.
+    """Lock pages of host memory, so that GPUs copy from and to them on their own.
 
-    Where the host allows no more of them to be locked, copies are slower, and that is all.
+    Where the host allows no more locked pages, copies are just slower.
     """
     _make_current()
     with suppress(HeadwayError):
@@ -120,15 +120,14 @@ def pin(memory: Tensor) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Before memory that was pinned is given back."""
+    """Unlock pages, before the memory is freed."""
     _make_current()
     with suppress(HeadwayError):
         _call("cuMemHostUnregister", ctypes.c_void_p(memory.data_ptr()))
 
 
 def _make_current() -> None:
-    """A thread that has called CUDA's runtime, as torch does here, has a context that the driver's functions find.
-    And what was begun before is done."""
+    """Give this thread a CUDA context, which a call of the CUDA runtime does, and finish all work begun before."""
     torch.cuda.synchronize()
 
 
