@@ -94,9 +94,9 @@ def _write(path: Path, lines: list[str]) -> str:
 def test_broken_rows_are_counted_and_named_up_to_a_bound(tmp_path: Path, renderer: Renderer) -> None:
     good = json.dumps({"messages": CHAT})
     path = _write(tmp_path / "rows.jsonl", [good, "{oops", "", "[1]", '{"prompt": "p"}', good])
-    rows, refused = tokenize_rows(read_rows(path), renderer, seq_len=99, train_roles=["assistant"], max_bad_rows=3)
+    rows, skipped = tokenize_rows(read_rows(path), renderer, seq_len=99, train_roles=["assistant"], max_bad_rows=3)
     assert len(rows) == 2
-    assert [line.split(": ")[0].rsplit(":", 1)[1] for line in refused.bad] == ["2", "4", "5"]
+    assert [line.split(": ")[0].rsplit(":", 1)[1] for line in skipped.bad] == ["2", "4", "5"]
     with pytest.raises(HeadwayError, match=r"max_bad_rows = 2 .*rows.jsonl:2: not a JSON object"):
         tokenize_rows(read_rows(path), renderer, seq_len=99, train_roles=["assistant"], max_bad_rows=2)
 
@@ -105,11 +105,11 @@ def test_long_rows_are_truncated_or_dropped_and_counted(renderer: Renderer) -> N
     long = {"messages": [CHAT[0], {"role": "assistant", "content": "z" * 100}]}
     hopeless = {"messages": [{"role": "user", "content": "z" * 100}, CHAT[1]]}
     rows = [Row("a:1", {"messages": CHAT}), Row("a:2", long), Row("a:3", hopeless)]
-    kept, refused = tokenize_rows(rows, renderer, seq_len=40, train_roles=["assistant"], too_long="truncate")
-    assert (len(kept), refused.truncated, refused.dropped) == (2, 1, 1)
+    kept, skipped = tokenize_rows(rows, renderer, seq_len=40, train_roles=["assistant"], too_long="truncate")
+    assert (len(kept), skipped.truncated, skipped.dropped) == (2, 1, 1)
     assert max(kept.lengths) == 40
-    kept, refused = tokenize_rows(rows, renderer, seq_len=40, train_roles=["assistant"], too_long="drop")
-    assert (len(kept), refused.truncated, refused.dropped) == (1, 0, 2)
+    kept, skipped = tokenize_rows(rows, renderer, seq_len=40, train_roles=["assistant"], too_long="drop")
+    assert (len(kept), skipped.truncated, skipped.dropped) == (1, 0, 2)
 
 
 def test_parquet_rows_are_those_of_jsonl(tmp_path: Path) -> None:
@@ -133,12 +133,12 @@ def test_a_folder_gives_its_files_in_order_and_knows_splits(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("path", ["", "./nowhere", "nowhere.jsonl", "/nowhere/at/all"])
-def test_a_path_that_is_not_there_is_refused(path: str) -> None:
+def test_a_path_that_is_not_there_is_skipped(path: str) -> None:
     with pytest.raises(UsageError):
         read_rows(path)
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_an_empty_folder_is_skipped(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no"):
         list(read_rows(str(tmp_path)))
 

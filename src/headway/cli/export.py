@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     if out.exists():
         raise UsageError(f"{out} already exists; name another folder")
     settings = load_settings(TrainSettings, ["@", str(paths.config / "trainer.toml")]).settings
-    from headway.trainer.extract import extract
+    from headway.trainer.exports import export_checkpoint
 
-    print(extract(settings, paths, step, out))
+    print(export_checkpoint(settings, paths, step, out))
     return 0

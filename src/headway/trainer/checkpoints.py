@@ -1,7 +1,7 @@
 """Checkpoints of a training state: sharded, written in the background, complete or not there.
 
-A checkpoint is a folder that torch's distributed checkpointing fills, any number of ranks writing their parts. Its
-marker comes last: a folder without one is half-written, and never read.
+Torch's distributed checkpointing fills a folder, any number of ranks writing their parts. A marker comes last: a folder
+without one is half-written, and never read.
 """
 
 import shutil
@@ -29,7 +29,7 @@ FOLDER = "trainer"
 
 
 class Marker(msgspec.Struct):
-    """What a complete checkpoint says of itself. `origin` is what a state must share to be restored from it."""
+    """The content of a complete checkpoint's marker. A state must have the same `origin` to be restored from it."""
 
     step: int
     updates: int
@@ -44,7 +44,7 @@ class Checkpoints:
     def __init__(self, settings: TrainSettings, paths: RunPaths, ranks: Ranks) -> None:
         self._settings, self._paths, self._ranks = settings, paths, ranks
         self._keep = settings.trainer.checkpoints
-        # Background writes talk among themselves: on the training's group they would get in its way.
+        # A group of their own: collectives of background writes must not mix with those of training.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -67,7 +67,7 @@ class Checkpoints:
         folder = self._paths.checkpoint(step)
         try:
             marker = msgspec.json.decode((folder / CHECKPOINT_MARKER).read_bytes(), type=Marker)
-            _refuse_others(folder, marker.origin, origin_of(state, self._settings))
+            _check_origin(folder, marker.origin, origin_of(state, self._settings))
             load(_tensors(state), storage_reader=FileSystemReader(folder / FOLDER), process_group=self._group)
         except (CheckpointException, msgspec.DecodeError, OSError) as error:
             raise HeadwayError(
@@ -91,7 +91,7 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, copy, marker)
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises HeadwayError if the last write failed."""
+        """Wait until nothing is being written. Raises HeadwayError if the last write failed."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
@@ -120,50 +120,48 @@ class Checkpoints:
 
 
 def superseded(steps: list[int], keep: CheckpointSettings) -> list[int]:
-    """Which of the complete checkpoints, in order, are no longer wanted."""
+    """Return those of the complete checkpoints, given in order, that are no longer wanted."""
     interval = keep.keep_interval
     return [step for step in steps[: -keep.keep_last] if not (interval and step % interval == 0)]
 
 
 def origin_of(state: TrainState, settings: TrainSettings) -> dict[str, Any]:
-    """What decides whether tensors of a checkpoint mean the same here."""
+    """Describe what decides whether tensors of a checkpoint mean the same here, as JSON has it."""
     lora = settings.model.lora
-    return {
+    origin = {
         "model": config_to_hf(state.config),
         "lora": None if lora is None else lora.model_dump(include={"rank", "targets"}),
         "optimizer": settings.trainer.optim.type,
     }
+    return msgspec.json.decode(msgspec.json.encode(origin))  # type: ignore[no-any-return]  # an object stays one
 
 
-def _refuse_others(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
-    # Through JSON, as the saved one went: tuples and lists are then alike.
-    mine = msgspec.json.decode(msgspec.json.encode(mine))
-    differing = [key for key in mine if saved.get(key) != mine[key]]
-    if not differing:
-        return
-    what = []
-    for key in differing:
-        theirs, ours = saved.get(key), mine[key]
+def _check_origin(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raise HeadwayError naming what differs."""
+    differing = []
+    for key, ours in mine.items():
+        theirs = saved.get(key)
         if isinstance(theirs, dict) and isinstance(ours, dict):
             names = sorted(name for name in theirs | ours if theirs.get(name) != ours.get(name))
-            what += [f"{key} {name} {theirs.get(name)} instead of {ours.get(name)}" for name in names[:4]]
-        else:
-            what.append(f"{key} {theirs} instead of {ours}")
-    raise HeadwayError(
-        f"{folder} was made by another configuration ({'; '.join(what)}); "
-        "continue with the settings it was made with, or start a new run"
-    )
+            differing += [f"{key} {name} {theirs.get(name)} instead of {ours.get(name)}" for name in names[:4]]
+        elif theirs != ours:
+            differing.append(f"{key} {theirs} instead of {ours}")
+    if differing:
+        raise HeadwayError(
+            f"{folder} was made by another configuration ({'; '.join(differing)}); "
+            "continue with the settings it was made with, or start a new run"
+        )
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong on the first rank that failed, in one line."""
+    """Describe what went wrong on the first rank that failed, in one line."""
     if isinstance(error, CheckpointException) and error.failures:
         return str(next(iter(error.failures.values()))[0])
     return str(error)
 
 
 def _tensors(state: TrainState) -> dict[str, Tensor]:
-    """What a checkpoint holds: live tensors, to be copied or overwritten."""
+    """Return the live tensors that a checkpoint holds, to be copied or overwritten."""
     weights = {f"weights.{name}": parameter.detach() for name, parameter in state.trained()}
     return weights | {f"optimizer.{name}": tensor for name, tensor in state.optimizer.state_tensors().items()}
 

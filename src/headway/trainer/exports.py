@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from headway.config.shared import LoraSettings
+from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
 from headway.models.adapters.lora import adapter_tensors, load_adapter, merge_adapter, save_adapter
 from headway.models.checkpoints.folders import load_model, save_checkpoint
-from headway.trainer.parallel.ranks import Ranks
-from headway.trainer.state import TrainState
+from headway.trainer.checkpoints import Checkpoints
+from headway.trainer.parallel.ranks import Ranks, joined
+from headway.trainer.state import TrainState, build_state
 
 
 def export(state: TrainState, paths: RunPaths, ranks: Ranks) -> Path:
@@ -39,3 +41,19 @@ def _export_adapter(state: TrainState, lora: LoraSettings, folder: Path, ranks: 
     save_adapter(merged, folder.with_name(f"{folder.name}_adapter"), lora, str(state.folder))
     merge_adapter(merged)
     save_checkpoint(merged, folder, dtype=state.compute_dtype, files_from=state.folder)
+
+
+def export_checkpoint(settings: TrainSettings, paths: RunPaths, step: int, folder: Path) -> Path:
+    """Write the checkpoint of `step` to `folder` as `export_to` does: for `headway export`.
+
+    Runs in one process on the CPU, whatever the run had, and only reads the run's folder.
+    """
+    placement = settings.placement.model_copy(update={"device": "cpu", "trainer_ranks": 1})
+    trainer = settings.trainer.model_copy(update={"replicas": 1})
+    alone = settings.model_copy(update={"placement": placement, "trainer": trainer})
+    with joined(alone) as ranks:
+        state = build_state(alone, ranks)
+        checkpoints = Checkpoints(alone, paths, ranks)
+        checkpoints.load(state, step)
+        checkpoints.close()
+        return export_to(state, folder, ranks)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 class Feed(Protocol):
     def next(self, step: int) -> RankBatch | None:
-        """This rank's part of batch `step`; None when the run is asked to stop before it came."""
+        """Return this rank's part of batch `step`; None if the run is asked to stop before it came."""
         ...
 
     def close(self) -> None: ...
@@ -85,7 +85,7 @@ class FakeFeed:
 
 
 def fake_lengths(rng: np.random.Generator, seq_len: int, mean_len: int | None) -> list[int]:
-    """Log-normal lengths that fill `seq_len`, or one sample of that length."""
+    """Draw log-normal lengths that fill `seq_len`, or return one sample of that length."""
     if mean_len is None:
         return [seq_len]
     lengths: list[int] = []

@@ -112,7 +112,7 @@ def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str,
         except HeadwayError as error:
             failure = error
     if ranks.any(failure is not None):
-        raise failure or HeadwayError("rank 0 could not read the data")
+        raise failure or HeadwayError("the first rank could not read the data; see its log output")
     return TokenRows.load(file)
 
 
@@ -122,7 +122,7 @@ def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
     longest = load_config(folder).max_len
     if settings.seq_len > longest:
         raise UsageError(f"seq_len is {settings.seq_len}, but the model's positions end at {longest}")
-    rows, refused = tokenize_rows(
+    rows, skipped = tokenize_rows(
         progress(read_rows(path, data.split), f"reading {name} rows"),
         load_renderer(folder, settings.model.renderer),
         seq_len=settings.seq_len,
@@ -131,8 +131,8 @@ def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
         max_bad_rows=data.max_bad_rows,
     )
     logger.info(
-        "%s: %d rows of %d tokens, %d of them learned; %d broken, %d truncated, %d dropped",
-        name, len(rows), len(rows.token_ids), rows.learned.sum(), len(refused.bad), refused.truncated, refused.dropped,
+        "%s: %d rows of %d tokens, %d of them learned; %d bad, %d truncated, %d dropped",
+        name, len(rows), len(rows.token_ids), rows.learned.sum(), len(skipped.bad), skipped.truncated, skipped.dropped,
     )  # fmt: skip
     if not len(rows):
         raise HeadwayError(f"{path}: holds no row to learn from")

@@ -1,4 +1,4 @@
-"""What training changes: a policy's weights, its optimizer, and how many steps they have come."""
+"""The training state: a policy's weights, its optimizer, and the number of steps they have been trained."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from headway.trainer.policy import Policy
 
 @dataclass
 class TrainState:
-    """`step` is also the version of the weights. `bad_steps` were skipped in a row, up to now."""
+    """One rank's state. `step` is also the version of the weights; the last `bad_steps` steps were skipped."""
 
     policy: Policy
     optimizer: PolicyOptimizer
@@ -38,7 +38,7 @@ class TrainState:
     folder: Path
     """The checkpoint folder that the weights and the tokenizer came from."""
     lora: LoraSettings | None = None
-    """What the adapter is, where one is trained instead of all weights."""
+    """Settings of the adapter, if one is trained instead of all weights."""
     step: int = 0
     bad_steps: int = 0
 
@@ -51,7 +51,7 @@ class TrainState:
         return self.policy.model.config
 
     def trained(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that training changes: all, or the adapters alone."""
+        """Yield the parameters that training changes: all, or the adapters alone."""
         return trained_parameters(self.model)
 
 
@@ -60,7 +60,7 @@ def trained_parameters(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def build_state(settings: TrainSettings, ranks: Ranks) -> TrainState:
-    """The policy of the settings' checkpoint folder, laid out over the ranks, with a fresh optimizer."""
+    """Load the policy of the settings' checkpoint folder, sharded over the ranks, with a fresh optimizer."""
     folder = resolve_model(settings.model.path, settings.model.family)
     return make_state(settings, ranks, folder, load_config(folder), lambda m: load_hf_tensors(m, read_tensors(folder)))
 
@@ -68,9 +68,9 @@ def build_state(settings: TrainSettings, ranks: Ranks) -> TrainState:
 def make_state(
     settings: TrainSettings, ranks: Ranks, folder: Path, config: ModelConfig, set_weights: Callable[[DecoderLM], None]
 ) -> TrainState:
-    """`set_weights` gets the model once it is sharded, so that no rank ever holds more than its part."""
+    """Build a policy whose weights `set_weights` sets once it is sharded: no rank ever holds more than its part."""
     trainer, lora = settings.trainer, settings.model.lora
-    dtype = compute_dtype(settings, ranks.device)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(settings.model.dtype, ranks.device.type))
     # float32 master weights; under an adapter the base is frozen, so it needs no more than the computation's precision.
     model = build_model(
         config,
@@ -93,11 +93,6 @@ def make_state(
     policy.train()
     optimizer = PolicyOptimizer(trained_parameters(model), trainer.optim, state_on_cpu=trainer.optimizer_on_cpu)
     return TrainState(policy, optimizer, dtype, folder, lora)
-
-
-def compute_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, resolve_dtype(settings.model.dtype, device.type))
-    return dtype
 
 
 def _add_adapters(model: DecoderLM, lora: LoraSettings, seed: int) -> dict[str, Tensor]:

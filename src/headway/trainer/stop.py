@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal, or by a file in the run's control folder. The loop looks when it suits it."""
+"""Requests to stop: a signal, or a file in the run's control folder. The loop looks when it suits it."""
 
 import signal
 from types import FrameType
@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Inside, SIGTERM and SIGINT only set a flag, so that the current step is finished and a checkpoint made."""
+    """A context in which SIGTERM and SIGINT only set a flag: the current step is finished and a checkpoint made."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._file = paths.control / "stop"

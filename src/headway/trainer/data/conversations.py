@@ -1,4 +1,4 @@
-"""One row as a conversation, and a conversation as tokens with a mark on those to learn."""
+"""Conversations: a row as messages, and messages as tokens with a mark on those to learn."""
 
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -14,11 +14,11 @@ _ROLES = get_args(Role)
 
 
 class BadRowError(ValueError):
-    """Why a row cannot be learned from."""
+    """A row that cannot be learned from, with the reason."""
 
 
 def conversation(row: dict[str, Any]) -> tuple[list[Message], list[Tool]]:
-    """`messages`, or `prompt` and `completion`, each a text (of the user, of the assistant) or messages; and `tools`.
+    """Read `messages`, or `prompt` and `completion` (each a text or messages), and `tools` from a row.
 
     Raises BadRowError with the reason.
     """
@@ -34,9 +34,9 @@ def conversation(row: dict[str, Any]) -> tuple[list[Message], list[Tool]]:
 def tokenize(
     messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer, train_roles: Sequence[str]
 ) -> tuple[Ints, Flags]:
-    """Tokens, and which of them are learned: what an assistant would have sampled, all of another role's message.
+    """Render messages to tokens, and mark those to learn: of the assistant what it samples, of other roles all.
 
-    Raises BadRowError where nothing is.
+    Raises BadRowError if there are none.
     """
     try:
         rendered = renderer.render(messages, tools)
@@ -78,7 +78,7 @@ def _message(value: object, name: str) -> Message:
 
 
 def _with_text_arguments(call: object, name: str) -> dict[str, Any]:
-    """Datasets often keep arguments as objects; the model writes them as JSON text."""
+    """Write arguments as JSON text, as the model does; datasets often keep them as objects."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict) or "name" not in call["function"]:
         raise BadRowError(f"{name}.tool_calls holds something that is no call of a function")
     function = dict(call["function"])
@@ -88,9 +88,9 @@ def _with_text_arguments(call: object, name: str) -> dict[str, Any]:
 
 
 def _tools(value: object) -> list[Tool]:
-    """A list of tools in OpenAI's shape, or that list as JSON text."""
+    """Read a list of tools in OpenAI's format, or that list as JSON text."""
     try:
         decoded: Any = msgspec.json.decode(value) if isinstance(value, str) and value else value
         return [Tool.from_openai(tool) for tool in decoded or []]
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        raise BadRowError("tools must be a list of functions in OpenAI's shape") from None
+        raise BadRowError("tools must be a list of functions in OpenAI's format") from None

@@ -1,4 +1,4 @@
-"""Which rows make up which step: a function of the seed and the step alone, so that a resumed run repeats it."""
+"""The order of rows: a function of the seed and the step alone, so that a resumed run repeats it."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ Indices = NDArray[np.int64]
 
 
 class RowOrder:
-    """Walks through all rows once per epoch, in a new order each, and cuts the walk into batches of tokens.
+    """Visits all rows once per epoch, in a new order each, in batches of tokens.
 
     A batch takes rows while they fit into `batch_tokens`, at least one, and may reach into the next epoch. To
     resume, `skip` the steps that are done: only lengths are looked at.
@@ -24,27 +24,27 @@ class RowOrder:
 
     @property
     def progress(self) -> float:
-        """Epochs walked through, with the share of the current one."""
+        """Epochs done, with the share of the current one."""
         return self.epoch + self._next / len(self._lengths)
 
     def next(self) -> Indices:
-        """The rows of the next step."""
+        """Return the rows of the next step."""
         taken: list[Indices] = []
-        room = self._batch_tokens
+        free = self._batch_tokens
         while True:
             before = self._ends[self._next - 1] if self._next else 0
-            stop = int(np.searchsorted(self._ends, before + room, side="right"))
+            stop = int(np.searchsorted(self._ends, before + free, side="right"))
             if stop == self._next and not taken:
                 stop += 1
             taken.append(self._rows[self._next : stop])
             if stop < len(self._rows):
                 self._next = stop
                 return np.concatenate(taken)
-            room -= int(self._ends[-1] - before)
+            free -= int(self._ends[-1] - before)
             self.epoch += 1
             self._next = 0
             self._start_epoch()
-            if room <= 0:
+            if free <= 0:
                 return np.concatenate(taken)
 
     def skip(self, steps: int) -> None:

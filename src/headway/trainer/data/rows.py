@@ -18,13 +18,13 @@ from headway.rendering.base import Renderer
 from headway.trainer.data.conversations import BadRowError, conversation, tokenize
 from headway.trainer.data.sources import Row
 
-_log = logging.getLogger("headway.sft")
+logger = logging.getLogger(__name__)
 _SHOWN = 5
 
 
 @dataclass(slots=True)
-class Refused:
-    """What became of rows that aren't learned as they stand."""
+class SkippedRows:
+    """Rows that are not learned as they stand: reasons of the bad ones, and counts."""
 
     bad: list[str] = field(default_factory=list)
     truncated: int = 0
@@ -48,7 +48,7 @@ class TokenRows:
 
     @property
     def digest(self) -> str:
-        """The same for the same tokens and marks in the same order."""
+        """A hash of the tokens and marks in their order."""
         state = hashlib.blake2b(digest_size=16)
         for array in (self.token_ids, self.learned, self.starts):
             state.update(np.ascontiguousarray(array).data)
@@ -71,9 +71,9 @@ def tokenize_rows(
     train_roles: Sequence[str],
     too_long: Literal["truncate", "drop"] = "truncate",
     max_bad_rows: int = 0,
-) -> tuple[TokenRows, Refused]:
-    """All rows that can be learned from. Broken ones are counted and named; above `max_bad_rows`, HeadwayError."""
-    refused = Refused()
+) -> tuple[TokenRows, SkippedRows]:
+    """Tokenize all rows that can be learned from. Raises HeadwayError above `max_bad_rows` bad ones, naming some."""
+    skipped = SkippedRows()
     tokens: list[Ints] = []
     learned: list[Flags] = []
     for row in rows:
@@ -82,28 +82,28 @@ def tokenize_rows(
                 raise BadRowError(row.error)
             token_ids, marks = tokenize(*conversation(row.data), renderer, train_roles)
         except BadRowError as error:
-            _refuse(refused, f"{row.where}: {error}", max_bad_rows)
+            _skip_bad(skipped, f"{row.where}: {error}", max_bad_rows)
             continue
         if len(token_ids) > seq_len:
             if too_long == "drop" or not marks[:seq_len].any():
-                refused.dropped += 1
+                skipped.dropped += 1
                 continue
-            refused.truncated += 1
+            skipped.truncated += 1
             token_ids, marks = token_ids[:seq_len], marks[:seq_len]
         tokens.append(token_ids)
         learned.append(marks)
     starts = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
     if not tokens:
-        return TokenRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), starts), refused
-    return TokenRows(np.concatenate(tokens), np.concatenate(learned), starts), refused
+        return TokenRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), starts), skipped
+    return TokenRows(np.concatenate(tokens), np.concatenate(learned), starts), skipped
 
 
-def _refuse(refused: Refused, what: str, most: int) -> None:
-    refused.bad.append(what)
-    if len(refused.bad) <= _SHOWN:
-        _log.warning("broken row %s", what)
-    if len(refused.bad) > most:
-        named = "; ".join(refused.bad[:_SHOWN])
+def _skip_bad(skipped: SkippedRows, what: str, most: int) -> None:
+    skipped.bad.append(what)
+    if len(skipped.bad) <= _SHOWN:
+        logger.warning("skipped a bad row: %s", what)
+    if len(skipped.bad) > most:
+        named = "; ".join(skipped.bad[:_SHOWN])
         raise HeadwayError(
-            f"more than data.max_bad_rows = {most} broken rows, the first: {named}. Mend the data, or raise the bound"
+            f"more than data.max_bad_rows = {most} bad rows, the first: {named}. Fix the data or raise that setting"
         )

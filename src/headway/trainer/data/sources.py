@@ -1,4 +1,4 @@
-"""Where rows come from: JSONL and Parquet files, folders of them, Hugging Face datasets. Every row knows its place."""
+"""Sources of rows: JSONL and Parquet files, folders of them, Hugging Face datasets."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`where` is file:line, or name:number. `error` says why there are no `data`, where a line can't be read."""
+    """A row of `data` at `where` (file:line, or name:number). `error` says why a line can't be read."""
 
     where: str
     data: dict[str, Any]
@@ -22,7 +22,7 @@ class Row:
 
 
 def read_rows(path: str, split: str = "train") -> Iterator[Row]:
-    """Rows in file order. `path` is a file, a folder, or a dataset's name; raises UsageError where it is none."""
+    """Yield rows in file order. `path` is a file, a folder, or a dataset's name; raises UsageError if it is none."""
     if not path:
         raise UsageError("data.path is not set; give a JSONL or Parquet file, a folder of them, or a dataset's name")
     local = Path(path).expanduser()
@@ -36,7 +36,7 @@ def read_rows(path: str, split: str = "train") -> Iterator[Row]:
 
 
 def files_in(folder: Path, split: str) -> list[Path]:
-    """The folder's data files in order of name; only those of `split` where file names begin with it."""
+    """List the folder's data files by name; only those of `split` if file names begin with it."""
     files = sorted(file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
         raise UsageError(f"{folder}: holds no {' or '.join(SUFFIXES)} files")

@@ -1,4 +1,4 @@
-"""Orthogonalized updates for matrices, with the work dealt out to the ranks that shard them.
+"""Muon: orthogonalized updates for matrices, computed by the ranks that shard them, each some of the matrices.
 
 FSDP splits a matrix by rows. For every `R` matrices (R = ranks of the shard dimension) one all-to-all brings each
 whole matrix to one rank, which orthogonalizes it, and a second one takes the rows back to where they live.
@@ -21,7 +21,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrix, roughly: all singular values brought near 1. Leading dimensions are batch.
+    """Bring all singular values near 1 (Newton-Schulz). Leading dimensions are batch.
 
     Computed in bfloat16 on CUDA, where it is as good and several times faster. A zero matrix stays zero.
     """
@@ -38,7 +38,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
-    """This rank's part of every orthogonalized update. All ranks call it with the same matrices in the same order."""
+    """Return this rank's part of every orthogonalized update. All ranks pass the same matrices in the same order."""
     results: dict[int, Tensor] = {}
     sharded: dict[DeviceMesh, list[int]] = {}
     for index, update in enumerate(updates):
@@ -48,24 +48,24 @@ def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
         else:
             sharded.setdefault(layout[0], []).append(index)
     for mesh, indices in sharded.items():
-        for index, part in zip(indices, _dealt([updates[i] for i in indices], mesh), strict=True):
+        for index, part in zip(indices, _orthogonalize_sharded([updates[i] for i in indices], mesh), strict=True):
             results[index] = part
     return [results[index] for index in range(len(updates))]
 
 
-def _dealt(updates: list[Tensor], mesh: DeviceMesh) -> list[Tensor]:
+def _orthogonalize_sharded(updates: list[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     layout = sharded_dims(updates[0])
     assert layout is not None
     group = mesh.get_group(layout[1][0])
     ranks = dist.get_world_size(group)
     parts: list[Tensor] = []
     for start in range(0, len(updates), ranks):
-        parts += _one_each([u for u in updates[start : start + ranks] if isinstance(u, DTensor)], group)
+        parts += _exchange([u for u in updates[start : start + ranks] if isinstance(u, DTensor)], group)
     return parts
 
 
-def _one_each(updates: list[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Rank r of the group takes matrix r; ranks beyond the number of matrices only pass their rows on."""
+def _exchange(updates: list[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Gather matrix r on rank r of the group, orthogonalize it there, and return the rows to where they live."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     mine = updates[rank] if rank < len(updates) else None
     parts = [local(update) for update in updates]
@@ -85,6 +85,6 @@ def _one_each(updates: list[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _rows_per_rank(rows: int, ranks: int) -> list[int]:
-    """How `Shard(0)` splits: equal chunks of ceil(rows / ranks), the last ones shorter or empty."""
+    """Split as `Shard(0)` does: equal chunks of ceil(rows / ranks), the last ones shorter or empty."""
     chunk = -(-rows // ranks)
     return [max(0, min(chunk, rows - rank * chunk)) for rank in range(ranks)]

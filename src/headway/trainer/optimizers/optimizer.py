@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
-from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, SignSgdRule, State, StepGuard
+from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, SignSgdRule, State, Step, StepGuard
 from headway.trainer.parallel.sharding import local
 
 # State in CPU memory is brought to the device for this many parameters at a time.
@@ -15,7 +15,7 @@ FETCHED_AT_ONCE = 16
 
 
 @dataclass(slots=True)
-class Slot:
+class _Slot:
     """One parameter and its optimizer state."""
 
     name: str
@@ -34,13 +34,13 @@ class PolicyOptimizer:
     ) -> None:
         self.updates = 0
         self._on_cpu = state_on_cpu
-        self._groups: list[tuple[Rule, list[Slot]]] = [
+        self._groups: list[tuple[Rule, list[_Slot]]] = [
             (rule, [_make_slot(name, parameter, rule, state_on_cpu) for name, parameter in named])
             for rule, named in _assign(list(parameters), settings)
         ]
 
     def state_tensors(self) -> State:
-        """The state by name, sharded as the parameters are; writing into these tensors restores it."""
+        """Return the live state by name, sharded as the parameters are; writing into these tensors restores it."""
         return {f"{slot.name}.{key}": t for _, slots in self._groups for slot in slots for key, t in slot.state.items()}
 
     @torch.no_grad()
@@ -50,11 +50,12 @@ class PolicyOptimizer:
         Nothing changes if the guard is broken. Whoever learns that calls `undo_step`.
         """
         self.updates += 1
+        step = Step(self.updates, rate, guard)
         for rule, slots in self._groups:
             due = [slot for slot in slots if slot.parameter.grad is not None]
             portion = FETCHED_AT_ONCE if self._on_cpu else max(1, len(due))
             for start in range(0, len(due), portion):
-                self._update(rule, due[start : start + portion], rate, guard)
+                self._update(rule, due[start : start + portion], step)
 
     def undo_step(self) -> None:
         """Take back the count of the last step, whose guard was broken."""
@@ -65,11 +66,11 @@ class PolicyOptimizer:
             for slot in slots:
                 slot.parameter.grad = None
 
-    def _update(self, rule: Rule, slots: list[Slot], rate: float, guard: StepGuard | None) -> None:
+    def _update(self, rule: Rule, slots: list[_Slot], step: Step) -> None:
         states = [slot.state for slot in slots]
         if self._on_cpu:
             states = [{key: t.to(local(slot.parameter).device) for key, t in slot.state.items()} for slot in slots]
-        rule.update([slot.parameter for slot in slots], states, self.updates, rate, guard)
+        rule.update([slot.parameter for slot in slots], states, step)
         for slot, state in zip(slots, states, strict=True):
             for key, tensor in state.items():
                 if tensor is not slot.state[key]:
@@ -95,11 +96,11 @@ def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[
 
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Matrices of the layers (stacked experts too); embeddings and the head are tables, not maps between hiddens."""
+    """True for matrices of the layers, stacked experts too; embeddings and the head are tables, not linear maps."""
     return parameter.ndim >= 2 and "layers." in name
 
 
-def _make_slot(name: str, parameter: Tensor, rule: Rule, on_cpu: bool) -> Slot:
+def _make_slot(name: str, parameter: Tensor, rule: Rule, on_cpu: bool) -> _Slot:
     device = "cpu" if on_cpu else local(parameter).device
     state = {key: torch.zeros_like(parameter, device=device, requires_grad=False) for key in rule.state_names}
-    return Slot(name, parameter, state)
+    return _Slot(name, parameter, state)

@@ -1,4 +1,4 @@
-"""Update rules: how gradients become changes of weights. Elementwise on each rank's own part, except Muon's."""
+"""Update rules: AdamW, Muon, SGD, signSGD. Elementwise on each rank's own part, except Muon."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from headway.trainer.parallel.sharding import local
 
 State = dict[str, Tensor]
 
-# Brings the root mean square of an orthogonal update to what AdamW's typically is, so that rates carry over.
+# Brings the root mean square of an orthogonal update to AdamW's typical one, so that learning rates carry over.
 MUON_RMS = 0.2
 
 
@@ -26,16 +26,24 @@ class StepGuard(NamedTuple):
     """1 where the loss or the gradients are not finite and nothing may change; else 0."""
 
 
+class Step(NamedTuple):
+    """One optimizer step, as every rule sees it."""
+
+    number: int
+    """1 for the first."""
+    rate: float
+    """Multiplies the learning rate."""
+    guard: StepGuard | None
+
+
 class Rule(Protocol):
     state_names: tuple[str, ...]
     """Names of the tensors that are kept per parameter, shaped like it and zero at the start."""
 
-    def update(
-        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
-    ) -> None:
-        """Change the parameters, which have gradients, and their states in place, or nothing if the guard is broken.
+    def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
+        """Change the parameters, which have gradients, and their states in place, or nothing if the step is broken.
 
-        `count` is 1 in the first update; `rate` multiplies the learning rate. Gradients may be overwritten.
+        Gradients may be overwritten.
         """
         ...
 
@@ -46,9 +54,7 @@ class AdamWRule:
     def __init__(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
 
-    def update(
-        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
-    ) -> None:
+    def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
         weights, gradients = _locals(parameters)
         adamw(
             weights,
@@ -57,14 +63,14 @@ class AdamWRule:
             [local(state["exp_avg_sq"]) for state in states],
             [],
             # The kernel counts up before it uses the count.
-            list(torch.full((len(weights),), count - 1.0, device=weights[0].device).unbind()),
+            list(torch.full((len(weights),), step.number - 1.0, device=weights[0].device).unbind()),
             fused=True,
-            grad_scale=None if guard is None else guard.divisor,
-            found_inf=None if guard is None else guard.broken,
+            grad_scale=None if step.guard is None else step.guard.divisor,
+            found_inf=None if step.guard is None else step.guard.broken,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            lr=self.lr * rate,
+            lr=self.lr * step.rate,
             weight_decay=self.weight_decay,
             eps=self.eps,
             maximize=False,
@@ -79,21 +85,19 @@ class MuonRule:
     def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
 
-    def update(
-        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
-    ) -> None:
+    def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
         weights, gradients = _locals(parameters)
-        if not _clip(gradients, guard):
+        if not _clip(gradients, step.guard):
             return
         momenta = [local(state["momentum"]) for state in states]
         torch._foreach_mul_(momenta, self.momentum)
         torch._foreach_add_(momenta, gradients)
         torch._foreach_add_(gradients, momenta, alpha=self.momentum)
         directions = orthogonalize_all([_gradient(parameter) for parameter in parameters])
-        torch._foreach_mul_(weights, 1 - self.lr * rate * self.weight_decay)
+        torch._foreach_mul_(weights, 1 - self.lr * step.rate * self.weight_decay)
         for parameter, weight, direction in zip(parameters, weights, directions, strict=True):
             scale = MUON_RMS * math.sqrt(max(parameter.shape[-2:]))
-            weight.add_(direction, alpha=-self.lr * rate * scale)
+            weight.add_(direction, alpha=-self.lr * step.rate * scale)
 
 
 class SgdRule:
@@ -101,19 +105,17 @@ class SgdRule:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.state_names: tuple[str, ...] = ("momentum",) if momentum else ()
 
-    def update(
-        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
-    ) -> None:
+    def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
         weights, changes = _locals(parameters)
-        if not _clip(changes, guard):
+        if not _clip(changes, step.guard):
             return
         if self.momentum:
             momenta = [local(state["momentum"]) for state in states]
             torch._foreach_mul_(momenta, self.momentum)
             torch._foreach_add_(momenta, changes)
             changes = momenta
-        torch._foreach_mul_(weights, 1 - self.lr * rate * self.weight_decay)
-        torch._foreach_add_(weights, changes, alpha=-self.lr * rate)
+        torch._foreach_mul_(weights, 1 - self.lr * step.rate * self.weight_decay)
+        torch._foreach_add_(weights, changes, alpha=-self.lr * step.rate)
 
 
 class SignSgdRule:
@@ -122,14 +124,12 @@ class SignSgdRule:
     def __init__(self, lr: float, weight_decay: float) -> None:
         self.lr, self.weight_decay = lr, weight_decay
 
-    def update(
-        self, parameters: Sequence[Tensor], states: Sequence[State], count: int, rate: float, guard: StepGuard | None
-    ) -> None:
+    def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
         weights, gradients = _locals(parameters)
-        if not _clip(gradients, guard):
+        if not _clip(gradients, step.guard):
             return
-        torch._foreach_mul_(weights, 1 - self.lr * rate * self.weight_decay)
-        torch._foreach_add_(weights, torch._foreach_sign(gradients), alpha=-self.lr * rate)
+        torch._foreach_mul_(weights, 1 - self.lr * step.rate * self.weight_decay)
+        torch._foreach_add_(weights, torch._foreach_sign(gradients), alpha=-self.lr * step.rate)
 
 
 def _clip(gradients: list[Tensor], guard: StepGuard | None) -> bool:
@@ -148,5 +148,5 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _locals(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """This rank's parts of the weights and of their gradients."""
+    """Return this rank's parts of the weights and of their gradients."""
     return [local(p) for p in parameters], [local(_gradient(p)) for p in parameters]

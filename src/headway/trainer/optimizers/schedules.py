@@ -6,7 +6,7 @@ from headway.config.trainer import Cosine, Linear, Schedule
 
 
 def rate_at(schedule: Schedule, step: int, max_steps: int) -> float:
-    """What the learning rate is multiplied by in step 1 .. max_steps."""
+    """Return the factor of the learning rate in step 1 .. max_steps."""
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if isinstance(schedule, Cosine):

@@ -1,1 +1,1 @@
-"""Parallel training: ranks, FSDP2, sharded tensors."""
+"""Parallel training: named dimensions, ranks, FSDP2, sharded tensors."""

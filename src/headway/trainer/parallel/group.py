@@ -15,13 +15,13 @@ from types import FrameType
 
 from headway.core.processes import die_with_parent_environment, free_port
 
-# How long ranks have to end by themselves after one of them failed: NCCL's may wait for it forever.
+# After one rank failed, the others have this long to end by themselves: with NCCL they may wait for it forever.
 GRACE_SECONDS = 10.0
 POLL_SECONDS = 0.1
 
 
 def in_group() -> bool:
-    """Whether this process was started as one rank of a group."""
+    """True if this process was started as one rank of a group."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 

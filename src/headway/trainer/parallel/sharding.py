@@ -1,4 +1,4 @@
-"""Small truths about sharded tensors (DTensor) that optimizers, clipping, checkpoints and publishing share."""
+"""Sharded tensors (DTensor): local parts, whole tensors, and norms over all ranks."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that this rank holds, sharing memory with `tensor`."""
+    """Return the part that this rank holds, sharing memory with `tensor`."""
     # Without gradients to_local() hands out what it has; detaching a DTensor costs thirty times as much.
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor. Every rank that holds a part must call it."""
+    """Gather the whole tensor. Every rank that holds a part must call it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -32,7 +32,7 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 
 def sharded_dims(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and those of its dimensions over which `tensor` is split; None where every rank holds all of it."""
+    """Return the mesh and those of its dimensions over which `tensor` is split; None if every rank holds all of it."""
     if not isinstance(tensor, DTensor):
         return None
     dims = tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
@@ -40,7 +40,7 @@ def sharded_dims(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, whatever they are sharded over; the same float32 number on every rank."""
+    """Compute the 2-norm of all tensors together, however they are sharded; the same float32 scalar on every rank."""
     by_layout: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for tensor in tensors:
         by_layout.setdefault(sharded_dims(tensor), []).append(local(tensor))
