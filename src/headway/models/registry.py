@@ -1,5 +1,6 @@
 """The families that checkpoints can be of: the package's own, and those that a run brings along. Imports no torch."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ for _family in (Llama(), Qwen3(), Qwen3Moe()):
     register_family(_family)
 
 
+@cache
 def load_family(path: str) -> None:
-    """Register the `Family` class at `module:name` or `file.py:name`, as the setting `model.family` names it."""
-    family = load_object(path, "model.family")()
-    if not isinstance(family, Family):
-        raise UsageError(f'model.family "{path}" is no subclass of headway.models.family.Family')
-    register_family(family)
+    """Register the class at `module:name` or `file.py:name`, as `model.family` names it. A second call does nothing."""
+    family = load_object(path, "model.family")
+    if not isinstance(family, type) or not issubclass(family, Family):
+        raise UsageError(f'model.family "{path}" is not a subclass of headway.models.family.Family')
+    register_family(family())
 
 
 def families() -> list[Family]:

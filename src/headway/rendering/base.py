@@ -1,8 +1,11 @@
 """The renderer's contract: messages become tokens, tokens become messages, conversations grow by appending."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
 
 from headway.core.messages import Message, Tool
 
@@ -32,12 +35,14 @@ class Rendered:
 
 class Renderer(Protocol):
     @property
-    def stop_token_ids(self) -> list[int]: ...
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end a reply."""
+        ...
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
     ) -> Rendered:
-        """The whole conversation from its first token."""
+        """Render the whole conversation, from its first token."""
         ...
 
     def extend(
@@ -49,20 +54,58 @@ class Renderer(Protocol):
         reply: int = 0,
         history: Sequence[Message] = (),
     ) -> Rendered | None:
-        """What to append to `token_ids` (which end with a sampled reply of `reply` tokens) so that `new_messages`
-        follow and the model may speak: closing tokens that the reply lacks, the messages, the generation prompt.
+        """Render what follows `token_ids` (which end with a sampled reply of `reply` tokens) so that the model answers
+        `new_messages`: closing tokens that the reply lacks, the messages, the generation prompt.
 
-        `history` are the messages that `token_ids` stand for, the reply included. None where appending cannot
-        be proven equal to what the template means: the caller starts a new branch.
+        `history` are the messages of `token_ids`, the reply included. None where appending cannot be proven equal to
+        the template: the caller starts a new branch.
         """
         ...
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
-        """A sampled reply as an assistant message. Malformed tool calls stay in the content, never raise."""
+        """Read a sampled reply as an assistant message. Malformed tool calls stay in the content, never raise."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
     def encode(self, text: str) -> list[int]:
-        """Plain text, without special tokens added."""
+        """Tokenize plain text, without special tokens added."""
         ...
+
+
+class TokenizerRenderer:
+    """What renderers over a tokenizer share. `stops` are the tokens that end a reply."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self._stops = list(stops)
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return list(self._stops)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _reply_text(self, token_ids: Sequence[int]) -> str:
+        """The text of a reply without the tokens that end it."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self._stops:
+            ids.pop()
+        return self.decode(ids)
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """Write a message as OpenAI does, except that calls' arguments are objects, as chat templates expect."""
+    plain = message.to_openai()
+    for call in plain.get("tool_calls", ()):
+        try:
+            arguments = json.loads(call["function"]["arguments"])
+        except ValueError:
+            continue
+        if isinstance(arguments, dict):
+            call["function"]["arguments"] = arguments
+    return plain

@@ -1,4 +1,4 @@
-"""ChatML, natively: conversations of the `<|im_start|>` families as tokens, extended by appending."""
+"""ChatML (`<|im_start|>`) rendered natively, without a template; conversations are extended by appending."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,32 +7,26 @@ from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool
-from headway.rendering.base import Rendered, Segment
+from headway.rendering.base import Rendered, Segment, TokenizerRenderer
 from headway.rendering.replies import parse_reply
 from headway.rendering.styles import STYLES, Style
 
 CACHED_TEXTS, CACHED_LENGTH = 512, 8192
-"""Episodes of a group share their prompt, so tokens of texts that are not too long are kept."""
+"""Episodes of a group share their prompt, so the tokens of short texts are cached."""
 
 
-class ChatMLRenderer:
+class ChatMLRenderer(TokenizerRenderer):
     """Renders in `style`. The tokenizer must know `<|im_start|>` and `<|im_end|>`."""
 
     def __init__(self, tokenizer: Tokenizer, style: Style = STYLES["chatml"]) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, _stops(tokenizer))
         self.style = style
-        self._cached = lru_cache(CACHED_TEXTS)(self._tokens)
-        self._start, self._end = self._mark("<|im_start|>"), self._mark("<|im_end|>")
-        extra = tokenizer.token_to_id("<|endoftext|>")
-        self._stops = [self._end] if extra is None else [self._end, extra]
+        self._cached = lru_cache(CACHED_TEXTS)(self.encode)
+        self._end = self._stops[0]
         self._open_think, self._close_think = tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>")
-        self._newline = self._tokens("\n")
-        self._header = self._tokens("<|im_start|>assistant\n")
-        self._prompt = self._tokens("<|im_start|>assistant\n" + style.opening)
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        return list(self._stops)
+        self._newline = self.encode("\n")
+        self._header = self.encode("<|im_start|>assistant\n")
+        self._prompt = self.encode("<|im_start|>assistant\n" + style.opening)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
@@ -68,30 +62,21 @@ class ChatMLRenderer:
         return Rendered(segments)
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
-        ids = list(token_ids)
-        while ids and ids[-1] in self._stops:
-            ids.pop()
-        return parse_reply(self.decode(ids), thinking=self.style.opening.endswith("<think>\n"))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokens(text)
+        return parse_reply(self._reply_text(token_ids), thinking=self.style.opening.endswith("<think>\n"))
 
     def _closing(self, token_ids: Sequence[int], reply: int) -> list[int] | None:
-        """What ends the turn that `token_ids` stop in: a newline, and before it what a cut-off reply lacks."""
+        """Tokens that end the turn that `token_ids` stop in: a newline, and before it what a cut-off reply lacks."""
         spoken = token_ids[-reply:] if reply else token_ids
         thinks = self._open_think in spoken and self._close_think not in spoken
         if token_ids[-1] == self._end:
-            return None if thinks else self._newline  # a reply that is all thought has no place in the template
+            return None if thinks else self._newline  # the template cannot express a reply that is all reasoning
         if token_ids[-1] in self._stops:
             return None  # the template would have had another end-of-turn token in its place
-        unclosed = self._tokens("\n</think>\n\n") if thinks else []
+        unclosed = self.encode("\n</think>\n\n") if thinks else []
         return [*unclosed, self._end, *self._newline]
 
     def _turns(self, messages: Sequence[Message], start: int) -> list[Segment]:
-        """Turns of `messages[start:]`. Tool messages in a row share one turn."""
+        """Render the turns of `messages[start:]`. Tool messages in a row share one turn."""
         asked = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
         segments: list[Segment] = []
         index = start
@@ -115,11 +100,11 @@ class ChatMLRenderer:
 
     def _turn(self, role: str, content: str, index: int | None) -> Segment:
         text = f"<|im_start|>{role}\n{content}<|im_end|>\n"
-        return _plain(self._cached(text) if len(text) <= CACHED_LENGTH else self._tokens(text), index)
+        return _plain(self._cached(text) if len(text) <= CACHED_LENGTH else self.encode(text), index)
 
     def _assistant_turn(self, text: str, index: int) -> Segment:
-        """Header, text and end are encoded apart: that is how tokens stand when the model itself speaks."""
-        spoken = [*self._tokens(text), self._end]
+        """Encode header, text and end apart, as they are when the model samples the reply."""
+        spoken = [*self.encode(text), self._end]
         token_ids = [*self._header, *spoken, *self._newline]
         content = [False] * len(self._header) + [True] * len(spoken) + [False] * len(self._newline)
         return Segment(token_ids, index, content)
@@ -130,18 +115,18 @@ class ChatMLRenderer:
         parts[-1] += "<|im_end|>\n"
         return [_plain(ids, start + i) for i, ids in enumerate(split_encode(self.tokenizer, parts))]
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def _mark(self, text: str) -> int:
-        token = self.tokenizer.token_to_id(text)
-        if token is None:
-            raise HeadwayError(f"the tokenizer has no {text}: it is not of a ChatML family; set model.renderer")
-        return token
+def _stops(tokenizer: Tokenizer) -> list[int]:
+    """End of turn, and end of text where there is one. Raises HeadwayError for a tokenizer without ChatML's tokens."""
+    for text in ("<|im_start|>", "<|im_end|>"):
+        if tokenizer.token_to_id(text) is None:
+            raise HeadwayError(f"the tokenizer has no {text}: the model does not use ChatML; set model.renderer")
+    found = [tokenizer.token_to_id(text) for text in ("<|im_end|>", "<|endoftext|>")]
+    return [token for token in found if token is not None]
 
 
 def split_encode(tokenizer: Tokenizer, parts: Sequence[str]) -> list[list[int]]:
-    """Tokens of the joined `parts`, dealt to the part that each begins in: merges across parts stay as they are."""
+    """Tokenize the joined `parts` and assign each token to the part it begins in: merges across parts are kept."""
     if len(parts) == 1:
         return [tokenizer.encode(parts[0], add_special_tokens=False).ids]
     encoding = tokenizer.encode("".join(parts), add_special_tokens=False)

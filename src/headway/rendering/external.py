@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool, ToolCall
-from headway.rendering.base import Rendered, Segment
+from headway.rendering.base import Rendered, Segment, TokenizerRenderer, template_message
 from headway.rendering.replies import call_id
 
 FORMATS = {
@@ -57,7 +57,7 @@ class ExternalTokenizer:
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
 
-class ExternalRenderer:
+class ExternalRenderer(TokenizerRenderer):
     """The format called `format` in the `renderers` package, over a checkpoint's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, format: str, *, name: str = "", eos_token_id: int | None = None) -> None:
@@ -71,18 +71,16 @@ class ExternalRenderer:
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise HeadwayError(f'renderer "{format}" does not fit this tokenizer: {reason}') from error
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, self._renderer.get_stop_token_ids())
         self._opening: list[int] | None = None
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        return list(self._renderer.get_stop_token_ids())
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
     ) -> Rendered:
         made = self._renderer.render(
-            [_plain(message) for message in messages], tools=_tools(tools), add_generation_prompt=generation_prompt
+            [template_message(message) for message in messages],
+            tools=_tools(tools),
+            add_generation_prompt=generation_prompt,
         )
         return Rendered(_segments(made, 0))
 
@@ -100,7 +98,7 @@ class ExternalRenderer:
         prompt, completion = list(token_ids[:-reply]), list(token_ids[-reply:])
         try:
             made = self._renderer.bridge_to_next_turn(
-                prompt, completion, [_plain(message) for message in new_messages], tools=_tools(tools)
+                prompt, completion, [template_message(message) for message in new_messages], tools=_tools(tools)
             )
         except Exception:  # nothing is proven about tokens that a format does not expect
             return None
@@ -125,12 +123,6 @@ class ExternalRenderer:
                 content += call.raw
         return Message("assistant", content, tuple(calls), reasoning=made.reasoning_content)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
     def _generation_prompt(self) -> list[int]:
         """The tokens that a reply follows; some formats open the reasoning there already."""
         if self._opening is None:
@@ -139,22 +131,12 @@ class ExternalRenderer:
         return self._opening
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    plain = message.to_openai()
-    for call in plain.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except ValueError:
-            continue
-    return plain
-
-
 def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
     return [tool.to_openai() for tool in tools] or None
 
 
 def _segments(made: Any, start: int) -> list[Segment]:
-    """Runs of tokens from `start` on that belong to the same message."""
+    """Group the tokens from `start` on by the message that they belong to."""
     spoken = made.sampled_mask or [False] * len(made.token_ids)
     segments: list[Segment] = []
     owner: int | None = -2

@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool
+from headway.rendering.base import template_message
 
 
 class TemplateError(HeadwayError):
@@ -18,7 +19,7 @@ class TemplateError(HeadwayError):
 
 
 def compile_template(source: str) -> Callable[..., str]:
-    """A function from template variables to text. Raises HeadwayError where `source` is not a template."""
+    """Compile to a function from template variables to text. Raises HeadwayError where `source` is not a template."""
 
     def refuse(message: str) -> NoReturn:
         raise TemplateError(f"the chat template refuses this conversation: {message}")
@@ -37,7 +38,7 @@ def compile_template(source: str) -> Callable[..., str]:
 
 
 class ChatTemplate:
-    """`text` is the whole conversation as the template writes it. Raises TemplateError where it refuses."""
+    """A checkpoint's template: `text` renders a whole conversation. Raises TemplateError where the template refuses."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self._render = compile_template(source)
@@ -46,23 +47,10 @@ class ChatTemplate:
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False) -> str:
         try:
             return self._render(
-                messages=[_plain(message) for message in messages],
+                messages=[template_message(message) for message in messages],
                 tools=[tool.to_openai() for tool in tools] or None,
                 add_generation_prompt=generation_prompt,
                 **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
             raise TemplateError(f"the chat template fails on this conversation: {error}") from error
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """OpenAI's shape, but with calls' arguments as objects where they are: what templates expect."""
-    plain = message.to_openai()
-    for call in plain.get("tool_calls", ()):
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except ValueError:
-            continue
-        if isinstance(arguments, dict):
-            call["function"]["arguments"] = arguments
-    return plain

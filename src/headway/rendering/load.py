@@ -1,4 +1,4 @@
-"""Choosing the renderer of a checkpoint: by name, or the best one that provably says what its template says."""
+"""Choose the renderer of a checkpoint: by name, or the best one that provably renders as its template does."""
 
 import json
 import re
@@ -109,7 +109,7 @@ def _template(folder: Path, source: str) -> ChatTemplate:
 
 
 def _stops(folder: Path, tokenizer: Tokenizer) -> list[int]:
-    """End-of-turn tokens: the tokenizer's own, and those of the generation settings."""
+    """Collect end-of-turn tokens: the tokenizer's own, and those of the generation settings."""
     found = [token for token in (_eos(folder, tokenizer),) if token is not None]
     for name in ("generation_config.json", "config.json"):
         ids = _config(folder, name).get("eos_token_id")

@@ -1,4 +1,4 @@
-"""Reading a sampled reply: reasoning, content and tool calls in the tags that the ChatML families share."""
+"""Parse a sampled reply: reasoning, content and tool calls in the tags that ChatML models share."""
 
 import re
 
@@ -15,16 +15,16 @@ class _Call(msgspec.Struct):
 
 
 def call_id(index: int) -> str:
-    """The id of a reply's call number `index`, in families that write none."""
+    """The id of a reply's call number `index`, in formats that write none."""
     return f"call_{index}"
 
 
 def parse_reply(text: str, *, thinking: bool = False) -> Message:
-    """`text` (without its end-of-turn mark) as an assistant message; never raises.
+    """Read `text` (without its end-of-turn token) as an assistant message; never raises.
 
-    Reasoning is what stands before `</think>`; where the mark is missing, what follows a leading `<think>`.
-    `thinking` says that the prompt had opened the reasoning already. A tool call that is not a JSON object with
-    a name and an object of arguments stays in the content, for the environment to answer.
+    Reasoning is the text before `</think>`; where that is missing, all after a leading `<think>`. `thinking`: the
+    prompt has opened the reasoning already. A tool call that is not a JSON object with a name and an object of
+    arguments stays in the content, for the environment to answer.
     """
     reasoning, content = _split_reasoning(text, thinking)
     if "<tool_call>" not in content:

@@ -1,4 +1,4 @@
-"""What the families that speak ChatML do differently: how tools are told, which reasoning stays in history."""
+"""Dialects of ChatML: how tools are listed, which reasoning stays in the history."""
 
 import json
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _BRIEF_TAIL = '\n</tools>\nCall one: <tool_call>\n{"name": ..., "arguments": {..
 class Style:
     """One dialect of ChatML.
 
-    `tools`: how a system turn tells of tools; `brief` writes signatures, for tokenizers whose tokens are characters,
-    `hermes` the JSON that Qwen models were trained on. `reasoning`: `keep` shows all of it in history, `drop` only
-    what came after the last question of the user. `default_system` is said where the conversation has no system
-    message. `opening` is what the generation prompt adds after the assistant's header.
+    `tools`: how the system turn lists tools; `brief` writes signatures, for tokenizers whose tokens are characters,
+    `hermes` the JSON that Qwen models were trained on. `reasoning`: `keep` shows all of it in the history, `drop` only
+    what came after the user's last message. `default_system` is used where the conversation has no system message.
+    `opening` is what the generation prompt adds after the assistant's header.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Style:
     opening: str = ""
 
     def system_text(self, system: str | None, tools: Sequence[Tool]) -> str | None:
-        """The content of the first system turn, or None where there is none."""
+        """Write the content of the first system turn; None where there is none."""
         if system is None:
             system = self.default_system
         if not tools:
@@ -49,7 +49,7 @@ class Style:
         return text if system is None else f"{system}\n\n{text}"
 
     def assistant_text(self, message: Message, *, current: bool, last: bool) -> str:
-        """What the model would have written for `message`. `current`: no question of the user came after it."""
+        """Write `message` as the model would have. `current`: no message of the user came after it."""
         text = message.content
         if self.reasoning == "keep":
             if message.reasoning is not None:

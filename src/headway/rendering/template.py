@@ -1,27 +1,22 @@
-"""The fallback: any checkpoint's own chat template, extended only where the text proves that it appends."""
+"""The fallback: a checkpoint's own chat template; a conversation is extended only where its text proves to append."""
 
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
 from headway.core.messages import Message, Tool
-from headway.rendering.base import Rendered, Segment
+from headway.rendering.base import Rendered, Segment, TokenizerRenderer
 from headway.rendering.jinja import ChatTemplate, TemplateError
 from headway.rendering.replies import parse_reply
 
 
-class TemplateRenderer:
-    """Renders with `template`, which it knows nothing about. `stop_token_ids` end a reply."""
+class TemplateRenderer(TokenizerRenderer):
+    """Renders with any `template`. `stop_token_ids` end a reply."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, stop_token_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer, stop_token_ids)
         self._template = template
-        self._stops = list(stop_token_ids)
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-
-    @property
-    def stop_token_ids(self) -> list[int]:
-        return list(self._stops)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
@@ -33,10 +28,10 @@ class TemplateRenderer:
         cuts = self._cuts(messages, 0, tools, text)
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                begin, stop = self._spoken(messages, index, tools, text, (cuts[index], cuts[index + 1]))
+                begin, stop = self._sampled(messages, index, tools, text, (cuts[index], cuts[index + 1]))
                 for place, start in enumerate(starts):
                     content[place] |= begin <= start < stop
-        return Rendered(_deal(encoding.ids, starts, content, cuts))
+        return Rendered(_split(encoding.ids, starts, content, cuts))
 
     def extend(
         self,
@@ -63,22 +58,13 @@ class TemplateRenderer:
             return None
         ids, starts = added
         cuts = [cut - len(before) for cut in self._cuts([*history, *new_messages], len(history), tools, text)]
-        return Rendered(_deal(ids, starts, [False] * len(ids), cuts))
+        return Rendered(_split(ids, starts, [False] * len(ids), cuts))
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
-        ids = list(token_ids)
-        while ids and ids[-1] in self._stops:
-            ids.pop()
-        return parse_reply(self.decode(ids))
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-    def encode(self, text: str) -> list[int]:
-        return self._ids(text)
+        return parse_reply(self._reply_text(token_ids))
 
     def _appended(self, last: int, text: str) -> tuple[list[int], list[int]] | None:
-        """Tokens of `text` and where each begins, as they stand after token `last`; None if they could merge."""
+        """Tokenize `text` as it follows token `last`: tokens and where each begins. None if they could merge."""
         lead = self.decode([last]) if last in self._special else ""
         encoding = self.tokenizer.encode(lead + text, add_special_tokens=False)
         ids, starts = encoding.ids, [start - len(lead) for start, _ in encoding.offsets]
@@ -87,7 +73,7 @@ class TemplateRenderer:
         return (ids, starts) if ids and ids[0] in self._special else None
 
     def _cuts(self, messages: Sequence[Message], first: int, tools: Sequence[Tool], text: str) -> list[int]:
-        """Where message `first` begins in `text` and where each from there on ends; the same place if unknown."""
+        """Find where message `first` begins in `text` and where each from there on ends; the same offset if unknown."""
         cuts = [0 if first == 0 else self._end_of(messages[:first], tools, text, 0)]
         for index in range(first, len(messages)):
             cuts.append(self._end_of(messages[: index + 1], tools, text, cuts[-1]))
@@ -100,10 +86,10 @@ class TemplateRenderer:
             return least
         return len(part) if len(part) >= least and text.startswith(part) else least
 
-    def _spoken(
+    def _sampled(
         self, messages: Sequence[Message], index: int, tools: Sequence[Tool], text: str, span: tuple[int, int]
     ) -> tuple[int, int]:
-        """The part of an assistant's message that the model would have said, its end-of-turn token included."""
+        """Find the part of an assistant's message that the model would have sampled, its end-of-turn token included."""
         begin, end = span
         try:
             prompt = self._template.text(messages[:index], tools, generation_prompt=True)
@@ -115,12 +101,9 @@ class TemplateRenderer:
         ends = [found + len(mark) for mark in marks if (found := text.rfind(mark, begin, end)) >= 0]
         return begin, max(ends, default=end)
 
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-
-def _deal(ids: list[int], starts: list[int], content: list[bool], cuts: Sequence[int]) -> list[Segment]:
-    """Segments of messages, which lie between `cuts`; what comes before and after belongs to none of them."""
+def _split(ids: list[int], starts: list[int], content: list[bool], cuts: Sequence[int]) -> list[Segment]:
+    """Split tokens into segments of messages, which lie between `cuts`; tokens before and after belong to none."""
     segments, place = [], 0
     for index in range(len(cuts) + 1):
         begin = place

@@ -10,7 +10,7 @@ from headway.core.errors import HeadwayError
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The fast tokenizer of `folder`. Raises HeadwayError where there is none or it cannot be read."""
+    """Load the fast tokenizer of `folder`. Raises HeadwayError where there is none or it cannot be read."""
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise HeadwayError(f"{folder} has no tokenizer.json; point at a checkpoint folder with a fast tokenizer")
@@ -21,7 +21,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """`tokenizer_config.json`, or an empty dict where the checkpoint has none."""
+    """Read `tokenizer_config.json`; an empty dict where the checkpoint has none."""
     file = Path(folder) / "tokenizer_config.json"
     if not file.is_file():
         return {}
@@ -33,7 +33,7 @@ def load_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def load_chat_template(folder: Path) -> str | None:
-    """The checkpoint's Jinja chat template: `chat_template.jinja`, else the one in `tokenizer_config.json`."""
+    """Read the checkpoint's Jinja chat template: `chat_template.jinja`, else the one in `tokenizer_config.json`."""
     file = Path(folder) / "chat_template.jinja"
     if file.is_file():
         return file.read_text()
@@ -45,7 +45,7 @@ def load_chat_template(folder: Path) -> str | None:
 
 
 def special_token(config: dict[str, Any], name: str) -> str | None:
-    """The text of a special token such as `eos_token`, which checkpoints write as text or as an object."""
+    """Read the text of a special token such as `eos_token`, which checkpoints write as text or as an object."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")
