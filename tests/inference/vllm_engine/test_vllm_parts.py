@@ -32,13 +32,13 @@ from headway.core.errors import UsageError
 from headway.core.protocol import GenerateRequest
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
-from headway.inference.vllm import load
+from headway.inference.vllm import processes
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
-from headway.inference.vllm.flight import Flight
-from headway.inference.vllm.guard import SERVER
-from headway.inference.vllm.staging import StagedFile, Stager
+from headway.inference.vllm.processes import SERVER, vllm_environment
+from headway.inference.vllm.requests import ActiveRequest
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.translate import add_run, finish_of, logprobs_of, prompt_logprobs_of, runs_of
+from headway.inference.vllm.weights import StagedFile, Stager
 from headway.inference.vllm.worker import read_staged
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.checkpoints.tensors import hf_tensors
@@ -82,11 +82,10 @@ def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
 def test_processes_on_a_gpu_compute_float32_in_float32_and_do_without_what_is_not_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "find_spec", lambda name: None)
+    monkeypatch.setattr(processes, "find_spec", lambda name: None)
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
-    settings = serve_settings()
     for dtype, precision in (("float32", "ieee"), ("bfloat16", None)):
-        with load._environment(settings, {"dtype": dtype}, "cuda"):
+        with vllm_environment({"dtype": dtype}, "cuda", threads=None):
             assert os.environ.get("TRITON_F32_DEFAULT") == precision
             assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     assert "TRITON_F32_DEFAULT" not in os.environ
@@ -172,18 +171,18 @@ class Part:
 def test_versions_are_right_however_late_tokens_come(sampled: list[int], data: st.DataObject) -> None:
     """Version v samples `sampled[v]` tokens and stops; they come whenever they come."""
     serving, total, came = 0, 0, 0
-    flight = Flight(GenerateRequest([1]), "r", lambda: serving)
+    request = ActiveRequest(GenerateRequest([1]), "r", lambda: serving)
     truth = [version for version, count in enumerate(sampled) for _ in range(count)]
     for serving, count in enumerate(sampled):
         total += count
         more = data.draw(st.integers(0, total - came))
         if more:
-            chunk = flight.chunk(Part([7] * more))
+            chunk = request.chunk(Part([7] * more))
             came += more
             assert [version for version, n in chunk.versions for _ in range(n)] == truth[:came]
-        flight.stopped({0: total} if serving < len(sampled) - 1 or data.draw(st.booleans()) else {})
+        request.stopped({0: total} if serving < len(sampled) - 1 or data.draw(st.booleans()) else {})
     serving += 1
-    rest = flight.chunk(Part([7] * (total - came)))
+    rest = request.chunk(Part([7] * (total - came)))
     assert [version for version, n in rest.versions for _ in range(n)] == truth
 
 
@@ -215,7 +214,7 @@ def test_a_staged_file_holds_tensors_of_every_shape_and_dtype() -> None:
     staged = StagedFile()
     for name, tensor in tensors.items():
         staged.add(name, tensor)
-    read = dict(read_staged(staged.path, staged.places))
+    read = dict(read_staged(staged.path, staged.spans))
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
     assert staged.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -228,7 +227,7 @@ def test_only_a_whole_version_of_this_model_is_staged(tmp_path: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in hf_tensors(model)}
     update = publish(tmp_path, 1, model)
     staged = Stager(shapes).weights(update)
-    assert {place.name for place in staged.places} == shapes.keys()
+    assert {span.name for span in staged.spans} == shapes.keys()
     staged.close()
     first = next(iter(shapes))
     for wrong, reason in (
@@ -251,7 +250,7 @@ def test_versions_come_by_every_transport(tmp_path: Path, transport: WeightTrans
         staged = Stager({name: tuple(tensor.shape) for name, tensor in tensors.items()}).weights(update)
     finally:
         sender.close()
-    read = dict(read_staged(staged.path, staged.places))
+    read = dict(read_staged(staged.path, staged.spans))
     assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
     staged.close()
 
@@ -285,8 +284,8 @@ def test_stats_are_sums_over_steps_and_engines() -> None:
 def test_a_worker_ends_when_its_server_was_killed() -> None:
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     code = (
-        "from headway.core.processes import die_with; import os, time\n"
-        f"die_with(int(os.environ[{SERVER!r}])); print('up', flush=True); time.sleep(600)"
+        "from headway.inference.vllm.processes import die_with_server; import time\n"
+        "die_with_server(); print('up', flush=True); time.sleep(600)"
     )
     command, environment = [sys.executable, "-c", code], os.environ | {SERVER: str(server.pid)}
     worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
@@ -301,9 +300,9 @@ def test_what_a_killed_server_was_starting_ends_with_it() -> None:
     """Processes that do not watch their server yet, as while they import vLLM."""
     server = (
         "import os, subprocess, sys, time\n"
-        "from headway.inference.vllm.guard import guarded\n"
+        "from headway.inference.vllm.processes import kill_if_orphaned\n"
         f"mark = {{**os.environ, {SERVER!r}: str(os.getpid())}}\n"
-        "with guarded():\n"
+        "with kill_if_orphaned():\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], env=mark)\n"
         "    print(child.pid, flush=True)\n"
         "    time.sleep(600)\n"

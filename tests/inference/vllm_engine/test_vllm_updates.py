@@ -52,7 +52,7 @@ def test_a_load_that_fails_half_way_leaves_the_old_version_whole(
     with pytest.raises(UpdateError, match=r"misshapen.*expected"):
         vllm.run(vllm.engine.update(bad))
     with monkeypatch.context() as patch, pytest.raises(UpdateError, match="could not load"):
-        patch.setattr(vllm.engine._stager, "_check", lambda places: None)
+        patch.setattr(vllm.engine._stager, "_check", lambda spans: None)
         vllm.run(vllm.engine.update(bad))
     assert vllm.engine.weights().version == 11 and vllm.engine.problem is None
     assert float((vllm.served(TOKENS) - before).abs().max()) < 1e-6
@@ -66,7 +66,7 @@ def test_the_version_before_can_be_had_back(vllm: Harness, tmp_path: Path) -> No
     before = vllm.served(TOKENS)
     vllm.run(vllm.engine.update(vllm.publish(tmp_path, 22)))
     assert float((vllm.served(TOKENS) - before).abs().max()) > 0.1
-    vllm.run(vllm.engine._held.revert())
+    vllm.run(vllm.engine._loaded.revert())
     assert float((vllm.served(TOKENS) - before).abs().max()) < 1e-6
 
 
@@ -164,7 +164,7 @@ def test_a_request_in_line_starts_on_the_new_weights_alone(vllm: Harness, tmp_pa
         await vllm.engine.pause("keep")
         flight = asyncio.create_task(vllm.generate(long, 8))
         await asyncio.sleep(0.1)
-        assert all(flight.sent for flight in vllm.engine._flights)
+        assert all(request.sent for request in vllm.engine._requests)
         await vllm.engine.update(update)
         await vllm.engine.resume()
         choice = await flight

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from headway.inference.vllm.worker import unwrapped
+from headway.inference.vllm.internals import without_adapter_layers
 
 pytestmark = pytest.mark.vllm
 
@@ -20,7 +20,7 @@ def test_layers_that_add_adapters_are_out_of_the_way_while_weights_are_loaded() 
     model = nn.Sequential(plain, nn.Sequential(Adding(inner)))
     wrapped = ["0.weight", "1.0.base_layer.weight"]
     assert [name for name, _ in model.named_parameters()] == wrapped
-    with pytest.raises(RuntimeError, match="half-way"), unwrapped(model):
+    with pytest.raises(RuntimeError, match="half-way"), without_adapter_layers(model):
         assert {name: id(tensor) for name, tensor in model.named_parameters()} == {
             "0.weight": id(plain.weight),
             "1.0.weight": id(inner.weight),

@@ -12,6 +12,7 @@ from torch import Tensor
 from headway.config.shared import LoraSettings
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import UpdateError
+from headway.inference.vllm.weights import last_line
 from headway.models.adapters.lora import CONFIG, WEIGHTS
 
 
@@ -24,8 +25,8 @@ class _Loaded:
     epoch: int
 
 
-class Adapters:
-    """`enabled`: vLLM was started with room for adapters. `lora` says how they are scaled where an update does not.
+class LoadedAdapters:
+    """Adapters by name. `enabled`: vLLM has room for them. `lora` says how they are scaled where an update does not.
 
     `epoch` counts what was loaded under a name, so that KV of one version is never taken for another's.
     """
@@ -51,7 +52,7 @@ class Adapters:
         return self._loaded[name].epoch if name in self._loaded else 0
 
     def request(self, name: str) -> Any:
-        """What vLLM is to be told with a request for `name`; None where that is no adapter."""
+        """What vLLM is told with a request for `name`; None where that is no adapter."""
         loaded = self._loaded.get(name)
         return None if loaded is None else _lora_request(name, loaded.number, loaded.folder.name)
 
@@ -74,8 +75,8 @@ class Adapters:
             await llm.add_lora(_lora_request(update.adapter, number, folder.name, load_inplace=True))
         except Exception as error:
             folder.cleanup()
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-            raise UpdateError(f"adapter {update.adapter}, version {update.version}, was refused: {reason}") from None
+            message = f"adapter {update.adapter}, version {update.version}, was refused: {last_line(error)}"
+            raise UpdateError(message) from None
         self._numbers = max(self._numbers, number)
         self._epochs += 1
         self._loaded[update.adapter] = _Loaded(number, update.version, update.fingerprint, folder, self._epochs)

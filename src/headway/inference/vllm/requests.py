@@ -1,19 +1,19 @@
-"""One request on its way through vLLM: what has come of it so far."""
+"""Requests that vLLM works on, and what has come of each so far."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from headway.core.protocol import GenerateRequest
-from headway.inference.engine import Choice, Chunk, Result
+from headway.inference.engine import Choice, Chunk, RequestError, Result
 from headway.inference.vllm.translate import Runs, add_run, finish_of, logprobs_of, prompt_logprobs_of, runs_of
 
 
-class Flight:
-    """`serving` tells the version that samples now. `counted`: vLLM says at the end which version sampled a token;
-    until then, and otherwise, that follows from what had been sampled whenever it stopped.
+class ActiveRequest:
+    """One request. `serving` tells the version that samples now. `counted`: vLLM says at the end which version sampled
+    a token; until then, and otherwise, that follows from what had been sampled whenever it stopped.
 
-    `sent` once vLLM has the request, `aborted` once it is not wanted any more, `refused` once the weights that it may
-    have met are.
+    `sent` once vLLM has the request, `aborted` once it is not wanted any more, `refused` once weights that may have
+    sampled some of its tokens were.
     """
 
     def __init__(self, request: GenerateRequest, request_id: str, serving: Callable[[], int]) -> None:
@@ -25,7 +25,7 @@ class Flight:
         self.refused = False
         self._serving = serving
         self._choices = [Choice(index, [], [], [], [], "abort") for index in range(request.sampling_params.n)]
-        self._came = [0] * len(self._choices)
+        self._received = [0] * len(self._choices)
         self._stops: list[tuple[int, Mapping[int, int]]] = []
         self._cached = 0
         self._prompt: list[Any] | None = None
@@ -67,16 +67,41 @@ class Flight:
 
     def _versions(self, part: Any) -> Runs:
         """The versions of a choice, as far as it has come."""
-        self._came[part.index] += len(part.token_ids)
+        self._received[part.index] += len(part.token_ids)
         told = runs_of(part.weight_versions) if self.counted else None
         return self._runs(part.index) if told is None else told
 
     def _runs(self, index: int) -> Runs:
         runs: Runs = []
-        before, end = 0, self._came[index]
+        before, end = 0, self._received[index]
         for version, sampled in self._stops:
             until = min(sampled.get(index, end), end)
             add_run(runs, version, until - before)
             before = until
         add_run(runs, self._serving(), end - before)
         return runs
+
+
+class ActiveRequests:
+    """All requests, by id. `sequences` counts the choices that were asked for and have not ended."""
+
+    def __init__(self) -> None:
+        self.sequences = 0
+        self._by_id: dict[str, ActiveRequest] = {}
+
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        return iter(self._by_id.values())
+
+    def get(self, request_id: str) -> ActiveRequest | None:
+        return self._by_id.get(request_id)
+
+    def add(self, active: ActiveRequest) -> None:
+        """Raises RequestError where its id is taken."""
+        if active.request_id in self._by_id:
+            raise RequestError(f"request id {active.request_id!r} is already in flight", "request_id")
+        self._by_id[active.request_id] = active
+        self.sequences += active.sequences
+
+    def remove(self, active: ActiveRequest) -> None:
+        del self._by_id[active.request_id]
+        self.sequences -= active.sequences

@@ -1,0 +1,302 @@
+"""Every point of vLLM that it may change without notice, each behind one function. Holds for vLLM 0.26 to 0.32.
+
+All other files use only what vLLM documents: AsyncLLM's methods, the engine's arguments, SamplingParams, LoRARequest
+and the worker extension. Nothing of vLLM is replaced.
+
+The last line of each docstring names the versions that the function holds for and what it reaches.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLimits:
+    """What an engine takes and what it can do.
+
+    `counts_versions`: it says itself which weights sampled a token. `seeds`: requests may have one. `priorities`: it
+    heeds them. `engines`: how many data-parallel ones there are.
+    """
+
+    max_running: int
+    max_waiting: int
+    kv_capacity_tokens: int
+    counts_versions: bool = True
+    seeds: bool = True
+    adapters: bool = False
+    priorities: bool = True
+    engines: int = 1
+
+
+def argument_names() -> list[str]:
+    """Names of all arguments that the engine takes.
+
+    vLLM 0.26 to 0.32: the dataclass fields of `AsyncEngineArgs`.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return [field.name for field in fields(AsyncEngineArgs)]
+
+
+def engine_config(arguments: dict[str, Any]) -> Any:
+    """The configuration that vLLM makes of the engine's arguments. Raises what vLLM does not like.
+
+    vLLM 0.26 to 0.32: `AsyncEngineArgs.create_engine_config`, `UsageContext`.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    return AsyncEngineArgs(**arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def device_type() -> str:
+    """The kind of device that this vLLM was built for: "cpu", "cuda", or "" where it finds none.
+
+    vLLM 0.26 to 0.32: `vllm.platforms.current_platform.device_type`.
+    """
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type or "")
+
+
+def device_memory() -> int:
+    """Bytes of the GPU, asked of the driver: torch would take a piece of the device for this process.
+
+    vLLM 0.26 to 0.32: `vllm.platforms.current_platform.get_device_total_memory`.
+    """
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
+def start_engine(config: Any, record: Callable[[Any, Any, int], None]) -> Any:
+    """An AsyncLLM whose engine runs in processes of its own. `record` is called as `stats_logger` says.
+
+    vLLM 0.26 to 0.32: `vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config`.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_vllm_config(config, stat_loggers=[stats_logger(record)], disable_log_stats=True)
+
+
+def stats_logger(record: Callable[[Any, Any, int], None]) -> Any:
+    """A factory of vLLM's loggers that pass each step's scheduler and iteration statistics, and the engine's index.
+
+    vLLM 0.26 to 0.32: `vllm.v1.metrics.loggers.StatLoggerBase`.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Logger(StatLoggerBase):  # type: ignore[misc]  # vLLM is not type-checked
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            record(scheduler_stats, iteration_stats, engine_idx)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Logger
+
+
+def scheduler_counts(stats: Any) -> tuple[int, float]:
+    """Running sequences, and the share of the KV cache in use.
+
+    vLLM 0.26 to 0.32: `SchedulerStats.num_running_reqs`, `.kv_cache_usage`.
+    """
+    return stats.num_running_reqs, stats.kv_cache_usage
+
+
+def iteration_counts(stats: Any) -> tuple[int, int]:
+    """Sequences that were preempted and tokens that were sampled in a step.
+
+    vLLM 0.26 to 0.32: `IterationStats.num_preempted_reqs`, `.num_generation_tokens`.
+    """
+    return stats.num_preempted_reqs, stats.num_generation_tokens
+
+
+def read_limits(llm: Any, max_waiting: int) -> VllmLimits:
+    """Read what a started engine takes from its configuration.
+
+    vLLM 0.26 to 0.32: fields of `AsyncLLM.vllm_config`: its scheduler, cache, LoRA and parallel configs.
+    """
+    config = llm.vllm_config
+    scheduler, cache = config.scheduler_config, config.cache_config
+    return VllmLimits(
+        max_running=scheduler.max_num_seqs,
+        max_waiting=max_waiting,
+        kv_capacity_tokens=cache.num_gpu_blocks * cache.block_size,
+        counts_versions=counts_versions(),
+        seeds=not (device_type() == "cpu" and scheduler.enable_chunked_prefill),
+        adapters=config.lora_config is not None,
+        priorities=scheduler.policy == "priority",
+        engines=config.parallel_config.data_parallel_size,
+    )
+
+
+def counts_versions() -> bool:
+    """Tell whether vLLM says with a reply which weights sampled its tokens, if it is told what they are called.
+
+    vLLM 0.26 to 0.32: `vllm.outputs.CompletionOutput.weight_versions`, since 0.32.
+    """
+    from vllm.outputs import CompletionOutput
+
+    return "weight_versions" in {field.name for field in fields(CompletionOutput)}
+
+
+def engine_errors() -> tuple[type[Exception], type[Exception]]:
+    """Exceptions of a dead engine, and of a request that failed in a live one.
+
+    vLLM 0.26 to 0.32: `vllm.v1.engine.exceptions`.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    return EngineDeadError, EngineGenerateError
+
+
+def stop_output_handler(llm: Any) -> None:
+    """Call it before a shutdown: otherwise the task that reads outputs logs the end of its connection as a failure.
+
+    vLLM 0.26 to 0.32: the task `AsyncLLM.output_handler`.
+    """
+    if llm.output_handler is not None:
+        llm.output_handler.cancel()
+
+
+def sampled_tokens(llm: Any) -> Mapping[str, Mapping[int, int]]:
+    """Tokens that have come so far of every choice that vLLM works on, by request id and index.
+
+    vLLM 0.26 to 0.32: `AsyncLLM.output_processor.request_states`, their `parent_req` and `detokenizer`.
+    """
+    found: dict[str, dict[int, int]] = defaultdict(dict)
+    for state in llm.output_processor.request_states.values():
+        request = state.parent_req or state
+        found[request.external_req_id][state.request_index] = state.detokenizer.num_output_tokens()
+    return found
+
+
+async def outputs_delivered(llm: Any, sequences: int) -> None:
+    """Wait until tokens that were sampled before a pause have reached their requests.
+
+    The reply to a pause overtakes them: it is handled where vLLM's messages are read, while they are queued for its
+    output handler, which a fast engine leaves far behind.
+
+    vLLM 0.26 to 0.32: `AsyncLLM.engine_core.outputs_queue`, `vllm.envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE`.
+    """
+    from vllm import envs
+
+    queue = llm.engine_core.outputs_queue
+    while not queue.empty() and not llm.errored:  # noqa: ASYNC110 (vLLM offers no event to wait for)
+        await asyncio.sleep(0)
+    # The handler has begun with the last message: so many outputs in a turn of the loop.
+    for _ in range(sequences // envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE + 2):
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def without_adapter_layers(model: nn.Module) -> Iterator[None]:
+    """Give the model the layers of its checkpoint meanwhile, which vLLM has wrapped in others that add adapters.
+
+    Not every vLLM loads weights through the wrappers: 0.26 does not.
+
+    vLLM 0.26 to 0.32, needed by 0.26: `vllm.lora.layers.BaseLayerWithLoRA.base_layer`.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrappers = [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, BaseLayerWithLoRA)
+    ]
+    for parent, name, layer in wrappers:
+        setattr(parent, name, layer.base_layer)
+    try:
+        yield
+    finally:
+        for parent, name, layer in wrappers:
+            setattr(parent, name, layer)
+
+
+def reload_weights(model_runner: Any, model_config: Any, **source: Any) -> None:
+    """Load a `weights_iterator`, or the checkpoint again, into a worker's model, in place.
+
+    vLLM 0.26 to 0.32: `GPUModelRunner.reload_weights`; after a failure `finalize_layerwise_reload`.
+    """
+    try:
+        with _quiet("vllm.model_executor.model_loader.reload", "vllm.v1.worker.gpu_model_runner"):
+            model_runner.reload_weights(**source)
+    except Exception:
+        # Leaves no layer half open, so that the next load starts from a clean slate.
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(model_runner.get_model(), model_config)
+        raise
+
+
+@contextmanager
+def _quiet(*loggers: str) -> Iterator[None]:
+    """Silence warnings of layers that have no weights of their own and of names that vLLM joins, at every reload.
+
+    vLLM 0.26 to 0.32: the names of its loggers.
+    """
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def pack_heads(model: nn.Module) -> None:
+    """Pack the heads that are tied to the embedding again, on the CPU.
+
+    vLLM 0.26 to 0.32: `cpu_linear` and `quant_method` of a `VocabParallelEmbedding`.
+    """
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and hasattr(module, "num_embeddings"):
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
+
+
+def pack_experts(model: nn.Module) -> None:
+    """Pack the experts of a mixture again, on the CPU.
+
+    vLLM 0.26 to 0.32: `quant_method.moe_kernel.fused_experts` of a `FusedMoE`.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def decoder_modules(model: nn.Module) -> list[nn.Module]:
+    """The embedding, the layers and the final norm of a model; empty where it is not built of such.
+
+    vLLM 0.26 to 0.32: the modules `embed_tokens`, `layers` and `norm` of its decoders.
+    """
+    for module in model.modules():
+        if all(hasattr(module, name) for name in ("embed_tokens", "layers", "norm")):
+            decoder: Any = module
+            return [decoder.embed_tokens, *decoder.layers, decoder.norm]
+    return []
+
+
+def residual_stream(output: Any) -> Tensor:
+    """The stream after a layer, which returns what it adds apart, so that the next norm can do both.
+
+    vLLM 0.26 to 0.32: the pair that its decoder layers return.
+    """
+    stream: Tensor = output[0] + output[1] if isinstance(output, tuple) else output
+    return stream

@@ -1,0 +1,166 @@
+"""New weights: received and checked in host memory, then loaded by all workers, or taken back where that fails."""
+
+import logging
+import mmap
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.core.errors import HeadwayError
+from headway.core.protocol import WeightUpdate
+from headway.inference.engine import UpdateError
+from headway.inference.vllm.worker import TensorSpan
+from headway.transport.weights import make_receiver
+
+logger = logging.getLogger(__name__)
+
+_ALIGN = 64
+_MAX_NAMED = 5
+
+
+class StagedFile:
+    """A whole version in memory that workers on this host can map by `path`.
+
+    It has no name in any folder, so it is gone with the last process that uses it, however that ends.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("headway-weights")
+        self._end = 0
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.spans: list[TensorSpan] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        os.lseek(self._file, self._end, os.SEEK_SET)
+        self.spans.append(
+            TensorSpan(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), self._end, len(data))
+        )
+        written = 0
+        while written < len(data):
+            written += os.write(self._file, data[written : written + mmap.PAGESIZE * 2**16])
+        self._end += -(-len(data) // _ALIGN) * _ALIGN
+
+    @property
+    def bytes(self) -> int:
+        return sum(span.bytes for span in self.spans)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Stager:
+    """Fetches updates by any transport. `expected` are the names and shapes that the model is made of."""
+
+    def __init__(self, expected: dict[str, tuple[int, ...]]) -> None:
+        self._expected = expected
+        self._receiver = make_receiver()
+
+    def weights(self, update: WeightUpdate) -> StagedFile:
+        """A whole, proven version of the policy's weights. Raises UpdateError that says what was wrong."""
+        staged = StagedFile()
+        try:
+            for name, tensor in self._receiver.receive(update):
+                staged.add(name, tensor)
+            self._check(staged.spans)
+        except BaseException as error:
+            staged.close()
+            if isinstance(error, HeadwayError):
+                raise UpdateError(f"version {update.version} was refused: {error}") from None
+            raise
+        return staged
+
+    def adapter(self, update: WeightUpdate) -> dict[str, Tensor]:
+        """A whole, proven version of an adapter. Raises UpdateError."""
+        try:
+            return {name: tensor.clone() for name, tensor in self._receiver.receive(update)}
+        except HeadwayError as error:
+            raise UpdateError(f"adapter {update.adapter}, version {update.version}, was refused: {error}") from None
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _check(self, spans: Iterable[TensorSpan]) -> None:
+        """vLLM ignores what it does not know and keeps what does not come: so the names must be the model's own."""
+        came = {span.name: tuple(span.shape) for span in spans}
+        missing = sorted(self._expected.keys() - came.keys())
+        extra = sorted(came.keys() - self._expected.keys())
+        misshapen = [
+            f"{name} {came[name]}, expected {shape}"
+            for name, shape in self._expected.items()
+            if name in came and came[name] != shape
+        ]
+        found = [
+            f"{len(names)} {kind}: {', '.join(names[:_MAX_NAMED])}"
+            for kind, names in (("missing", missing), ("extra", extra), ("misshapen", misshapen))
+            if names
+        ]
+        if found:
+            raise HeadwayError(f"the tensors do not fit the model ({'; '.join(found)})")
+
+
+class LostError(UpdateError):
+    """Neither the new weights nor the old ones could be loaded: the engine serves nothing that is known."""
+
+
+class LoadedWeights:
+    """The weights in the workers, and a copy of them in host memory, to go back to.
+
+    None is the checkpoint that vLLM was started with. Call everything while the scheduler is paused.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._current: StagedFile | None = None
+        self._previous: StagedFile | None = None
+
+    async def load(self, staged: StagedFile) -> None:
+        """Make `staged` what is served. Raises UpdateError with the old weights back in place, or LostError."""
+        try:
+            await self._load(staged)
+        except Exception as error:
+            staged.close()
+            await self._reload(self._current)
+            raise UpdateError(f"vLLM could not load the weights: {last_line(error)}") from error
+        self.forget_previous()
+        self._previous, self._current = self._current, staged
+
+    async def revert(self) -> None:
+        """Go back to what was served before the last `load`. Raises LostError."""
+        await self._reload(self._previous)
+        if self._current is not None:
+            self._current.close()
+        self._current, self._previous = self._previous, None
+
+    def forget_previous(self) -> None:
+        """There will be no way back before the last `load`; its memory is free."""
+        if self._previous is not None:
+            self._previous.close()
+        self._previous = None
+
+    def close(self) -> None:
+        self.forget_previous()
+        if self._current is not None:
+            self._current.close()
+
+    async def _reload(self, staged: StagedFile | None) -> None:
+        try:
+            await self._load(staged)
+        except Exception as error:
+            logger.exception("vLLM could not load the previous weights again", exc_info=error)
+            raise LostError(f"vLLM lost its weights: {last_line(error)}") from error
+
+    async def _load(self, staged: StagedFile | None) -> None:
+        if staged is None:
+            await self._llm.collective_rpc("headway_load_checkpoint")
+        else:
+            await self._llm.collective_rpc("headway_load", args=(staged.path, [list(span) for span in staged.spans]))
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an error's message: vLLM's are tracebacks."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
