@@ -82,7 +82,7 @@ class MultiTurn(Environment):
 
     @abstractmethod
     def prompt(self, task: Task) -> Messages:
-        """What the episode begins with; text becomes a user's message after `system`."""
+        """The messages that the episode begins with; text becomes a user's message after `system`."""
 
     def start(self, state: State) -> None:
         """Fill in what this environment keeps per episode."""
@@ -183,11 +183,11 @@ class Game(Environment):
 
     @abstractmethod
     def turn(self, state: State) -> str | None:
-        """Who moves next; None when the game is over."""
+        """The player who moves next; None when the game is over."""
 
     @abstractmethod
     def observe(self, state: State, player: str) -> Messages:
-        """What `player` is told before this move, in addition to what it was told and said before."""
+        """The new messages for `player` before this move; its conversation so far is kept."""
 
     @abstractmethod
     def move(self, state: State, player: str, reply: Message) -> None:

@@ -18,7 +18,7 @@ from headway.rendering.base import Renderer
 from headway.transport.inference import EngineError, InferenceClient
 
 RETRY_SECONDS = 60.0
-"""How long one call is retried while no engine answers."""
+"""Seconds for which one call is retried while no engine answers."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 
 

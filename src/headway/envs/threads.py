@@ -55,7 +55,7 @@ _abandoned: set[_Thread] = set()
 
 
 def abandoned() -> int:
-    """How many threads are hung in work that nobody waits for any more."""
+    """Count the threads that hang in work that nobody waits for any more."""
     return len(_abandoned)
 
 

@@ -22,7 +22,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to send to the engine, and where its reply will grow: `rendered` comes after node `parent`."""
+    """Tokens for the engine, and the branch that its reply will extend: `rendered` comes after node `parent`."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the engine sampled, verbatim."""
+    """Tokens as the engine sampled them, with logprobs and versions."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -144,7 +144,7 @@ class TraceTree:
         return best
 
     def _said_before(self, messages: tuple[Message, ...]) -> bool:
-        """Whether `messages` hold a reply that was sampled here, so that rendering them anew rewrites history."""
+        """Tell whether `messages` hold a reply that was sampled here: rendering them anew rewrites history."""
         replies = [known.messages[-1] for known in self._conversations]
         return any(m.role == "assistant" and any(_same(m, reply) for reply in replies) for m in messages)
 

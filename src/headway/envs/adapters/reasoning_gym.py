@@ -89,7 +89,7 @@ def _create(family: str, size: int, seed: int, config: dict[str, Any] | None) ->
 
 
 def extract_answer(reply: str) -> str:
-    """What stands between the last pair of <answer> tags, or all of `reply`."""
+    """The text between the last pair of <answer> tags, or all of `reply`."""
     before, found, _ = reply.rpartition("</answer>")
     inside = before.rpartition("<answer>")
     return (inside[2] if found and inside[1] else reply).strip()

@@ -15,7 +15,7 @@ from headway.envs.adapters import require
 from headway.envs.base import Game, State
 
 Opponent = Callable[[str, random.Random], str]
-"""What a scripted player says to what it is told; its randomness is passed in."""
+"""A scripted player: its answer to an observation, with the random generator to draw from."""
 
 
 class TextArena(Game):
@@ -117,11 +117,11 @@ class Table:
 
     @property
     def seat(self) -> int:
-        """Who moves next."""
+        """The seat that moves next."""
         return int(self._game.state.current_player_id)
 
     def observation(self) -> str:
-        """What the player to move has not been told yet, its own words left out."""
+        """News for the player to move, without its own words."""
         with self._own_chance():
             seat, news = self._game.get_observation()
         return "\n".join(str(text) for sender, text, *_ in news if sender != seat) or "Your move."

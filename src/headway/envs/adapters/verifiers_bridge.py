@@ -92,7 +92,7 @@ def load_tasks(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one agent of a finished episode was rewarded for. `session` is how its calls were marked."""
+    """The rewards of one agent of a finished episode. `session` is the id that its calls carried."""
 
     session: str
     agent: str

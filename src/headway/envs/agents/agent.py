@@ -22,12 +22,12 @@ from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, EpisodeFailure, Policy
 
 _SECRETS = ("HEADWAY_TOKEN",)
-"""What the program must not inherit."""
+"""Variables that the program must not inherit."""
 
 
 @dataclass(frozen=True)
 class AgentRun:
-    """What came of one run of the program. `scratch` is its folder, gone once the reward is given."""
+    """The outcome of one run of the program. `scratch` is its folder, deleted once the reward is given."""
 
     exit_code: int
     stdout: str
@@ -37,7 +37,7 @@ class AgentRun:
 
 
 RewardFunction = Callable[[dict[str, Any], AgentRun], Any]
-"""Of the task's data and the run: a number, or named numbers that are added up. May be async."""
+"""A function of the task's data and the run: returns a number, or named numbers that are added up. May be async."""
 
 
 class AgentProgram(Environment):

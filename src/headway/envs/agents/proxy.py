@@ -22,7 +22,7 @@ MAX_BODY = 64 * 2**20
 
 @dataclass
 class Endpoint:
-    """Where one episode's agent finds its model. `failure` is why a call went unanswered, if one did."""
+    """The chat API of one episode's agent. `failure` is why a call went unanswered, if one did."""
 
     base_url: str
     api_key: str

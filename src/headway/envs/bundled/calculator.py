@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
@@ -29,7 +30,11 @@ class Calculator(ToolUse):
         seed: int = 0,
         system: str | None = SYSTEM,
     ) -> None:
-        self._expressions = _expressions(num_tasks, terms, largest, operators, split, seed)
+        if terms < 1 or largest < 1 or not operators or set(operators) - set("+-*"):
+            raise UsageError('calculator: terms and largest must be at least 1, operators some of "+-*"')
+        self._expressions = distinct(
+            lambda rng: random_expression(rng, terms, largest, operators), str, num_tasks, split=split, seed=seed
+        )
         self._system = system
 
     def tasks(self) -> Sequence[Task]:
@@ -56,28 +61,23 @@ def question(expression: str) -> str:
     return f"{expression} = ?"
 
 
-def demonstrations(
-    n: int,
-    seed: int = 0,
-    guess_share: float = 0.0,
-    *,
-    terms: int = 2,
-    largest: int = 99,
-    operators: str = "+-*",
-    system: str | None = SYSTEM,
-) -> list[Row]:
-    """`n` conversations, none of them a task of the eval split; a share of them guesses instead of calling the tool."""
+def demonstrations(n: int, seed: int = 0, guess_share: float = 0.0, **args: Any) -> list[Row]:
+    """`n` conversations, none of them a task of the eval split; a share of them guesses instead of calling the tool.
+
+    `args` are those of the environment.
+    """
+    environment = Calculator(num_tasks=n, seed=seed, split="train", **args)
     rng = random.Random(seed)
     guessed = set(rng.sample(range(n), round(guess_share * n)))
-    tools = [described.to_openai() for described in Calculator(num_tasks=1).toolbox.tools]
+    tools = [described.to_openai() for described in environment.toolbox.tools]
     rows = []
-    for i, expression in enumerate(_expressions(n, terms, largest, operators, "train", seed)):
-        messages = opening(system, question(expression))
+    for i, task in enumerate(environment.tasks()):
+        messages = environment.prompt(task)
         if i in guessed:
-            messages.append(Message("assistant", str(rng.randint(0, largest))))
+            messages.append(Message("assistant", str(rng.randint(0, args.get("largest", 99)))))
         else:
-            call = ToolCall("call_0", "calculate", f'{{"expression": "{expression}"}}')
-            result = str(evaluate(expression))
+            call = ToolCall("call_0", "calculate", f'{{"expression": "{task.id}"}}')
+            result = str(task.data["answer"])
             messages += [
                 Message("assistant", tool_calls=(call,)),
                 Message("tool", result, tool_call_id=call.id),
@@ -85,9 +85,3 @@ def demonstrations(
             ]
         rows.append({**demonstration(messages), "tools": tools})
     return rows
-
-
-def _expressions(count: int, terms: int, largest: int, operators: str, split: Split, seed: int) -> list[str]:
-    if terms < 1 or largest < 1 or not operators or set(operators) - set("+-*"):
-        raise UsageError('calculator: terms and largest must be at least 1, operators some of "+-*"')
-    return distinct(lambda rng: random_expression(rng, terms, largest, operators), str, count, split=split, seed=seed)

@@ -41,7 +41,7 @@ class Hand:
 
     @property
     def legal(self) -> tuple[str, ...]:
-        """What the player to move may do; nothing when the hand is over."""
+        """The actions of the player to move; none when the hand is over."""
         return _LEGAL.get(self.actions, ())
 
     def act(self, action: str) -> None:
@@ -102,7 +102,7 @@ class KuhnPoker(Game):
 
 
 def observation(hand: Hand) -> str:
-    """What the player to move is told: its card at its first move, the opponent's last action, the choice."""
+    """The text for the player to move: its card at its first move, the opponent's last action, the choice."""
     lines = [f"you hold {hand.cards[hand.player]}"] if len(hand.actions) < 2 else []
     if hand.actions:
         lines.append(f"opponent: {hand.actions[-1]}")

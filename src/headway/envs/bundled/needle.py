@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
@@ -41,17 +42,19 @@ class Needle(SingleTurn):
         return [Task(str(seed), {"seed": seed}) for seed in self._seeds]
 
     def prompt(self, task: Task) -> list[Message]:
-        return opening(self._system, haystack(task.data["seed"], self._length, self._facts)[0])
+        return opening(self._system, self.haystack(task)[0])
+
+    def haystack(self, task: Task) -> tuple[str, int, float]:
+        return haystack(task.data["seed"], self._length, self._facts)
 
     @reward
     def found(self, task: Task, answer: str) -> float:
-        _, code, _ = haystack(task.data["seed"], self._length, self._facts)
-        return float(last_number(answer) == code)
+        return float(last_number(answer) == self.haystack(task)[1])
 
     @metric
     def depth(self, task: Task) -> float:
-        """Where the fact stood: 0 at the beginning of the text, 1 at its end."""
-        return haystack(task.data["seed"], self._length, self._facts)[2]
+        """The place of the fact: 0 at the beginning of the text, 1 at its end."""
+        return self.haystack(task)[2]
 
 
 def haystack(seed: int, length: int, facts: int) -> tuple[str, int, float]:
@@ -71,12 +74,11 @@ def haystack(seed: int, length: int, facts: int) -> tuple[str, int, float]:
     return f"{text}\n\nWhat is the code of the {places[0]}?", codes[0], text.index(wanted) / len(text)
 
 
-def demonstrations(
-    n: int, seed: int = 0, *, length: int = 200, facts: int = 3, system: str | None = SYSTEM
-) -> list[Row]:
-    """`n` right answers about texts of the train split."""
+def demonstrations(n: int, seed: int = 0, *, length: int = 200, **args: Any) -> list[Row]:
+    """`n` right answers about texts of the train split. `args` are those of the environment."""
+    environment = Needle(num_tasks=n, seed=seed, length=length, split="train", **args)
     rows = []
-    for task in Needle(num_tasks=n, seed=seed).tasks():
-        text, code, _ = haystack(task.data["seed"], length, facts)
-        rows.append(demonstration([*opening(system, text), Message("assistant", str(code))]))
+    for task in environment.tasks():
+        _, code, _ = environment.haystack(task)
+        rows.append(demonstration([*environment.prompt(task), Message("assistant", str(code))]))
     return rows

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
@@ -31,7 +32,9 @@ class ReverseText(SingleTurn):
         exact: float = 0.5,
         similarity: float = 0.5,
     ) -> None:
-        self._words = _words(num_tasks, min_len, max_len, split, seed)
+        if not 1 <= min_len <= max_len:
+            raise UsageError(f"reverse-text: min_len must be at least 1 and at most max_len (got {min_len}, {max_len})")
+        self._words = distinct(lambda rng: random_word(rng, min_len, max_len), str, num_tasks, split=split, seed=seed)
         self._system = system
         self._weights = {"exact": exact, "similarity": similarity}
 
@@ -59,28 +62,15 @@ def positional_share(text: str, target: str) -> float:
     return sum(a == b for a, b in zip(text, target, strict=False)) / longest if longest else 1.0
 
 
-def demonstrations(
-    n: int,
-    seed: int = 0,
-    copy_share: float = 0.0,
-    *,
-    min_len: int = 4,
-    max_len: int = 8,
-    system: str | None = None,
-) -> list[Row]:
+def demonstrations(n: int, seed: int = 0, copy_share: float = 0.0, **args: Any) -> list[Row]:
     """`n` conversations to warm a model up with, none of them about a word of the eval split.
 
-    A share of them copies the word instead of reversing it: reward then has something to sort out.
+    A share of them copies the word instead of reversing it: reward then has something to sort out. `args` are those
+    of the environment.
     """
-    words = _words(n, min_len, max_len, "train", seed)
+    environment = ReverseText(num_tasks=n, seed=seed, split="train", **args)
     copied = set(random.Random(seed).sample(range(n), round(copy_share * n)))
     return [
-        demonstration([*opening(system, word), Message("assistant", word if i in copied else word[::-1])])
-        for i, word in enumerate(words)
+        demonstration([*environment.prompt(task), Message("assistant", task.id if i in copied else task.id[::-1])])
+        for i, task in enumerate(environment.tasks())
     ]
-
-
-def _words(count: int, shortest: int, longest: int, split: Split, seed: int) -> list[str]:
-    if not 1 <= shortest <= longest:
-        raise UsageError(f"reverse-text: min_len must be at least 1 and at most max_len (got {shortest} and {longest})")
-    return distinct(lambda rng: random_word(rng, shortest, longest), str, count, split=split, seed=seed)

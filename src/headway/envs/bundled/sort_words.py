@@ -1,7 +1,9 @@
 """Sort words, then sort again as more arrive: the model has to remember what it was given before."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
@@ -29,7 +31,13 @@ class SortWords(MultiTurn):
         seed: int = 0,
         system: str | None = SYSTEM,
     ) -> None:
-        self._tasks = _rounds(num_tasks, rounds, words, word_len, split, seed)
+        if min(rounds, words, word_len) < 1:
+            raise UsageError("sort-words: rounds, words and word_len must be at least 1")
+
+        def make(rng: random.Random) -> list[list[str]]:
+            return [[random_word(rng, word_len, word_len) for _ in range(words)] for _ in range(rounds)]
+
+        self._tasks = distinct(make, str, num_tasks, split=split, seed=seed)
         self._system = system
         self.max_turns = rounds
 
@@ -45,19 +53,19 @@ class SortWords(MultiTurn):
 
     @reward(weight=0.5)
     def exact(self, task: Task, state: State) -> float:
-        return _mean(float(said == wanted) for said, wanted in _turns(task, state))
+        return fmean(float(said == wanted) for said, wanted in _turns(task, state))
 
     @reward(weight=0.5)
     def in_place(self, task: Task, state: State) -> float:
         """The share of words at their place; missing and surplus words count as misplaced."""
-        return _mean(
+        return fmean(
             sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
             for said, wanted in _turns(task, state)
         )
 
 
 def expected(rounds: Sequence[Sequence[str]]) -> list[list[str]]:
-    """What each reply should hold: all words up to its turn, sorted."""
+    """The right replies: all words up to each turn, sorted."""
     return [sorted(words) for words in _so_far(rounds)]
 
 
@@ -65,26 +73,19 @@ def _so_far(rounds: Sequence[Sequence[str]]) -> list[list[str]]:
     return [[word for words in rounds[: turn + 1] for word in words] for turn in range(len(rounds))]
 
 
-def demonstrations(
-    n: int,
-    seed: int = 0,
-    copy_share: float = 0.0,
-    *,
-    rounds: int = 2,
-    words: int = 3,
-    word_len: int = 3,
-    system: str | None = SYSTEM,
-) -> list[Row]:
+def demonstrations(n: int, seed: int = 0, copy_share: float = 0.0, **args: Any) -> list[Row]:
     """`n` conversations, none of them a task of the eval split.
 
     A share of them repeats the words in the order they came instead of sorting them: reward then has something to
-    sort out.
+    sort out. `args` are those of the environment.
     """
+    environment = SortWords(num_tasks=n, seed=seed, split="train", **args)
     copied = set(random.Random(seed).sample(range(n), round(copy_share * n)))
     rows = []
-    for i, given in enumerate(_rounds(n, rounds, words, word_len, "train", seed)):
+    for i, task in enumerate(environment.tasks()):
+        given: list[list[str]] = task.data["rounds"]
         replies = _so_far(given) if i in copied else expected(given)
-        messages = opening(system, " ".join(given[0]))
+        messages = environment.prompt(task)
         for turn, reply in enumerate(replies):
             messages += [Message("user", " ".join(given[turn]))] if turn else []
             messages.append(Message("assistant", " ".join(reply)))
@@ -96,18 +97,3 @@ def _turns(task: Task, state: State) -> list[tuple[list[str], list[str]]]:
     said = [message.content.split() for message in state.messages if message.role == "assistant"]
     wanted = expected(task.data["rounds"])
     return list(zip(said + [[]] * (len(wanted) - len(said)), wanted, strict=True))
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
-
-
-def _rounds(count: int, rounds: int, words: int, word_len: int, split: Split, seed: int) -> list[list[list[str]]]:
-    if min(rounds, words, word_len) < 1:
-        raise UsageError("sort-words: rounds, words and word_len must be at least 1")
-
-    def make(rng: random.Random) -> list[list[str]]:
-        return [[random_word(rng, word_len, word_len) for _ in range(words)] for _ in range(rounds)]
-
-    return distinct(make, str, count, split=split, seed=seed)

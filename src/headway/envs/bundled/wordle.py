@@ -71,7 +71,7 @@ class Wordle(MultiTurn):
 
     @reward(weight=0.2)
     def closest(self, state: State) -> float:
-        """How close an unsolved game came."""
+        """The best guess's share of right letters in an unsolved game."""
         shares = [marks.count("G") / len(marks) for marks in state.marks]
         return max(shares, default=0.0) if max(shares, default=0.0) < 1 else 0.0
 
