@@ -59,7 +59,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_openai(cls, message: dict[str, Any]) -> "Message":
-        """Accepts string content or a list of text parts. Raises ValueError on anything else."""
+        """Read a message with string content or a list of text parts. Raises ValueError on anything else."""
         calls = tuple(
             ToolCall(c.get("id", ""), c["function"]["name"], c["function"]["arguments"])
             for c in message.get("tool_calls") or ()
@@ -75,11 +75,11 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
-"""What authors may write where a conversation is wanted: a user's text, one message, or several."""
+"""A conversation as authors may write it: a user's text, one message, or several."""
 
 
 def as_messages(value: Messages) -> list[Message]:
-    """`value` as messages: text becomes a user's message, dicts are read in OpenAI's shape.
+    """Turn `value` into messages: text becomes a user's message, dicts are read in OpenAI's shape.
 
     Raises ValueError where something is neither.
     """

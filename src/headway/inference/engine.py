@@ -1,4 +1,4 @@
-"""What the server needs of an engine. Everything above this line of the house is the same for all of them."""
+"""The interface of an engine. The server in front of it is the same for all of them."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ POLICY = "policy"
 FinishReason = Literal["stop", "length", "abort"]
 Mode = Literal["keep", "wait", "abort"]
 TopLogprobs = list[tuple[int, float]]
-"""The most likely tokens of one place with their logprobs, best first."""
+"""The most likely tokens at one position with their logprobs, best first."""
 
 
 class BusyError(HeadwayError):
-    """Too many requests wait; `retry_after` seconds from now there may be room."""
+    """Too many requests wait; try again in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -29,20 +29,20 @@ class BusyError(HeadwayError):
 
 
 class LoadingError(BusyError):
-    """The model is not there yet."""
+    """The model is not loaded yet."""
 
 
 class FailedError(HeadwayError):
-    """The engine could not go on with the request. Another try, or another engine, may do."""
+    """The engine failed on the request; a retry, or another engine, may succeed."""
 
 
 class UpdateError(HeadwayError):
-    """New weights were not taken over; the old ones keep serving."""
+    """New weights were refused; the old ones keep serving."""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """What one choice of a request grew by. `finish_reason` is set in its last chunk."""
+    """New tokens of one choice. `finish_reason` is set in its last chunk, `versions` cover the choice so far."""
 
     index: int
     token_ids: list[int]
@@ -64,6 +64,13 @@ class Choice:
     finish_reason: FinishReason
     experts: NDArray[np.integer] | None = None
 
+    def extend(self, chunk: Chunk) -> None:
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self.top_logprobs += chunk.top_logprobs
+        self.versions = chunk.versions
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+
 
 @dataclass(slots=True)
 class Result:
@@ -84,12 +91,12 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def close(self) -> None:
-        """Abort what is in flight and let go of the device."""
+        """Abort the requests in flight and free the device."""
         ...
 
     @property
     def problem(self) -> str | None:
-        """Why the engine does not serve right now; None when it does."""
+        """The reason why the engine does not serve right now; None when it does."""
         ...
 
     def models(self) -> dict[str, int]:
@@ -116,11 +123,11 @@ class Engine(Protocol):
     def weights(self) -> WeightState: ...
 
     async def update(self, update: WeightUpdate) -> WeightReply:
-        """Take over new weights of the policy, or of `update.adapter`. Raises UpdateError."""
+        """Load new weights of the policy, or of `update.adapter`. Raises UpdateError."""
         ...
 
     async def drop_adapter(self, name: str) -> bool:
-        """False where there is none of that name."""
+        """Drop the adapter of this name; False where there is none."""
         ...
 
     async def pause(self, mode: Mode) -> None:

@@ -1,4 +1,4 @@
-"""A server's life: bind, load, serve, finish what is in flight, leave."""
+"""Run a server: bind, load, serve, finish the requests in flight, exit."""
 
 import asyncio
 import ipaddress
@@ -23,7 +23,7 @@ from headway.models.tiny import resolve_model
 from headway.monitor.logs import SUPERVISED
 from headway.rendering.load import load_renderer
 
-logger = logging.getLogger("headway.inference")
+logger = logging.getLogger(__name__)
 
 _GRACE = 10.0
 """Seconds that requests in flight get to end after a signal."""
@@ -31,8 +31,8 @@ _SWITCH_SECONDS = 5e-4
 
 
 async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str = "inference") -> None:
-    """Serve until SIGTERM or SIGINT. With `run`, become one of its engines, called `name`."""
-    # The engine's thread gives up the interpreter at every operation and must get it back soon from the event loop.
+    """Serve until SIGTERM or SIGINT. With `run`, be one of its engines, called `name`."""
+    # The engine's thread releases the interpreter at every operation and must get it back soon from the event loop.
     sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
     check_address(settings.inference.host, token)
@@ -54,9 +54,9 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
         await _catch_up(engine, run)
         context.loaded = engine
         with registered(run, name, url):
-            _say(f"serving {settings.model.path} at {url} (version {engine.weights().version})")
+            _announce(f"serving {settings.model.path} at {url} (version {engine.weights().version})")
             await stop.wait()
-            logger.info("stopping: requests in flight have %.0f s to end", _GRACE)
+            logger.info("stopping: requests in flight have %.0f s to finish", _GRACE)
     finally:
         await runner.cleanup()
         if context.loaded is not None:
@@ -65,8 +65,8 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
         raise HeadwayError(deaths[0])
 
 
-def _say(line: str) -> None:
-    """To a person at the terminal as it is, to a log with its time."""
+def _announce(line: str) -> None:
+    """Print the line for a person at the terminal; in a supervised process, log it."""
     if SUPERVISED in os.environ:
         logger.info(line)
     else:
@@ -74,7 +74,7 @@ def _say(line: str) -> None:
 
 
 def wants_vllm(settings: ServeSettings) -> bool:
-    """ "auto" is vLLM where it is installed for GPUs and there is one."""
+    """Tell whether the settings ask for vLLM; "auto" does where it is installed for GPUs and there is one."""
     if settings.inference.engine == "auto":
         from headway.inference.vllm.load import is_default
 
@@ -83,7 +83,7 @@ def wants_vllm(settings: ServeSettings) -> bool:
 
 
 def load_engine(settings: ServeSettings, folder: Path, on_death: Callable[[str], None] | None = None) -> Engine:
-    """The engine that the settings ask for. `on_death` is told when it can't go on and must be started again."""
+    """The engine that the settings ask for. `on_death` is called when it must be restarted."""
     if wants_vllm(settings):
         from headway.inference.vllm.load import load_vllm
 
@@ -110,7 +110,7 @@ def check_address(host: str, token: str | None) -> None:
 
 @contextmanager
 def registered(run: RunPaths | None, name: str, url: str) -> Iterator[None]:
-    """While this lasts, the run's orchestrator finds the engine."""
+    """Keep the engine in the run's list meanwhile, where its orchestrator finds it."""
     if run is None:
         yield
         return
@@ -135,7 +135,7 @@ async def _bind(runner: web.AppRunner, host: str, port: int) -> str:
 
 
 async def _catch_up(engine: Engine, run: RunPaths | None) -> None:
-    """An engine that joins a run late starts from its latest weights. The orchestrator sends later ones."""
+    """Load the run's latest weights, where it has some. The orchestrator sends later ones."""
     if run is None:
         return
     from headway.transport.weights.announcements import latest
@@ -146,7 +146,7 @@ async def _catch_up(engine: Engine, run: RunPaths | None) -> None:
     try:
         await engine.update(update)
     except UpdateError as error:
-        logger.warning("starting from the model's own weights: %s", error)
+        logger.warning("the run's latest weights were refused, so the engine serves the model's own: %s", error)
 
 
 def _stop_event() -> asyncio.Event:

@@ -88,7 +88,7 @@ class InferenceClient:
         await self._call("POST", "/v1/abort", dict[str, Any], {"request_id": request_id})
 
     async def health(self) -> bool:
-        """Whether the engine serves right now; False as well when it can't be reached."""
+        """True while the engine serves; False as well when it can't be reached."""
         try:
             async with self._open().get(f"{self.base_url}/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
                 return reply.status == 200

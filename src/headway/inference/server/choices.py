@@ -113,29 +113,21 @@ async def generate_until(engine: Engine, renderer: Renderer, request: GenerateRe
     count = request.sampling_params.n
     texts = [Text(renderer, frozenset(), stops) for _ in range(count)]
     choices = [Choice(i, [], [], [], [], "length") for i in range(count)]
-    open_choices = set(range(count))
+    unfinished = set(range(count))
     chunks = engine.stream(request)
     async for chunk in chunks:
-        if chunk.index in open_choices:
-            _extend(choices[chunk.index], chunk, texts[chunk.index])
-            if texts[chunk.index].stopped or chunk.finish_reason is not None:
-                open_choices.discard(chunk.index)
-        if not open_choices:
+        if chunk.index in unfinished:
+            choice, text = choices[chunk.index], texts[chunk.index]
+            choice.extend(chunk)
+            text.take(chunk.token_ids, last=chunk.finish_reason is not None)
+            if text.stopped:
+                choice.finish_reason = "stop"
+            if text.stopped or chunk.finish_reason is not None:
+                unfinished.discard(chunk.index)
+        if not unfinished:
             break
     await close_stream(chunks)
     return Result(request.request_id or "", choices)
-
-
-def _extend(choice: Choice, chunk: Chunk, text: Text) -> None:
-    choice.token_ids += chunk.token_ids
-    choice.logprobs += chunk.logprobs
-    choice.top_logprobs += chunk.top_logprobs
-    choice.versions = chunk.versions
-    text.take(chunk.token_ids, last=chunk.finish_reason is not None)
-    if text.stopped:
-        choice.finish_reason = "stop"
-    elif chunk.finish_reason is not None:
-        choice.finish_reason = chunk.finish_reason
 
 
 async def close_stream(chunks: AsyncIterator[Chunk]) -> None:

@@ -1,4 +1,4 @@
-"""What the handlers share: the engine, the renderer, the token that admin routes demand."""
+"""The state that all handlers share: the engine, the renderer, the token of admin routes."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class ServerContext:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing is served right now."""
+        """The reason why nothing is served right now; None while requests are."""
         return "loading the model" if self.loaded is None else self.loaded.problem
 
     def policy_name(self, name: str) -> str:

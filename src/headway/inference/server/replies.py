@@ -26,13 +26,13 @@ class ReplyStream:
         self._state: State = "start"
         self._held = ""
         self._trim = False
-        """Whether line ends come next that belong to the tag before them."""
+        """Line ends that come next belong to the tag before them."""
         self._depth = 0
         self._quoted = self._escaped = False
 
     @property
     def calling(self) -> bool:
-        """Whether the reply ended with its calls whole."""
+        """True where the reply ended with its calls whole."""
         return self.calls > 0 and self._state not in ("call", "arguments")
 
     def feed(self, text: str, *, last: bool = False) -> Delta:
@@ -142,7 +142,7 @@ class ReplyStream:
         calls[-1]["function"]["arguments"] += text
 
     def _end_of_object(self) -> int:
-        """Where the object of arguments ends in what is held; all of it while it has not."""
+        """The end of the object of arguments in the held text; all of it while it has not come."""
         for place, character in enumerate(self._held):
             if self._quoted:
                 self._quoted = self._escaped or character != '"'

@@ -52,7 +52,7 @@ class LoadedAdapters:
         return self._loaded[name].epoch if name in self._loaded else 0
 
     def request(self, name: str) -> Any:
-        """What vLLM is told with a request for `name`; None where that is no adapter."""
+        """The LoRARequest that goes with requests for `name`; None where that is no adapter."""
         loaded = self._loaded.get(name)
         return None if loaded is None else _lora_request(name, loaded.number, loaded.folder.name)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class VllmLimits:
-    """What an engine takes and what it can do.
+    """Capacity and abilities of a started engine.
 
     `counts_versions`: it says itself which weights sampled a token. `seeds`: requests may have one. `priorities`: it
     heeds them. `engines`: how many data-parallel ones there are.

@@ -40,25 +40,21 @@ class ActiveRequest:
         self._stops.append((self._serving(), sampled))
 
     def chunk(self, part: Any) -> Chunk:
-        """What one choice grew by, for someone who wants it at once."""
+        """New tokens of one choice, as vLLM puts them."""
         token_ids = list(part.token_ids)
         logprobs, top = logprobs_of(token_ids, part.logprobs, self.request.sampling_params.logprobs)
         finish = None if part.finish_reason is None else finish_of(part.finish_reason)
         return Chunk(part.index, token_ids, logprobs, top, self._versions(part), finish)
 
     def take(self, output: Any) -> None:
-        """Keep what came for `result`."""
+        """Add what vLLM has sampled to the `result`."""
         wanted = self.request.sampling_params.prompt_logprobs
         self._cached = output.num_cached_tokens or 0
         if self._prompt is None and output.prompt_logprobs:
             self._prompt = prompt_logprobs_of(self.request.token_ids, output.prompt_logprobs, wanted)
         for part in output.outputs:
-            grown, choice = self.chunk(part), self._choices[part.index]
-            choice.token_ids += grown.token_ids
-            choice.logprobs += grown.logprobs
-            choice.top_logprobs += grown.top_logprobs
-            choice.versions = grown.versions
-            choice.finish_reason = grown.finish_reason or choice.finish_reason
+            choice = self._choices[part.index]
+            choice.extend(self.chunk(part))
             choice.experts = choice.experts if part.routed_experts is None else part.routed_experts
 
     def result(self) -> Result:
