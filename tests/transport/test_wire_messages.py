@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from numpy.typing import NDArray
 
 from headway.core.streams import Floats, Ints
-from headway.core.wire import Array, decode, encode
+from headway.core.wire import Array, decode, element_type, encode
 
 
 class Message(msgspec.Struct):
@@ -42,3 +42,10 @@ def test_arrays_of_another_type_or_of_objects_are_refused() -> None:
 def test_broken_messages_raise_and_run_nothing(data: bytes) -> None:
     with pytest.raises((msgspec.DecodeError, ValueError)):
         decode(Message, data)
+
+
+def test_element_types_are_found_in_either_form_of_ndarray() -> None:
+    """Versions of numpy spell `NDArray[T]` as an array of a dtype of T, or as an alias with the one argument T."""
+    spelled, alias = np.ndarray[tuple[int], np.dtype[np.int16]], list[np.int16]
+    assert element_type(spelled) == element_type(alias) == element_type(NDArray[np.int16]) == np.int16
+    assert element_type(Array) is None

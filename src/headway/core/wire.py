@@ -37,8 +37,9 @@ def _decode_array(kind: Any, value: object) -> Array:
 @cache
 def element_type(kind: Any) -> "np.dtype[Any] | None":
     """Return the dtype that `NDArray[...]` names; None where it leaves that open."""
+    # NDArray[T] is ndarray[shape, dtype[T]], or an alias with the one argument T in newer versions of numpy.
     for parameter in get_args(kind):
-        for element in get_args(parameter):
+        for element in (parameter, *get_args(parameter)):
             if isinstance(element, type) and issubclass(element, np.generic):
                 return np.dtype(element)
     return None
