@@ -150,6 +150,6 @@ def test_logs_on_a_full_disk_are_said_once_and_the_process_goes_on(small_disk: P
     )
     done = subprocess.run([sys.executable, "-c", code, str(small_disk)], capture_output=True, text=True)
     assert done.returncode == 0
-    assert done.stderr.count("No space left on device; going on without this log file") == 1
+    assert done.stderr.count("No space left on device; continuing without this log file") == 1
     assert all(f"step {step} " in done.stderr for step in range(20))
     assert "Traceback" not in done.stderr

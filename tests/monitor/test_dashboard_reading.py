@@ -16,8 +16,15 @@ from headway.core.runs import RunPaths
 from headway.monitor.dashboard.catalog import Catalog
 from headway.monitor.dashboard.index import Filter, RolloutIndex
 from headway.monitor.dashboard.logs import PIECE, attempts, line_time, read_piece, search_log
-from headway.monitor.dashboard.ratios import ratio
-from headway.monitor.dashboard.rollouts import find_tokenizer, page, read_record, search, view_record, view_tokens
+from headway.monitor.dashboard.rollouts import (
+    find_tokenizer,
+    page,
+    ratio,
+    read_record,
+    search,
+    view_record,
+    view_tokens,
+)
 from headway.monitor.dashboard.settings import view_settings
 from headway.monitor.dashboard.summary import summarize
 from headway.monitor.dashboard.table import MetricTable, Thinner

@@ -86,26 +86,21 @@ def _print_json(records: "Iterable[RolloutRecord]") -> int:
 
 
 def _print(records: "Iterable[RolloutRecord]", step: int, options: Namespace) -> int:
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.panel import Panel
 
     console, shown = Console(highlight=False), 0
     for record in records:
         shown += 1
         advantages = ", ".join(f"{sample.advantage:+.3f}" for sample in record.samples) or "not trained"
+        body = Group(*(line for trace in record.episode.traces for line in _trace_lines(trace, options)))
         title = f"step {step}  {record.env}  reward {record.reward:.3f}  advantage {advantages}  lag {record.lag}"
         seconds = "  ".join(f"{name} {value:.2f} s" for name, value in record.episode.timings.items())
         subtitle = f"task {record.episode.task.id}  group {record.group[:8]}  {seconds}"
-        console.print(Panel(_body(record, options), title=title, subtitle=subtitle, title_align="left"))
+        console.print(Panel(body, title=title, subtitle=subtitle, title_align="left"))
     if not shown:
         console.print(f"no episode of step {step} matches")
     return 0
-
-
-def _body(record: "RolloutRecord", options: Namespace) -> "RenderableType":
-    from rich.console import Group
-
-    return Group(*(line for trace in record.episode.traces for line in _trace_lines(trace, options)))
 
 
 def _trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]":
@@ -129,5 +124,5 @@ def _trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which a model may well sample and a terminal would obey."""
+    """Replace control characters, which a model may well sample and a terminal would obey."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -12,6 +12,7 @@ import msgspec
 from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
+from headway.monitor.tail import LineTail
 
 
 class Sink(Protocol):
@@ -71,11 +72,8 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a metrics file in order. A line still being written at the end is left out."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield msgspec.json.decode(line)
+    """Read the lines of a metrics file in order. A line still being written at the end is left out."""
+    return map(msgspec.json.decode, LineTail(path).lines())
 
 
 def _trim(path: Path, resume_step: int | None) -> None:

@@ -38,7 +38,7 @@ BLOCK = 1 << 16
 """Rows are kept in blocks of this many, so that growing never copies what is there."""
 
 
-class _Named(msgspec.Struct):
+class _Task(msgspec.Struct):
     id: str = ""
 
 
@@ -52,13 +52,13 @@ class _Sample(msgspec.Struct):
 
 
 class _Episode(msgspec.Struct):
-    task: _Named = msgspec.field(default_factory=_Named)
+    task: _Task = msgspec.field(default_factory=_Task)
     error: _Error | None = None
     timings: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class _Line(msgspec.Struct):
-    """What the index wants of a record; the decoder skips the rest without building it."""
+    """The fields of a record that the index keeps; the decoder skips the rest without building it."""
 
     env: str
     group: str
@@ -70,7 +70,7 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Filter:
-    """What to list. `sort` is step, reward, advantage, lag, tokens or seconds; `text` is searched by the caller."""
+    """The rollouts to list. `sort` is step, reward, advantage, lag, tokens or seconds."""
 
     step: int | None = None
     env: str = ""
@@ -83,7 +83,7 @@ class Filter:
 
 
 class RolloutIndex:
-    """Rows of all recorded rollouts. Queries answer from what has been read so far and say how much that is."""
+    """Rows of all recorded rollouts. Queries answer from what has been read so far and report how much that is."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -113,7 +113,7 @@ class RolloutIndex:
             self._thread.start()
 
     def wait(self) -> None:
-        """Until everything that was there at the last refresh is read."""
+        """Wait until everything that was there at the last refresh is read."""
         if self._thread is not None:
             self._thread.join()
 
@@ -126,7 +126,7 @@ class RolloutIndex:
             return {"steps": self._files, "indexed": len(self._spans), "rollouts": rows, **self._named()}
 
     def select(self, wanted: Filter) -> NDArray[np.intp]:
-        """Row numbers that match, in order. The last answer is kept, so that paging through it is free."""
+        """Return the row numbers that match, in order. The last answer is kept, so that paging through it is free."""
         with self._lock:
             key = (wanted, self._used, len(self._spans))
             if self._found[0] == key:
@@ -146,7 +146,7 @@ class RolloutIndex:
             return [self._as_dict(self._blocks[number // BLOCK][number % BLOCK]) for number in numbers.tolist()]
 
     def heat(self, column: str, buckets: int, bins: int, env: str = "") -> dict[str, Any]:
-        """How often values of `column` occur over steps: counts[bucket][bin], with the edges of both."""
+        """Count how often values of `column` occur over steps: counts[bucket][bin], with the edges of both."""
         with self._lock:
             kept = [(rows, self._matching(rows, Filter(env=env))) for rows in self._filled()]
             parts = [(rows["step"][keep], rows[column][keep]) for rows, keep in kept if keep.any()]
@@ -221,7 +221,7 @@ class RolloutIndex:
         return [block[: self._used - place * BLOCK] for place, block in enumerate(self._blocks)]
 
     def _matching_rows(self, wanted: Filter, column: str) -> tuple[NDArray[np.intp], NDArray[Any]]:
-        """Numbers of the rows that match, and a column of theirs; steps become a key of newest first, then by line."""
+        """Return the numbers of matching rows and a column; steps become a key: newest first, then by line."""
         numbers, values = [np.zeros(0, dtype=np.intp)], [np.zeros(0, dtype=np.int64)]
         for place, rows in enumerate(self._filled()):
             found = np.flatnonzero(self._matching(rows, wanted))

@@ -1,5 +1,6 @@
 """One rollout for a reader: the record as it is, and its tokens with what was recorded about each."""
 
+import math
 import time
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,11 +14,10 @@ import numpy as np
 
 from headway.core.episodes import Node
 from headway.core.errors import HeadwayError
-from headway.core.records import RolloutRecord
+from headway.core.records import RolloutRecord, read_trained_logprobs
 from headway.core.runs import RunPaths
 from headway.core.samples import BranchKey
 from headway.monitor.dashboard.index import Filter, RolloutIndex
-from headway.monitor.dashboard.ratios import ratio, trained_logprobs
 from headway.monitor.dashboard.summary import read_settings
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def view_tokens(
         raise KeyError(f"trace {trace}, branch {branch}") from None
     every = [entry for number in path for entry in _tokens(chosen.nodes[number], number)]
     part = every[offset : offset + limit]
-    trained = trained_logprobs(paths, record.step, BranchKey(record.episode.id, trace, path[-1]))
+    trained = _trained_logprobs(paths, record.step, BranchKey(record.episode.id, trace, path[-1]))
     sample = record.find_sample(trace, path[-1])
     return {
         "total": len(every),
@@ -109,6 +109,24 @@ def view_tokens(
         "nodes": [entry[3] for entry in part],
         "advantage": sample.advantage if sample is not None else None,
     }
+
+
+def _trained_logprobs(paths: RunPaths, step: int, branch: BranchKey) -> dict[int, float]:
+    """Return the trainer's logprobs by position in the branch; empty where it kept none of them."""
+    found: dict[int, float] = {}
+    for sample in read_trained_logprobs(paths, step):
+        if sample.key == branch:
+            places = [at for start, length in sample.spans for at in range(start, start + length)]
+            found |= dict(zip(places, sample.logprobs.tolist(), strict=False))
+    return found
+
+
+def ratio(trained: float | None, sampled: float | None) -> float | None:
+    """Return how much likelier the trainer found a token than the engine that sampled it; None where unknown."""
+    if trained is None or sampled is None:
+        return None
+    value = math.exp(min(trained - sampled, 100.0))
+    return value if math.isfinite(value) else None
 
 
 def _tokens(node: Node, number: int) -> Iterator[tuple[int, float | None, int | None, int]]:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -56,25 +57,16 @@ def start_in_thread(outputs: Path, port: int = 0) -> str:
 
     Raises HeadwayError when the port is taken.
     """
-    started = threading.Event()
-    said: list[str | HeadwayError] = []
-
-    def ready(url: str) -> None:
-        said.append(url)
-        started.set()
+    url: Future[str] = Future()
 
     def body() -> None:
         try:
-            serve(outputs, port=port, ready=ready)
+            serve(outputs, port=port, ready=url.set_result)
         except HeadwayError as error:
-            said.append(error)
-            started.set()
+            url.set_exception(error)
 
     threading.Thread(target=body, name="dashboard", daemon=True).start()
-    started.wait()
-    if isinstance(said[0], HeadwayError):
-        raise said[0]
-    return said[0]
+    return url.result()
 
 
 async def _serve(outputs: Path, host: str, port: int, ready: Callable[[str], None]) -> None:

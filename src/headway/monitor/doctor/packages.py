@@ -1,7 +1,7 @@
 """Installed packages, the pins they break, the engines they provide. Read from metadata: nothing is imported."""
 
-import ast
 import platform
+import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -52,16 +52,9 @@ def torch_build() -> dict[str, str | None]:
     record = Path(folders[0]) / "version.py" if folders else None
     if record is None or not record.is_file():
         return {}
-    found: dict[str, str | None] = {}
-    for node in ast.parse(record.read_text()).body:
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        value = getattr(node, "value", None)
-        for target in targets:
-            if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
-                found[target.id] = value.value if isinstance(value.value, str) else None
-    return found
+    # Lines such as `__version__ = '2.13.0'` and `cuda: Optional[str] = None`.
+    assigned = re.findall(r"^(\w+)(?::[^=]*)? = (?:'([^']*)'|None)", record.read_text(), re.MULTILINE)
+    return {name: value or None for name, value in assigned}
 
 
 def headway_pins() -> list[Pin]:
