@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.models import ops
+from headway.models.ops.attention import PackedSamples
 from headway.models.ops.paged_attention import Tiles
 from headway.models.ops.registry import Op
 
@@ -20,7 +21,7 @@ class Case:
     """`call` gets the operation and `inputs`, tensors of these shapes that may have gradients, and returns tensors.
 
     `only`: the backends' functions or kinds that take it; all where it names none. `mixed`: the first input alone is of
-    a lower precision. `valued`: results hold values, and not their gradients alone.
+    a lower precision. `valued`: results hold values, and not their gradients alone. `half`: for half precision alone.
     """
 
     op: Op[..., Any]
@@ -29,6 +30,7 @@ class Case:
     only: tuple[str, ...] = ()
     mixed: bool = False
     valued: bool = True
+    half: bool = False
 
     def __str__(self) -> str:
         shapes = "_".join("x".join(map(str, shape)) for shape in self.inputs)
@@ -109,6 +111,31 @@ def drawn(tempered: bool) -> Call:
     return call
 
 
+def samples(lengths: list[int]) -> Call:
+    return lambda f, q, k, v: f(q, k, v, PackedSamples(lengths, q.device))
+
+
+def first_pass(lengths: list[int]) -> Call:
+    return lambda f, q, k, v: f(q, k, v, PackedSamples(lengths, q.device))[0]
+
+
+def second_pass(lengths: list[int]) -> Call:
+    def call(f: Call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
+        """After the first pass of the same backend."""
+        forward = ops.packed_attention_forward
+        passes = {
+            backward.run: each.run
+            for backward in ops.packed_attention_backward.backends
+            for each in forward.backends
+            if each.kind == backward.kind
+        }
+        packed = PackedSamples(lengths, q.device)
+        out, kept = passes.get(f, forward.reference)(q, k, v, packed)
+        return f(grad, (q, k, v), out, kept, packed)
+
+    return call
+
+
 def norm(f: Call, x: Tensor, weight: Tensor) -> Any:
     return f(x, weight, EPS)
 
@@ -149,6 +176,15 @@ CASES = [
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24)], heads_to_cache),
     *(Case(ops.paged_token_attention, [(4, heads, 32), KV, KV], tokens_over_blocks) for heads in (2, 6)),
     *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(splits)) for splits in (1, 4)),
+    *(
+        Case(op, [(sum(lengths), heads, 64) for heads in (6, 2, 2, 6)[:count]], make(lengths), half=True)
+        for lengths in ([40, 3, 700], [4500], [300, 4200, 17])
+        for op, make, count in (
+            (ops.packed_attention, samples, 3),
+            (ops.packed_attention_forward, first_pass, 3),
+            (ops.packed_attention_backward, second_pass, 4),
+        )
+    ),
     Case(ops.draw_tokens, [(8, 97)], drawn(tempered=False), only=("c",)),
     *(Case(ops.draw_tokens, [(8, vocab)], drawn(tempered=True), only=("triton",)) for vocab in (97, 5000)),
 ]

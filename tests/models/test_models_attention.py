@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
-from headway.models.attention import PackedPlan, group_by_length
+from headway.models.attention import PackedPlan
+from headway.models.ops.attention import group_by_length
 from headway.models.packed import AttentionLayer
 
 LAYER = AttentionLayer(0)

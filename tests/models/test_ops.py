@@ -15,7 +15,7 @@ import torch
 from ops_cases import CASES, Case
 from torch import Tensor
 
-from headway.models.ops import registry
+from headway.models.ops import flash_attention, registry
 from headway.models.ops.registry import OPS, Backend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -31,11 +31,11 @@ def parameters() -> Iterator[Any]:
     for op in OPS.values():
         for backend in op.backends:
             for case in (case for case in CASES if case.op is op and takes(case, backend)):
-                for dtype in [torch.bfloat16] if case.mixed else [torch.float32, torch.bfloat16]:
+                for dtype in [torch.bfloat16] if case.mixed or case.half else [torch.float32, torch.bfloat16]:
                     if backend.kind == "c" and dtype is not torch.float32:
                         continue
                     name = f"{op.name}-{backend.kind}-{backend.name.rpartition(':')[2]}-{case}-{dtype}"
-                    marks = [pytest.mark.gpu] if backend.kind == "triton" and WITH_CUDA else []
+                    marks = [pytest.mark.gpu] if backend.kind in ("triton", "cuda", "flash") and WITH_CUDA else []
                     yield pytest.param(backend, case, dtype, id=name.replace("torch.", ""), marks=marks)
 
 
@@ -50,6 +50,10 @@ def compiled() -> Iterator[None]:
 def test_a_backend_equals_the_reference(backend: Backend[..., Any], case: Case, dtype: torch.dtype) -> None:
     if backend.kind == "triton" and not WITH_CUDA and not INTERPRETED:
         pytest.skip("needs a CUDA device or Triton's interpreter")
+    if backend.kind in ("cuda", "flash") and not WITH_CUDA:
+        pytest.skip("needs a CUDA device")
+    if backend.kind == "flash" and not flash_attention.installed():
+        pytest.skip("needs flash-attn-4")
     device = "cuda" if WITH_CUDA and backend.kind != "c" else "cpu"
     draw = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=draw).to(device) for shape in case.inputs]

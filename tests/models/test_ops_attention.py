@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headway.models.attention import PackedPlan
-from headway.models.ops import attention as packed_kernels
+from headway.models.ops import cuda_attention
 from headway.models.ops import flash_attention as flash
+from headway.models.ops.attention import in_flash
 from headway.models.packed import AttentionLayer
 
 LAYER = AttentionLayer(0)
@@ -68,17 +69,17 @@ def test_passes_go_to_the_kernels_whole_or_by_heads(
 ) -> None:
     backward = Backward()
     monkeypatch.setattr(flash, "_kernels", lambda: flash.Kernels(forward, backward))
-    monkeypatch.setattr(packed_kernels, "_ELEMENTS", elements)
+    monkeypatch.setattr(cuda_attention, "_ELEMENTS", elements)
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(30, heads, 8, generator=draw).requires_grad_() for heads in (8, 4, 4))
     grad = torch.randn(q.shape, generator=draw)
     plan = PackedPlan(lengths)
     ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     expected = plain(q, k, v, ends)
-    out, kept = flash.flash_forward(q.detach(), k.detach(), v.detach(), plan._ends, plan.longest)
+    out, kept = flash.flash_forward(q.detach(), k.detach(), v.detach(), plan.ends, plan.longest)
     torch.testing.assert_close(out, expected)
     qkv = (q.detach(), k.detach(), v.detach())
-    found = flash.flash_backward(grad, qkv, out, kept, plan._ends, plan.longest)
+    found = flash.flash_backward(grad, qkv, out, kept, plan.ends, plan.longest)
     torch.testing.assert_close(found, torch.autograd.grad(expected, (q, k, v), grad))
     # Every head once, and with its own normalizers.
     assert backward.heads == list(range(8))
@@ -114,14 +115,14 @@ def test_kernels_that_fail_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog:
 @pytest.mark.parametrize("lengths", [[2048], [1500, 3, 900, 200]])
 @pytest.mark.parametrize("elements", [2**26, 2**19])
 def test_it_computes_what_torchs_kernels_do(lengths: list[int], elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_kernels, "_ELEMENTS", elements)
+    monkeypatch.setattr(cuda_attention, "_ELEMENTS", elements)
     draw = torch.Generator("cuda").manual_seed(0)
     wide = torch.randn(sum(lengths), 8, 128, generator=draw, device="cuda").bfloat16()
     # Keys and values as parts of a wider tensor, as they come from layers that are computed together.
     q, k, v = wide[:, :4].contiguous(), wide[:, 4:6], wide[:, 6:]
     grad = torch.randn(q.shape, generator=draw, device="cuda").bfloat16()
     plan = PackedPlan(lengths, "cuda")
-    assert plan._flash(q, k)
+    assert in_flash(q, k, plan)
     out, kept = plan.attend_forward(q, k, v, LAYER)
     ours = out, *plan.attend_backward(grad, (q, k, v), out, kept, LAYER)[:3]
     monkeypatch.setattr(flash, "FROM", sum(lengths) + 1)

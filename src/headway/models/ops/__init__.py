@@ -1,6 +1,7 @@
 """Operations that layers are made of. Each file has one: the plain torch reference, then its faster backends, which
 `registry` chooses from by what a call brings."""
 
+from headway.models.ops.attention import packed_attention, packed_attention_backward, packed_attention_forward
 from headway.models.ops.gated_silu import gated_silu
 from headway.models.ops.grouped_linear import grouped_linear
 from headway.models.ops.kv_cache import qk_norm_rope_to_cache, write_cache
@@ -20,6 +21,9 @@ __all__ = [
     "linear_grad_only",
     "linears",
     "lora_linears",
+    "packed_attention",
+    "packed_attention_backward",
+    "packed_attention_forward",
     "paged_attention",
     "paged_token_attention",
     "qk_norm_rope",

@@ -1,134 +1,224 @@
-"""CUDA kernels of packed attention in half precision: one call over many samples, or cuDNN for a long one."""
+"""Causal attention within packed samples, with or without a graph.
 
-import inspect
-from collections.abc import Callable
-from functools import cache
+On CUDA in half precision, one call of a kernel covers many samples, cuDNN a long one, and FlashAttention 4 both.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_CAUSAL = (-1, 0)
-_LENGTH_STEP = 1024
-"""cuDNN prepares a kernel per shape, which takes longer than running it: lengths are rounded up to few shapes."""
+from headway.models.ops import cuda_attention as cuda
+from headway.models.ops import flash_attention as flash
+from headway.models.ops.registry import Op
 
-_ELEMENTS = 2**26
-"""Of a gradient of queries that the backward pass computes at a time; it takes eight bytes more for each."""
+QKV = tuple[Tensor, Tensor, Tensor]
+
+_SHORT = 64
+"""Samples of up to this many tokens on average are batched by length: a call each would cost more than padding."""
+_SLACK = 8
+"""Tokens of padding that a sample may get so that it shares a batch."""
+_CUDNN_FROM = 4096
+"""On CUDA, samples of this many tokens are worth a kernel call each; shorter ones go through one call together."""
 
 
-def varlen_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """Causal attention within samples that end at `ends[1:]`."""
-    kernel, supports_gqa = _kernel()
-    extra = {"enable_gqa": q_THD.shape[1] != k_TKD.shape[1]} if supports_gqa else {}
-    out: Tensor = kernel(q_THD, k_TKD, v_TKD, ends, ends, longest, longest, window_size=_CAUSAL, **extra)
+class PackedSamples:
+    """Samples of `lengths` along one axis of tokens, end to end, that never see each other."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.lengths = [int(n) for n in lengths if n]
+        self.tokens = sum(self.lengths)
+        self.longest = max(self.lengths, default=0)
+        self.device = torch.device(device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """0 to n - 1 for each sample of n tokens: (T,)."""
+        return torch.cat([torch.arange(n, device=self.device) for n in self.lengths])
+
+    @cached_property
+    def ends(self) -> Tensor | None:
+        """The ends of samples, after a leading 0. None for one sample, which needs no telling."""
+        return None if len(self.lengths) == 1 else _ends_of(self.lengths, self.device)
+
+    @cached_property
+    def runs(self) -> list[tuple[list[int], Tensor | None]]:
+        """Neighbouring short samples together, with where they end (and a leading 0); long ones by themselves."""
+        runs: list[tuple[list[int], Tensor | None]] = []
+        for long, group in groupby(self.lengths, key=lambda n: n >= _CUDNN_FROM):
+            lengths = list(group)
+            if long:
+                runs += [([length], None) for length in lengths]
+            else:
+                runs.append((lengths, _ends_of(lengths, self.device)))
+        return runs
+
+    def split(self, *tensors: Tensor) -> Iterator[Any]:
+        """Each run's ends and longest length, with its rows of every tensor."""
+        sizes = [sum(lengths) for lengths, _ in self.runs]
+        told = [(ends, max(lengths)) for lengths, ends in self.runs]
+        return zip(told, *(torch.split(x, sizes) for x in tensors), strict=True)
+
+    @cached_property
+    def buckets(self) -> tuple[list[Tensor], Tensor]:
+        """Samples of similar length as batches, padded at the end, where causal attention never looks.
+
+        Returns the tokens of each batch, (samples, longest of them), and where every token is in the result.
+        """
+        starts = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
+        rows, back = [], torch.empty(self.tokens, dtype=torch.long)
+        offset = 0
+        for members in group_by_length(self.lengths):
+            longest = self.lengths[members[0]]
+            for row, sample in enumerate(members):
+                first = offset + row * longest
+                back[starts[sample] : starts[sample + 1]] = torch.arange(first, first + self.lengths[sample])
+            at = torch.tensor([starts[sample] for sample in members])[:, None] + torch.arange(longest)
+            last = torch.tensor([starts[sample + 1] - 1 for sample in members])[:, None]
+            rows.append(at.minimum(last).to(self.device))
+            offset += at.numel()
+        return rows, back.to(self.device)
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Samples, longest first, in groups whose members lack at most `_SLACK` tokens of the first."""
+    groups: list[list[int]] = []
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        if groups and lengths[groups[-1][0]] - lengths[sample] <= _SLACK:
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+@Op
+def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
+    """Attention of T queries (H heads) over the keys (K heads, H a multiple of K) of their samples: (T, H, D)."""
+    if samples.tokens == samples.longest * len(samples.lengths):
+        shape = (len(samples.lengths), samples.longest)
+        batch = [x.view(*shape, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD)]
+        return _causal(*batch).reshape(q_THD.shape)
+    if samples.tokens <= _SHORT * len(samples.lengths):
+        rows, back = samples.buckets
+        return torch.cat([_causal(q_THD[at], k_TKD[at], v_TKD[at]).flatten(0, 1) for at in rows])[back]
+    each = zip(*(torch.split(x, samples.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
+    return torch.cat([_causal(q[None], k[None], v[None])[0] for q, k, v in each])
+
+
+@Op
+def packed_attention_forward(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`packed_attention` without a graph, and the tensors that `packed_attention_backward` needs besides its result."""
+    with torch.no_grad():
+        return packed_attention(q_THD, k_TKD, v_TKD, samples), ()
+
+
+@Op
+def packed_attention_backward(
+    grad_THD: Tensor, qkv: QKV, out_THD: Tensor, kept: tuple[Tensor, ...], samples: PackedSamples
+) -> QKV:
+    """The gradients of queries, keys and values. This reference computes attention again."""
+    q, k, v = (x.detach().requires_grad_() for x in qkv)
+    with torch.enable_grad():
+        out_THD = packed_attention(q, k, v, samples)
+    dq, dk, dv = torch.autograd.grad(out_THD, (q, k, v), grad_THD)
+    return dq, dk, dv
+
+
+def has_passes(x_THD: Tensor) -> bool:
+    """Tell if the two passes have kernels of their own for heads like these."""
+    return cuda.in_half(x_THD) and x_THD.shape[-1] <= 128 and x_THD.shape[-1] % 8 == 0
+
+
+def in_flash(q_THD: Tensor, k_TKD: Tensor, samples: PackedSamples) -> bool:
+    long = samples.longest >= flash.FROM
+    return long and has_passes(q_THD) and flash.works(q_THD, k_TKD, packed=len(samples.lengths) > 1)
+
+
+@packed_attention.backend("cuda", takes=lambda q, *_: torch.is_grad_enabled() and has_passes(q), trains=True)
+def _by_passes(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
+    out: Tensor = _ByPasses.apply(samples, q_THD, k_TKD, v_TKD)  # type: ignore[no-untyped-call]  # torch has no types here
     return out
 
 
-def long_attention(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> Tensor:
-    """Causal attention within one sample; padded at the end, where causal attention never looks."""
-    q, k, v = _batched(q_nHD, k_nKD, v_nKD)
-    grouped = q.shape[1] != k.shape[1]
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return _rows(out, len(q_nHD))
+@packed_attention.backend("cuda", takes=lambda q, *_: cuda.in_half(q), trains=True)
+def _attention_cuda(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
+    parts = [
+        cuda.long_attention(q, k, v) if ends is None else cuda.varlen_attention(q, k, v, ends, longest)
+        for (ends, longest), q, k, v in samples.split(q_THD, k_TKD, v_TKD)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def varlen_forward(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ends: Tensor, longest: int
+@packed_attention_forward.backend("flash", takes=lambda q, k, v, samples: in_flash(q, k, samples))
+def _flash_forward(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`varlen_attention` without a graph: also what `varlen_backward` needs to know besides."""
-    out, normalizers, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q_THD, k_TKD, v_TKD, ends, ends, longest, longest, 0.0, True, False
-    )
-    return out, (normalizers, state, unused)
+    return flash.flash_forward(q_THD, k_TKD, v_TKD, samples.ends, samples.longest)
 
 
-def varlen_backward(
-    grad_THD: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    out_THD: Tensor,
-    kept: tuple[Tensor, ...],
-    ends: Tensor,
-    longest: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values."""
-    normalizers, state, unused = kept
-    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad_THD, *qkv, out_THD, normalizers, ends, ends, longest, longest, 0.0, True, state, unused
-    )
-    return grads
+@packed_attention_backward.backend(
+    "flash", takes=lambda grad, qkv, out, kept, samples: in_flash(qkv[0], qkv[1], samples)
+)
+def _flash_backward(
+    grad_THD: Tensor, qkv: QKV, out_THD: Tensor, kept: tuple[Tensor, ...], samples: PackedSamples
+) -> QKV:
+    return flash.flash_backward(grad_THD, qkv, out_THD, kept, samples.ends, samples.longest)
 
 
-def long_forward(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`long_attention` without a graph: also what `long_backward` needs to know besides."""
-    out, normalizers, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *_batched(q_nHD, k_nKD, v_nKD), None, True, 0.0, True, False
-    )
-    return _rows(out, len(q_nHD)), (normalizers, seed, offset)
+@packed_attention_forward.backend("cuda", takes=lambda q, *_: has_passes(q))
+def _forward_cuda(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    passes = [
+        cuda.long_forward(q, k, v) if ends is None else cuda.varlen_forward(q, k, v, ends, longest)
+        for (ends, longest), q, k, v in samples.split(q_THD, k_TKD, v_TKD)
+    ]
+    parts = [part for part, _ in passes]
+    return parts[0] if len(parts) == 1 else torch.cat(parts), tuple(x for _, kept in passes for x in kept)
 
 
-def long_backward(
-    grad_nHD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out_nHD: Tensor, kept: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values. Rows of padding have no gradient and so change none.
-
-    Some heads at a time where all would need more than a little memory on the side.
-    """
-    groups = head_groups(grad_nHD, qkv[1])
-    if groups == 1:
-        return _long_backward(grad_nHD, qkv, out_nHD, kept)
-    normalizers, *rest = kept
-    grads = tuple(torch.empty_like(x) for x in qkv)
-    for grad, q, k, v, out, lse, *into in zip(
-        *(x.chunk(groups, dim=1) for x in (grad_nHD, *qkv, out_nHD, normalizers, *grads)), strict=True
-    ):
-        for whole, part in zip(into, _long_backward(grad, (q, k, v), out, (lse.contiguous(), *rest)), strict=True):
-            whole.copy_(part)
-    dq, dk, dv = grads
+@packed_attention_backward.backend("cuda", takes=lambda grad, qkv, *_: has_passes(qkv[0]))
+def _backward_cuda(
+    grad_THD: Tensor, qkv: QKV, out_THD: Tensor, kept: tuple[Tensor, ...], samples: PackedSamples
+) -> QKV:
+    each, grads = iter(kept), []
+    for (ends, longest), grad, q, k, v, out in samples.split(grad_THD, *qkv, out_THD):
+        own = (next(each), next(each), next(each))
+        if ends is None:
+            grads.append(cuda.long_backward(grad, (q, k, v), out, own))
+        else:
+            grads.append(cuda.varlen_backward(grad, (q, k, v), out, own, ends, longest))
+    dq, dk, dv = grads[0] if len(grads) == 1 else (torch.cat(parts) for parts in zip(*grads, strict=True))
     return dq, dk, dv
 
 
-def head_groups(grad_THD: Tensor, k_TKD: Tensor) -> int:
-    """Into how many parts of equal heads to cut a backward pass, so that it needs little memory on the side."""
-    heads = k_TKD.shape[1]
-    groups = min(heads, max(1, grad_THD.numel() // _ELEMENTS))
-    return 1 if heads % groups else groups
+class _ByPasses(torch.autograd.Function):
+    """Attention by its two passes: torch's own copies gradients on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, samples: PackedSamples, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        out_THD, kept = packed_attention_forward(q_THD, k_TKD, v_TKD, samples)
+        ctx.samples = samples
+        ctx.save_for_backward(q_THD, k_TKD, v_TKD, out_THD, *kept)
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
+        q_THD, k_TKD, v_TKD, out_THD, *kept = ctx.saved_tensors
+        return None, *packed_attention_backward(grad_THD, (q_THD, k_TKD, v_TKD), out_THD, tuple(kept), ctx.samples)
 
 
-def _long_backward(
-    grad_nHD: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out_nHD: Tensor, kept: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad, *inputs, out = _batched(grad_nHD, *qkv, out_nHD)
-    size, length = inputs[0].shape[2], len(grad_nHD)
-    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad, *inputs, out, *kept, None, None, None, size, size, 0.0, True
-    )
-    dq, dk, dv = (_rows(x, length) for x in grads)
-    return dq, dk, dv
+def _ends_of(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
-def _batched(*rows: Tensor) -> list[Tensor]:
-    """(1, H, n, D) of each (n, H, D), padded at the end."""
-    padding = -len(rows[0]) % _LENGTH_STEP
-    return [_padded(x, padding).transpose(0, 1).unsqueeze(0) for x in rows]
-
-
-def _rows(x_1HnD: Tensor, length: int) -> Tensor:
-    return x_1HnD[0].transpose(0, 1)[:length]
-
-
-def _padded(x_nHD: Tensor, padding: int) -> Tensor:
-    return F.pad(x_nHD, (0, 0, 0, 0, 0, padding)) if padding else x_nHD
-
-
-@cache
-def _kernel() -> tuple[Callable[..., Any], bool]:
-    """torch's kernel, and whether it wants to be told of grouped queries (older versions see it).
-
-    Imported late, since it brings in torch's compiler, which takes seconds.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+def _causal(q_BnHD: Tensor, k_BnKD: Tensor, v_BnKD: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BnHD, k_BnKD, v_BnKD))
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.core.cache import cache_folder
-from headway.models.ops.attention import head_groups
+from headway.models.ops.cuda_attention import head_groups
 
 logger = logging.getLogger(__name__)
 

@@ -25,20 +25,21 @@ from headway.models.ops.native import library
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Kind = Literal["c", "triton", "torch"]
-"""C kernels on a CPU, Triton kernels on CUDA, other kernels of torch's or gradients written out in it."""
+Kind = Literal["c", "triton", "torch", "cuda", "flash"]
+"""C kernels on a CPU; Triton kernels on CUDA; torch on any device, or its kernels for CUDA; FlashAttention 4."""
 
 OPS: dict[str, "Op[..., Any]"] = {}
-_enabled: dict[Kind, bool] = {"c": False, "triton": True, "torch": True}
+_enabled = {"c": False, "triton": True}
 
 
-def enable(kind: Kind) -> bool:
-    """Use backends of this kind in this process. False, with a line in the log, where C kernels can't be compiled."""
+def enable(kind: Literal["c", "triton"]) -> bool:
+    """Use backends of this kind in this process: those in C are off until a server asks for them. False, with a line in
+    the log, where they can't be compiled."""
     _enabled[kind] = kind != "c" or library.load()
     return _enabled[kind]
 
 
-def disable(kind: Kind) -> None:
+def disable(kind: Literal["c", "triton"]) -> None:
     """Use them no longer: another backend or the reference takes over."""
     _enabled[kind] = False
     if kind == "c":
