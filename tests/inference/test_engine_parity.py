@@ -23,7 +23,7 @@ from engine_common import (
     training_logprobs,
 )
 
-from headway.inference.embedded.running.window import Window
+from headway.inference.embedded.running.dense_cache import DenseCache
 from headway.models.attention import PackedPlan
 from headway.models.build import init_weights
 from headway.models.config import ModelConfig
@@ -207,7 +207,7 @@ def test_a_sequence_ends_at_the_end_of_the_context() -> None:
 
 
 def test_waves_of_requests_leave_holes_between_rows() -> None:
-    """Rows are freed and taken again in any order, contexts differ widely, and the dense window grows."""
+    """Rows are freed and taken again in any order, contexts differ widely, and the dense cache grows."""
     model = make_model()
     engine = make_engine(model, max_running=12, max_batched_tokens=40, num_blocks=300)
     prompts = [prompt(1 + 7 * n % 60, seed=n) for n in range(40)]
@@ -219,13 +219,13 @@ def test_waves_of_requests_leave_holes_between_rows() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 10**9])
-def test_decoding_with_and_without_the_dense_window(budget: int) -> None:
+def test_decoding_with_and_without_the_dense_cache(budget: int) -> None:
     registry.disable("c")
     model = make_model(LLAMA)
     engine = make_engine(model)
-    assert engine.runner.window is not None
-    engine.runner.window = Window(engine.runner.store, 16, budget)
+    assert engine.runner.dense_cache is not None
+    engine.runner.dense_cache = DenseCache(engine.runner.store, 16, budget)
     prompts = [prompt(n) for n in (1, 9, 30)]
     for tokens, result in zip(prompts, run_all(engine, [request(p, 40) for p in prompts]), strict=True):
         assert mismatch(model, tokens, result.choices[0]) < TOLERANCE
-    assert bool(engine.runner.window.keys) == bool(budget)
+    assert bool(engine.runner.dense_cache.keys) == bool(budget)

@@ -10,7 +10,7 @@ from torch import Tensor
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.models.decoder import DecoderLM
 from headway.models.ops import registry
-from headway.models.serving import fuse_projections, trade_weights
+from headway.models.serving import fuse_projections, swap_weights
 
 BLOCK_SIZE = 4
 LENGTHS = [5, 1, 30, 9, 12, 40]
@@ -87,13 +87,13 @@ def test_some_tokens_alone_are_what_they_are_among_all() -> None:
 
 
 def test_new_weights_are_seen() -> None:
-    live, spare = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)
+    live, standby = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)
     ids = random_tokens(live.config, [9])
-    expected = layers_pass(spare, ids, [9])
+    expected = layers_pass(standby, ids, [9])
     cached = Cached(live, 1)
     assert (cached.run(ids, [0], [9]) - expected).abs().max() > 0.1
-    fuse_projections(spare)
-    trade_weights(live, spare)
+    fuse_projections(standby)
+    swap_weights(live, standby)
     assert (cached.run(ids, [0], [9]) - expected).abs().max() < 1e-4
     live.to(torch.float64).to(torch.float32)
     fuse_projections(live)

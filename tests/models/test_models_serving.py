@@ -1,4 +1,4 @@
-"""Weights laid out for serving are the same weights, also after they were traded for new ones."""
+"""Weights laid out for serving are the same weights, also after they were swapped for new ones."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from models_common import packed_logits, random_model, random_tokens, small
 
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.decoder import DecoderLM
-from headway.models.serving import SpareWeights, fuse_projections, trade_weights
+from headway.models.serving import StandbyWeights, fuse_projections, swap_weights
 
 LENGTHS = [5, 9]
 
@@ -27,16 +27,16 @@ def test_joining_changes_neither_weights_nor_what_is_computed(family: str, chang
     assert all(torch.equal(tensor, weights[name]) for name, tensor in hf_tensors(model))
 
 
-def test_models_trade_their_weights_joined_or_not() -> None:
+def test_models_swap_their_weights_joined_or_not() -> None:
     for joined in (True, False):
-        live, spare = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)
-        old, new = served(live), served(spare)
+        live, standby = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)
+        old, new = served(live), served(standby)
         fuse_projections(live)
         if joined:
-            fuse_projections(spare)
-        trade_weights(live, spare)
-        assert (served(live) - new).abs().max() < 1e-5 and (served(spare) - old).abs().max() < 1e-5
-        trade_weights(live, spare)
+            fuse_projections(standby)
+        swap_weights(live, standby)
+        assert (served(live) - new).abs().max() < 1e-5 and (served(standby) - old).abs().max() < 1e-5
+        swap_weights(live, standby)
         assert (served(live) - old).abs().max() < 1e-5
 
 
@@ -58,10 +58,10 @@ def test_weights_are_taken_over_where_they_lie_on_an_accelerator(monkeypatch: py
     places = [parameter.data_ptr() for parameter in live.parameters()]
     with monkeypatch.context() as patched:
         patched.setattr(type(live.head_weight()), "is_cpu", False, raising=False)
-        spare = SpareWeights(live)
+        standby = StandbyWeights(live)
     for seed in (2, 3):
         new = random_model(small("qwen3"), seed=seed)
-        load_hf_tensors(spare.model, hf_tensors(new), spare.targets)
-        spare.take_over()
+        load_hf_tensors(standby.model, hf_tensors(new), standby.targets)
+        standby.activate()
         assert [parameter.data_ptr() for parameter in live.parameters()] == places
         assert (served(live) - served(new)).abs().max() < 1e-5

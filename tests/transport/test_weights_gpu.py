@@ -18,7 +18,7 @@ from headway.core.runs import RunPaths
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
-from headway.models.serving import SpareWeights, fuse_projections
+from headway.models.serving import StandbyWeights, fuse_projections
 from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.process_pairs import gpu_name, pair_backend
@@ -112,10 +112,10 @@ def test_weights_keep_their_addresses_when_new_ones_take_over() -> None:
     config = ModelConfig("qwen3", 97, 32, 2, 4, 2, 8, 48, tied=True, max_len=256)
     live = build_model(config, device="cuda", dtype=torch.bfloat16, seed=1)
     fuse_projections(live)
-    spare, places = SpareWeights(live), [parameter.data_ptr() for parameter in live.parameters()]
+    standby, places = StandbyWeights(live), [parameter.data_ptr() for parameter in live.parameters()]
     for seed in (2, 3):
         new = build_model(config, device="cuda", dtype=torch.bfloat16, seed=seed)
-        load_hf_tensors(spare.model, hf_tensors(new), spare.targets)
-        spare.take_over()
+        load_hf_tensors(standby.model, hf_tensors(new), standby.targets)
+        standby.activate()
         assert [parameter.data_ptr() for parameter in live.parameters()] == places
         assert fingerprint_of(hf_tensors(live)).hexdigest() == fingerprint_of(hf_tensors(new)).hexdigest()

@@ -1,4 +1,4 @@
-"""What a model gets that serves and is not trained: weights laid out for it, and new ones while it runs."""
+"""Weights of a model that serves: laid out for speed, and replaced while it runs."""
 
 from collections.abc import Iterator
 
@@ -8,9 +8,7 @@ from torch import Tensor
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import Target, base_parameters, hf_targets
 from headway.models.decoder import DecoderLM
-from headway.models.layers.attention import SelfAttention
 from headway.models.layers.linear import FusedProjections
-from headway.models.layers.mlp import GatedMlp
 
 
 def fuse_projections(model: DecoderLM) -> None:
@@ -19,11 +17,11 @@ def fuse_projections(model: DecoderLM) -> None:
         projections.join()
 
 
-class SpareWeights:
-    """A second set of weights beside those of `live`: filled while these serve, then taken over, again and again.
+class StandbyWeights:
+    """A second set of weights (double buffering): filled while those of `live` serve, then made the live ones.
 
-    On an accelerator the bytes are copied: graphs that were recorded know the weights by their addresses, which
-    therefore never change, and are asked for once. On a CPU the two sets trade places.
+    On an accelerator the bytes are copied: captured graphs know the weights by their addresses, which must not change.
+    On a CPU the two sets swap places.
     """
 
     def __init__(self, live: DecoderLM) -> None:
@@ -31,31 +29,31 @@ class SpareWeights:
         self.model = build_model(live.config, device=weight.device, dtype=weight.dtype, seed=None)
         fuse_projections(self.model)
         self._live = live
-        self._stays = not weight.is_cpu
+        self._copies = not weight.is_cpu
         self._targets = hf_targets(self.model)
         self._memory = _memory(live), _memory(self.model)
 
     @property
     def targets(self) -> dict[str, Target]:
-        """Where the tensors of the next version belong."""
-        if not self._stays:
+        """The places of the next version's tensors, by their names in checkpoints."""
+        if not self._copies:
             self._targets = hf_targets(self.model)
         return self._targets
 
-    def take_over(self) -> None:
-        """`live` gets what is here, in the current stream; the content here is undefined afterwards."""
-        if not self._stays:
-            trade_weights(self._live, self.model)
+    def activate(self) -> None:
+        """Make these the live weights, in the current CUDA stream. This set is undefined until it is filled again."""
+        if not self._copies:
+            swap_weights(self._live, self.model)
             return
         with torch.no_grad():
             torch._foreach_copy_(*self._memory)
 
 
-def trade_weights(live: DecoderLM, spare: DecoderLM) -> None:
-    """Two models of one shape trade their weights. Only pointers move."""
-    for (_, ours), (_, theirs) in zip(base_parameters(live), base_parameters(spare), strict=True):
+def swap_weights(first: DecoderLM, second: DecoderLM) -> None:
+    """Swap the weights of two models of one shape. Only pointers move."""
+    for (_, ours), (_, theirs) in zip(base_parameters(first), base_parameters(second), strict=True):
         ours.data, theirs.data = theirs.data, ours.data
-    for mine, other in zip(_projections(live), _projections(spare), strict=True):
+    for mine, other in zip(_projections(first), _projections(second), strict=True):
         mine.joined, other.joined = other.joined, mine.joined
 
 
@@ -65,5 +63,5 @@ def _memory(model: DecoderLM) -> list[Tensor]:
 
 def _projections(model: DecoderLM) -> Iterator[FusedProjections]:
     for module in model.modules():
-        if isinstance(module, SelfAttention | GatedMlp):
-            yield module.projections
+        if isinstance(projections := getattr(module, "projections", None), FusedProjections):
+            yield projections

@@ -1,4 +1,4 @@
-"""How large the residual stream is on its way through a decoder: one number per place, to find where two runs part."""
+"""The size of the residual stream after each layer of a decoder, to find the layer where two runs diverge."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 from headway.inference.embedded.running.copies import InputBuffers
 from headway.inference.embedded.running.device_pass import DevicePass
 from headway.inference.embedded.running.graphs import Graphs, capture_sizes
-from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.tiles import cut, decode_splits, prompt_queries
 from headway.models.adapters.bank import AdapterBank
 from headway.models.ops.paged_attention import Tiles
@@ -64,12 +64,14 @@ class CapturedSteps:
         self._graphs_of(adapted).run(("decode", size), partial(self._decode, size, adapted))
         return self._logits[: len(rows)]
 
-    def takes(self, layout: Layout) -> bool:
+    def takes(self, layout: StepLayout) -> bool:
         """Tell if a step with prompts is small enough for `mixed`."""
         prompts = layout.counts[layout.counts > 1]
         return len(layout.positions_T) <= _MIXED[-1] and len(prompts) <= _PROMPTS
 
-    def mixed(self, tokens: Ints, slots: Ints, layout: Layout, drawing: Ints, adapters: Ints | None = None) -> Tensor:
+    def mixed(
+        self, tokens: Ints, slots: Ints, layout: StepLayout, drawing: Ints, adapters: Ints | None = None
+    ) -> Tensor:
         """Run any number of tokens of each sequence; return logits of the last token of those at `drawing`."""
         size = _MIXED[bisect_left(_MIXED, len(tokens))]
         ends = np.cumsum(layout.counts)

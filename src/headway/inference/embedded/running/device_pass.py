@@ -1,4 +1,4 @@
-"""The model over tokens that are on the device: what every kind of step there has in common."""
+"""A forward pass over tokens that are on the device: the part that all kinds of steps there share."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from headway.models.packed import PackedTokens
 
 
 class DevicePass:
-    """Owns what outlasts a step there: the table of blocks, a row for each running sequence and one more, which belongs
-    to nobody, as the last block of the store does; the experts of all slots (None where the model has none); and, from
-    outside, the `last` token of every row."""
+    """The model and the state that outlasts a step: the table of blocks, with a row per running sequence and one for
+    padding, whose block is the store's last; the experts of all slots (None where the model has none); and, owned by
+    the caller, the `last` token of every row."""
 
     def __init__(self, model: DecoderLM, store: KvStore, max_blocks: int, last: Tensor, experts: Tensor | None) -> None:
         self.model = model
@@ -42,7 +42,7 @@ class DevicePass:
         adapters_T: Tensor | None = None,
         padded: bool = False,
     ) -> Tensor:
-        """Hidden states (T, D). A token below 0 stands for its row's last one. `padded`: some tokens are in no tile."""
+        """Compute hidden states (T, D). A token below 0 is its row's last one. `padded`: some tokens are in no tile."""
         tokens_T = torch.where(tokens_T < 0, self._last[rows_T], tokens_T)
         size = self.store.block_size
         self.table.view(-1)[rows_T * self.table.shape[1] + positions_T // size] = (slots_T // size).int()

@@ -11,7 +11,7 @@ from headway.inference.embedded.running.device_pass import DevicePass
 from headway.inference.embedded.running.drawer import Drawer
 from headway.inference.embedded.running.graphs import Graphs
 from headway.inference.embedded.running.input_batch import InputBatch
-from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import make_tiles, prompt_queries
@@ -47,7 +47,7 @@ class DeviceRunner(Runner):
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=True, kernels=True)
 
-    def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
+    def _logits(self, step: Step, tokens: list[int], layout: StepLayout, drawing: Ints) -> Tensor:
         self._show_shared(step, layout)
         if self.rows.scored[layout.rows].any():
             return super()._logits(step, tokens, layout, drawing)
@@ -60,7 +60,7 @@ class DeviceRunner(Runner):
             return self._captured.mixed(np.array(tokens), slots, layout, drawing, adapters)
         return super()._logits(step, tokens, layout, drawing)
 
-    def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
+    def _forward(self, tokens: list[int], layout: StepLayout) -> Tensor:
         rows_T = np.repeat(layout.rows, layout.counts)
         fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout)])
         tokens_T, rows_sent_T, positions_T, slots_T = self._to_device(fields)
@@ -73,7 +73,7 @@ class DeviceRunner(Runner):
     def _to_device(self, values: NDArray[np.integer]) -> Tensor:
         return to_device(values, self.device)
 
-    def _slots(self, rows_T: Ints, layout: Layout) -> Ints:
+    def _slots(self, rows_T: Ints, layout: StepLayout) -> Ints:
         size, positions = self.store.block_size, layout.positions_T
         slots: Ints = layout.blocks[rows_T, positions // size] * size + positions % size
         return slots
@@ -83,7 +83,7 @@ class DeviceRunner(Runner):
         adapters = self.rows.adapter[rows_T]
         return adapters if (adapters >= 0).any() else None
 
-    def _show_shared(self, step: Step, layout: Layout) -> None:
+    def _show_shared(self, step: Step, layout: StepLayout) -> None:
         """Copy blocks of cached prefixes to the block table on the device; a step adds those it fills itself."""
         rows = np.array([s.row for s in step.admitted if s.computed], dtype=np.int64)
         if len(rows):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.inference.embedded.running.input_batch import InputBatch
-from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 
@@ -19,7 +19,7 @@ class Packed:
     `which`, get a token each, at `positions`."""
 
     tokens: list[int]
-    layout: Layout
+    layout: StepLayout
     drawing: Ints
     which: Ints
     positions: Ints
@@ -58,7 +58,7 @@ class Packer:
         """Advance the last step by one position."""
         starts, layout = before.positions, before.layout
         tokens = [-1 if s.ahead else s.tokens[-1] for s in self._sequences]
-        layout = Layout(layout.blocks, layout.rows, starts, layout.counts, starts, self._settled[: len(starts)])
+        layout = StepLayout(layout.blocks, layout.rows, starts, layout.counts, starts, self._settled[: len(starts)])
         return Packed(tokens, layout, before.drawing, before.which, starts + 1)
 
     def _anew(self, step: Step) -> Packed:
@@ -68,7 +68,7 @@ class Packer:
         counts = np.array(step.counts, dtype=np.int64)
         tokens, positions = _flat(step, starts, counts)
         settled = ~np.isin(which, [s.row for s in step.admitted])
-        layout = Layout(self._rows.blocks, which, starts, counts, positions, settled)
+        layout = StepLayout(self._rows.blocks, which, starts, counts, positions, settled)
         lengths = np.array([len(s.tokens) + s.ahead for s in sequences], dtype=np.int64)
         drawing = np.flatnonzero(starts + counts == lengths)
         return Packed(tokens, layout, drawing, which[drawing], lengths[drawing])

@@ -8,25 +8,45 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.cpu.decoder import CpuDecoder
+from headway.inference.embedded.running.copies import to_device
+from headway.inference.embedded.running.dense_cache import DenseCache, DenseGroup
 from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.window import Window, WindowGroup
 from headway.models import ops
 from headway.models.attention import masked_attention, visible_mask
 from headway.models.ops.registry import in_c
 from headway.models.packed import AttentionLayer, AttentionPlan
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 _SHORT = 64
-"""Tokens of one sequence in a step up to which each is read for by itself; more are a product worth padding for."""
+"""Tokens of one sequence in a step up to which each reads the cache by itself; more are a product worth padding for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where a step's tokens are: sequence i, in row `rows[i]` of the table `blocks`, runs `counts[i]` tokens from
+    position `starts[i]` on. `settled[i]`: all before that was written in earlier steps."""
+
+    blocks: Ints
+    rows: Ints
+    starts: Ints
+    counts: Ints
+    positions_T: Ints
+    settled: Bools
+
+    @property
+    def token_rows(self) -> Ints:
+        """The row of each token."""
+        return self.rows if len(self.positions_T) == len(self.rows) else np.repeat(self.rows, self.counts)
 
 
 @dataclass(slots=True)
 class BlockGroup:
     """Sequences of similar query and context length, attended in one padded call over their gathered blocks.
 
-    `tokens` are the packed places of the (batch x queries) padded queries, None where they are all tokens in
-    order; `valid` are the padded places that are real, None where all are. `mask` is added to the scores.
+    `tokens` are the packed tokens of the (batch x queries) padded queries, None where they are all tokens in order;
+    `valid` are the padded queries that are real, None where all are. `mask` is added to the scores.
     """
 
     store: KvStore
@@ -51,14 +71,16 @@ class BlockGroup:
 
 
 class DirectGroup:
-    """Tokens whose sequences' blocks a compiled kernel reads where they are: each at its position, in its row of the
-    table. `tokens` None means the whole step."""
+    """Tokens for which a C kernel reads their sequences' blocks where they are. `tokens` None: the whole step."""
 
-    def __init__(self, store: KvStore, table: Ints, rows: Ints, positions: Ints, tokens: Tensor | None) -> None:
-        self.tokens = tokens
+    def __init__(self, store: KvStore, layout: StepLayout, tokens: Ints | None) -> None:
+        rows_T, positions_T = layout.token_rows, layout.positions_T
+        if tokens is not None:
+            rows_T, positions_T = rows_T[tokens], positions_T[tokens]
+        self.tokens = None if tokens is None else torch.from_numpy(tokens)
         self._store = store
-        self._table, self._rows, self._positions = (torch.from_numpy(x) for x in (table, rows, positions))
-        self._longest = int(positions.max())
+        self._table, self._rows, self._positions = map(torch.from_numpy, (layout.blocks, rows_T, positions_T))
+        self._longest = int(positions_T.max())
 
     def attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, layer: int) -> Tensor:
         store = self._store
@@ -68,40 +90,29 @@ class DirectGroup:
         )
 
 
-DecodeGroup = DirectGroup | WindowGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where a step's tokens are: sequence i, in row `rows[i]` of the table `blocks`, runs `counts[i]` tokens from
-    position `starts[i]` on. `settled[i]` says that all before that was written in earlier steps."""
-
-    blocks: Ints
-    rows: Ints
-    starts: Ints
-    counts: Ints
-    positions_T: Ints
-    settled: NDArray[np.bool_]
-
-
 class PagedPlan(AttentionPlan):
-    """Sequences with few tokens are `decoding`, as one group; the rest is in `groups`. Layers with a window or sinks
-    have groups of their own, of all sequences."""
+    """C kernels, where they are compiled, read the blocks of sequences with few tokens in place. Otherwise decoding
+    sequences use the dense cache, where it fits them. The rest is grouped by length, and so are all sequences in layers
+    with a window, sinks or a scale.
+    """
 
-    def __init__(
-        self,
-        store: KvStore,
-        layout: Layout,
-        slots_T: Tensor,
-        decoding: DecodeGroup | None,
-        groups: list[BlockGroup],
-        heads_per_kv: int,
-    ) -> None:
-        self.slots_T = slots_T
+    def __init__(self, store: KvStore, layout: StepLayout, heads_per_kv: int, dense: DenseCache | None) -> None:
         self._store, self._layout, self._heads_per_kv = store, layout, heads_per_kv
-        self._decoding = decoding
-        self._groups = groups
+        size, positions = store.block_size, layout.positions_T
+        slots = layout.blocks[layout.token_rows, positions // size] * size + positions % size
+        self.slots_T = to_device(slots, store.device)
         self._masked: dict[int | None, list[BlockGroup]] = {}
+        rest = np.ones(len(layout.rows), dtype=np.bool_)
+        self._decoding: DirectGroup | DenseGroup | None = None
+        if in_c(store.keys[0]):
+            short = layout.counts <= _SHORT
+            self._decoding, rest = self._direct_group(short), ~short
+        elif dense is not None:
+            # What a sequence shares with another of this same step is not in the blocks yet, so no row can be filled.
+            alone = (layout.counts == 1) & layout.settled
+            self._decoding = self._dense_group(dense, alone)
+            rest = rest if self._decoding is None else ~alone
+        self._groups = self._block_groups(np.flatnonzero(rest), None) if rest.any() else []
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
         self._store.write(layer.index, self.slots_T, k_TKD, v_TKD)
@@ -112,10 +123,10 @@ class PagedPlan(AttentionPlan):
             return groups[0].attend(q_THD, layer)
         out = torch.empty_like(q_THD)
         if decoding is not None:
-            places = decoding.tokens
-            assert places is not None
-            q, k, v = (x.index_select(0, places) for x in (q_THD, k_TKD, v_TKD))
-            out.index_copy_(0, places, decoding.attend(q, k, v, layer.index))
+            tokens = decoding.tokens
+            assert tokens is not None
+            q, k, v = (x.index_select(0, tokens) for x in (q_THD, k_TKD, v_TKD))
+            out.index_copy_(0, tokens, decoding.attend(q, k, v, layer.index))
         for group in groups:
             assert group.tokens is not None
             padded = group.attend(q_THD.index_select(0, group.tokens), layer)
@@ -126,100 +137,60 @@ class PagedPlan(AttentionPlan):
         return out
 
     def _masked_groups(self, window: int | None) -> list[BlockGroup]:
+        """Built for the first layer with this window."""
         if window not in self._masked:
-            everyone = np.arange(len(self._layout.rows))
-            self._masked[window] = _block_groups(self._store, self._layout, everyone, self._heads_per_kv, window)
+            self._masked[window] = self._block_groups(np.arange(len(self._layout.rows)), window)
         return self._masked[window]
 
+    def _direct_group(self, short: Bools) -> DirectGroup | None:
+        if short.all():
+            return DirectGroup(self._store, self._layout, None)
+        tokens = np.flatnonzero(np.repeat(short, self._layout.counts))
+        return DirectGroup(self._store, self._layout, tokens) if len(tokens) else None
 
-def make_plan(store: KvStore, window: Window | None, layout: Layout, heads_per_kv: int) -> PagedPlan:
-    """Where that kernel is compiled, blocks of sequences with few tokens are read in place. Otherwise decoding
-    sequences use the window where there is one that fits. The rest is grouped by length."""
-    rows_T, size, positions = layout.rows, store.block_size, layout.positions_T
-    if len(positions) > len(rows_T):
-        rows_T = np.repeat(rows_T, layout.counts)
-    slots = to_device(store, layout.blocks[rows_T, positions // size] * size + positions % size)
-    rest = np.arange(len(layout.rows))
-    decoding: DecodeGroup | None = None
-    if in_c(store.keys[0]):
-        short = layout.counts <= _SHORT
-        decoding = _direct_group(store, layout, rows_T, short)
-        rest = np.flatnonzero(~short)
-    elif window is not None:
-        # What a sequence shares with another of this same step is not in the blocks yet, so no row can be filled.
-        alone = (layout.counts == 1) & layout.settled
-        decoding = _window_group(window, layout, alone, heads_per_kv)
-        rest = rest if decoding is None else np.flatnonzero(~alone)
-    groups = _block_groups(store, layout, rest, heads_per_kv) if len(rest) else []
-    return PagedPlan(store, layout, slots, decoding, groups, heads_per_kv)
-
-
-def run_whole(decoder: CpuDecoder, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
-    """Hidden states of the tokens `wanted`, or all. None where the step has more than is read in place."""
-    rows_T = layout.rows
-    if len(tokens) > len(rows_T):
-        if layout.counts.max() > _SHORT:
+    def _dense_group(self, dense: DenseCache, alone: Bools) -> DenseGroup | None:
+        layout, tokens = self._layout, None
+        if not alone.any():
             return None
-        rows_T = np.repeat(rows_T, layout.counts)
-    return decoder(tokens, layout.positions_T, rows_T, wanted)
+        if not alone.all():
+            tokens = torch.from_numpy((np.cumsum(layout.counts) - 1)[alone])
+        return dense.group(layout.rows[alone], layout.blocks, layout.starts[alone], tokens, self._heads_per_kv)
+
+    def _block_groups(self, members: Ints, window: int | None) -> list[BlockGroup]:
+        counts, starts = self._layout.counts[members], self._layout.starts[members]
+        kinds = _bucket(counts, 1, 2) * 64 + _bucket(starts + counts, 128, 4)
+        return [self._block_group(members[kinds == kind], window) for kind in np.unique(kinds)]
+
+    def _block_group(self, members: Ints, window: int | None) -> BlockGroup:
+        layout, store, device = self._layout, self._store, self._store.device
+        counts, starts = layout.counts[members], layout.starts[members]
+        batch, queries = len(members), int(counts.max())
+        first = 0 if window is None else max(0, int(starts.min()) + 1 - window) // store.block_size
+        last = -(-int((starts + counts).max()) // store.block_size)
+        blocks = to_device(layout.blocks[layout.rows[members], first:last].reshape(-1), device)
+        # A padded query repeats its sequence's last one: it always sees a key, and is dropped afterwards.
+        steps = np.minimum(np.arange(queries)[None, :], counts[:, None] - 1)
+        keys = torch.arange(first * store.block_size, last * store.block_size, device=device)
+        seen = to_device(starts[:, None] + steps, device)
+        mask = visible_mask(seen, keys, window, self._heads_per_kv, store.keys[0].dtype)
+        group = BlockGroup(store, batch, queries, blocks, mask)
+        padded = queries * batch != int(counts.sum())
+        if padded or batch < len(layout.counts):
+            firsts = (np.cumsum(layout.counts) - layout.counts)[members]
+            group.tokens = to_device((firsts[:, None] + steps).reshape(-1), device)
+        if padded:
+            group.valid = to_device(np.flatnonzero(np.arange(queries) < counts[:, None]), device)
+        return group
 
 
-def _direct_group(store: KvStore, layout: Layout, rows_T: Ints, short: NDArray[np.bool_]) -> DirectGroup | None:
-    positions = layout.positions_T
-    if short.all():
-        return DirectGroup(store, layout.blocks, rows_T, positions, None)
-    tokens = np.flatnonzero(np.repeat(short, layout.counts))
-    if not len(tokens):
+def run_whole(decoder: CpuDecoder, tokens: list[int], layout: StepLayout, wanted: Ints | None) -> Tensor | None:
+    """Hidden states of the tokens `wanted`, or all. None where the step has more than is read in place."""
+    if len(tokens) > len(layout.rows) and layout.counts.max() > _SHORT:
         return None
-    return DirectGroup(store, layout.blocks, rows_T[tokens], positions[tokens], torch.from_numpy(tokens))
-
-
-def _window_group(window: Window, layout: Layout, alone: NDArray[np.bool_], heads_per_kv: int) -> WindowGroup | None:
-    if alone.all():
-        return window.group(layout.rows, layout.blocks, layout.starts, None, heads_per_kv)
-    single = np.flatnonzero(alone)
-    if not len(single):
-        return None
-    tokens = torch.from_numpy((np.cumsum(layout.counts) - 1)[single])
-    return window.group(layout.rows[single], layout.blocks, layout.starts[single], tokens, heads_per_kv)
-
-
-def _block_groups(
-    store: KvStore, layout: Layout, members: Ints, heads_per_kv: int, window: int | None = None
-) -> list[BlockGroup]:
-    counts, ends = layout.counts[members], (layout.starts + layout.counts)[members]
-    kinds = _bucket(counts, 1, 2) * 64 + _bucket(ends, 128, 4)
-    return [_block_group(store, layout, members[kinds == kind], heads_per_kv, window) for kind in np.unique(kinds)]
-
-
-def _block_group(store: KvStore, layout: Layout, members: Ints, heads_per_kv: int, window: int | None) -> BlockGroup:
-    whole = len(members) == len(layout.counts)
-    firsts = (np.cumsum(layout.counts) - layout.counts)[members]
-    counts, starts = layout.counts[members], layout.starts[members]
-    batch, queries = len(members), int(counts.max())
-    first = 0 if window is None else max(0, int(starts.min()) + 1 - window) // store.block_size
-    last = -(-int((starts + counts).max()) // store.block_size)
-    blocks = to_device(store, layout.blocks[layout.rows[members], first:last].reshape(-1))
-    # A padded query repeats its sequence's last one: it always sees a key, and is dropped afterwards.
-    steps = np.minimum(np.arange(queries)[None, :], counts[:, None] - 1)
-    padded = queries * batch != int(counts.sum())
-    seen = to_device(store, starts[:, None] + steps)
-    places = torch.arange(first * store.block_size, last * store.block_size, device=seen.device)
-    mask = visible_mask(seen, places, window, heads_per_kv, store.keys[0].dtype)
-    if whole and not padded:
-        return BlockGroup(store, batch, queries, blocks, mask)
-    tokens = to_device(store, (firsts[:, None] + steps).reshape(-1))
-    if not padded:
-        return BlockGroup(store, batch, queries, blocks, mask, tokens)
-    valid = np.flatnonzero((np.arange(queries)[None, :] < counts[:, None]).reshape(-1))
-    return BlockGroup(store, batch, queries, blocks, mask, tokens, to_device(store, valid))
+    return decoder(tokens, layout.positions_T, layout.token_rows, wanted)
 
 
 def _bucket(lengths: Ints, floor: int, base: int) -> Ints:
     """Lengths above `floor` with the same number differ by less than a factor of `base`."""
     scaled = np.ceil(np.log(np.maximum(lengths / floor, 1.0)) / np.log(base) - 1e-9)
     return np.asarray(scaled, dtype=np.int64)
-
-
-def to_device(store: KvStore, values: Ints) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(store.device, non_blocking=True)

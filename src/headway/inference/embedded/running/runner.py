@@ -6,13 +6,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.cpu.decoder import CpuDecoder
+from headway.inference.embedded.running.dense_cache import DenseCache
 from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
-from headway.inference.embedded.running.paged import Layout, make_plan, run_whole
+from headway.inference.embedded.running.paged import PagedPlan, StepLayout, run_whole
 from headway.inference.embedded.running.sampler import top_logprobs
 from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.window import Window
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM
@@ -41,7 +41,7 @@ class Runner:
         self._heads_per_kv = config.heads // config.kv_heads
         self._packer = Packer(rows)
         self._drawer = self._make_drawer(ahead)
-        self.window = Window(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
+        self.dense_cache = DenseCache(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
         self._whole = CpuDecoder(model, store.keys, store.values, store.block_size, rows.blocks)
         self._experts: Tensor | None = None
         if config.experts:
@@ -53,8 +53,8 @@ class Runner:
     def enter(self, sequence: Sequence, adapter: int) -> None:
         """Start a sequence in its row, with the slot of its adapter (-1 for none)."""
         self.rows.enter(sequence, adapter)
-        if self.window is not None:
-            self.window.enter(sequence.row)
+        if self.dense_cache is not None:
+            self.dense_cache.enter(sequence.row)
 
     def run(self, step: Step) -> tuple[Tensor, Ints, Ints, Ints]:
         """Run a step. Return logits (N, vocab) of the N sequences that get a token, their indices in the step, their
@@ -84,7 +84,7 @@ class Runner:
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=ahead, kernels=False)
 
-    def _logits(self, step: Step, tokens: list[int], layout: Layout, drawing: Ints) -> Tensor:
+    def _logits(self, step: Step, tokens: list[int], layout: StepLayout, drawing: Ints) -> Tensor:
         """Compute logits of the last tokens of the sequences at `drawing`."""
         ends = np.cumsum(layout.counts)
         scored = bool(self.rows.scored[layout.rows].any())
@@ -98,13 +98,13 @@ class Runner:
             hidden = hidden[self._to_device(ends[drawing] - 1)]
         return self._whole.logits(hidden) if self._whole.takes(len(hidden)) else self.model.logits(hidden)
 
-    def _run_whole(self, tokens: list[int], layout: Layout, wanted: Ints | None) -> Tensor | None:
+    def _run_whole(self, tokens: list[int], layout: StepLayout, wanted: Ints | None) -> Tensor | None:
         """Hidden states of the tokens `wanted`, or all, where one call can do the whole pass."""
         if not self._whole.takes(len(tokens)) or (self.rows.adapter[layout.rows] >= 0).any():
             return None
         return run_whole(self._whole, self._known(tokens, layout), layout, wanted)
 
-    def _known(self, tokens: list[int], layout: Layout) -> list[int]:
+    def _known(self, tokens: list[int], layout: StepLayout) -> list[int]:
         """Fill in tokens of the last step that were not collected yet."""
         if self._drawer.last is None or min(tokens) >= 0:
             return tokens
@@ -112,10 +112,10 @@ class Runner:
         rows_T = np.repeat(layout.rows, layout.counts).tolist()
         return [last[row] if token < 0 else token for token, row in zip(tokens, rows_T, strict=True)]
 
-    def _forward(self, tokens: list[int], layout: Layout) -> Tensor:
+    def _forward(self, tokens: list[int], layout: StepLayout) -> Tensor:
         adapters = self.rows.adapter[layout.rows]
         adapted = bool((adapters >= 0).any())
-        plan = make_plan(self.store, self.window, layout, self._heads_per_kv)
+        plan = PagedPlan(self.store, layout, self._heads_per_kv, self.dense_cache)
         packed = PackedTokens(
             torch.tensor(self._known(tokens, layout), device=self.device),
             self._to_device(layout.positions_T),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.inference.embedded.running.copies import to_device
-from headway.inference.embedded.running.paged import Layout
+from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.ops.paged_attention import Tiles
@@ -23,8 +23,8 @@ _MOST_SPLITS = 16
 
 
 class TilePlan(AttentionPlan):
-    """Built once per step, shared by all layers. `table` is each sequence's row of blocks, on the device. In a step
-    that is `padded`, tokens in no tile get zeros: what is not a number would spread."""
+    """Kernels over tiles of queries. `table` is each sequence's row of blocks, on the device. In a step that is
+    `padded`, tokens in no tile get zeros: a NaN would spread."""
 
     def __init__(self, store: KvStore, table: Tensor, slots_T: Tensor, tiles: list[Tiles], padded: bool) -> None:
         self.slots_T = slots_T
@@ -49,7 +49,7 @@ class TilePlan(AttentionPlan):
 
 
 def decode_splits(tiles: int, kv_heads: int) -> int:
-    """Into how many parts the keys of each of `tiles` decoding sequences are split: a power of two."""
+    """The number of parts, a power of two, into which the keys of each of `tiles` decoding sequences are split."""
     splits = 1
     while splits < _MOST_SPLITS and tiles * kv_heads * splits < _BUSY:
         splits *= 2
@@ -61,7 +61,7 @@ def prompt_queries(heads_per_kv: int, dtype: torch.dtype) -> int:
     return max(1, (_ROWS_FLOAT32 if dtype is torch.float32 else _ROWS) // heads_per_kv)
 
 
-def make_tiles(layout: Layout, queries: int, kv_heads: int, device: torch.device) -> list[Tiles]:
+def make_tiles(layout: StepLayout, queries: int, kv_heads: int, device: torch.device) -> list[Tiles]:
     """Decoding sequences by themselves, then prompts in tiles of `queries`."""
     firsts = np.cumsum(layout.counts) - layout.counts
     single = layout.counts == 1
@@ -74,7 +74,7 @@ def make_tiles(layout: Layout, queries: int, kv_heads: int, device: torch.device
     return made
 
 
-def cut(layout: Layout, firsts: Ints, members: Ints, queries: int) -> Ints:
+def cut(layout: StepLayout, firsts: Ints, members: Ints, queries: int) -> Ints:
     """Sequences of several tokens in tiles of `queries`: row, first packed token, its position, count."""
     counts = layout.counts[members]
     pieces = -(-counts // queries)

@@ -13,7 +13,7 @@ from headway.inference.embedded.updates.probe import check_probe
 from headway.inference.embedded.updates.side_stream import SideStream
 from headway.inference.engine import UpdateError
 from headway.models.checkpoints.tensors import load_hf_tensors
-from headway.models.serving import SpareWeights
+from headway.models.serving import StandbyWeights
 from headway.transport.weights import make_receiver
 
 
@@ -36,7 +36,7 @@ class Updater:
     def __init__(self, engine: EmbeddedEngine, lora: LoraSettings | None = None) -> None:
         self._engine = engine
         self._lora = lora
-        self._spare: SpareWeights | None = None
+        self._standby: StandbyWeights | None = None
         self._receiver = make_receiver(str(engine.runner.device))
         self._side = SideStream(engine.runner.device)
 
@@ -49,7 +49,7 @@ class Updater:
         """Serve the staged version; called between two steps. On UpdateError nothing has changed."""
         update = staged.update
         if update.adapter is None:
-            self._spare_weights().take_over()
+            self._standby_weights().activate()
             self._side.wait_for_current()
             self._engine.weights_changed(update.version)
             return
@@ -68,12 +68,12 @@ class Updater:
         staged = StagedUpdate(update, 0)
         try:
             if update.adapter is None:
-                spare = self._spare_weights()
-                targets = spare.targets
+                standby = self._standby_weights()
+                targets = standby.targets
                 places = {name: target.view for name, target in targets.items()}
-                load_hf_tensors(spare.model, self._receive(staged, places), targets)
+                load_hf_tensors(standby.model, self._receive(staged, places), targets)
                 if update.probe is not None:
-                    check_probe(spare.model, update.probe)
+                    check_probe(standby.model, update.probe)
             else:
                 staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
         except HeadwayError as error:
@@ -85,10 +85,10 @@ class Updater:
             staged.bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
 
-    def _spare_weights(self) -> SpareWeights:
-        if self._spare is None:
-            self._spare = SpareWeights(self._engine.model)
-        return self._spare
+    def _standby_weights(self) -> StandbyWeights:
+        if self._standby is None:
+            self._standby = StandbyWeights(self._engine.model)
+        return self._standby
 
     def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
         ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}

@@ -1,4 +1,4 @@
-"""Decoding on CPU without gathering blocks: the keys and values of running sequences side by side, row by row."""
+"""Decoding on a CPU without gathering blocks: keys and values of running sequences side by side, row by row."""
 
 import numpy as np
 import torch
@@ -11,15 +11,15 @@ from headway.inference.embedded.running.store import KvStore
 Ints = NDArray[np.int64]
 
 _WASTE = 3.0
-"""Padding that is still cheaper than gathering: places attended over per place that counts."""
+"""Padding that is still cheaper than gathering: positions attended over per position that counts."""
 
 
-class Window:
-    """A dense copy, (rows, kv heads, places, head dim) per layer, of what decoding sequences have in their blocks.
+class DenseCache:
+    """A dense copy, (rows, kv heads, positions, head dim) per layer, of the blocks of decoding sequences.
 
-    A sequence's row is filled from its blocks when it starts to decode; after that every step adds one place.
-    The blocks stay the truth: they are what other sequences share and what a new row is filled from. `budget`
-    bounds its bytes; beyond it, and where padding would waste too much, steps gather from blocks instead.
+    A sequence's row is filled from its blocks when it starts to decode; after that every step adds one position. The
+    blocks remain: other sequences share them, and new rows are filled from them. `budget` bounds the copy's bytes;
+    beyond it, and where padding would waste too much, steps gather from blocks instead.
     """
 
     def __init__(self, store: KvStore, max_rows: int, budget: int) -> None:
@@ -27,22 +27,22 @@ class Window:
         self._budget = budget
         self._filled: Ints = np.zeros(max_rows, dtype=np.int64)
         self._rows = 0
-        self._places = 0
+        self._positions = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self.places = torch.arange(0)
+        self.positions = torch.arange(0)
 
     def enter(self, row: int) -> None:
-        """A new sequence has `row` now."""
+        """Forget what `row` held: a new sequence has it."""
         self._filled[row] = 0
 
     def group(
         self, which: Ints, blocks: Ints, positions: Ints, tokens: Tensor | None, heads_per_kv: int
-    ) -> "WindowGroup | None":
-        """One step of the sequences in rows `which`, each with one token at its position; None to gather instead.
+    ) -> "DenseGroup | None":
+        """Prepare one step of the sequences in rows `which`, each with one token at its position; None to gather.
 
-        `blocks` is the table of all rows. `tokens` are their places in the packed tokens, None where these are
-        all tokens in order.
+        `blocks` is the table of all rows. `tokens` are the indices of their tokens in the step, None where these are
+        all of its tokens in order.
         """
         span, reach = int(which.max()) + 1, int(positions.max()) + 1
         if span * reach > _WASTE * (int(positions.sum()) + len(which)) or not self._reserve(span, reach):
@@ -50,46 +50,48 @@ class Window:
         for index in np.flatnonzero(self._filled[which] != positions):
             self._fill(int(which[index]), blocks[which[index]], int(positions[index]))
         self._filled[which] = positions + 1
-        return WindowGroup(self, which, positions, span, reach, tokens, heads_per_kv)
+        return DenseGroup(self, which, positions, span, reach, tokens, heads_per_kv)
 
-    def _reserve(self, rows: int, places: int) -> bool:
-        """Make the window at least this large; False where that is over budget."""
-        if rows <= self._rows and places <= self._places:
+    def _reserve(self, rows: int, positions: int) -> bool:
+        """Grow to at least this size; False where that is over budget."""
+        if rows <= self._rows and positions <= self._positions:
             return True
         _, kv_heads, dim = self._store.keys[0].shape
-        per_place = 2 * len(self._store.keys) * kv_heads * dim * self._store.keys[0].element_size()
-        room = self._budget // per_place
-        rows = max(self._rows, _power_of_two(rows)) if _power_of_two(rows) * places <= room else max(self._rows, rows)
+        per_position = 2 * len(self._store.keys) * kv_heads * dim * self._store.keys[0].element_size()
+        room = self._budget // per_position
+        rows = (
+            max(self._rows, _power_of_two(rows)) if _power_of_two(rows) * positions <= room else max(self._rows, rows)
+        )
         # Twice as far as needed, so that growing is rare; near the budget, as far as there is room.
-        places = max(self._places, min(_power_of_two(places), room // rows), places)
-        if rows * places > room:
+        positions = max(self._positions, min(_power_of_two(positions), room // rows), positions)
+        if rows * positions > room:
             return False
-        shape = (rows, kv_heads, places, dim)
+        shape = (rows, kv_heads, positions, dim)
         dtype = self._store.keys[0].dtype
         old_keys, old_values = self.keys, self.values
         self.keys = [torch.zeros(shape, dtype=dtype) for _ in self._store.keys]
         self.values = [torch.zeros(shape, dtype=dtype) for _ in self._store.values]
         for old, new in zip(old_keys + old_values, self.keys + self.values, strict=bool(old_keys)):
-            new[: self._rows, :, : self._places] = old
-        self.places = torch.arange(places)
-        self._rows, self._places = rows, places
+            new[: self._rows, :, : self._positions] = old
+        self.positions = torch.arange(positions)
+        self._rows, self._positions = rows, positions
         return True
 
     def _fill(self, row: int, table: Ints, length: int) -> None:
         size = self._store.block_size
-        places = np.arange(length)
-        slots = torch.from_numpy(table[places // size] * size + places % size)
+        positions = np.arange(length)
+        slots = torch.from_numpy(table[positions // size] * size + positions % size)
         for layer in range(len(self.keys)):
             self.keys[layer][row, :, :length] = self._store.keys[layer][slots].transpose(0, 1)
             self.values[layer][row, :, :length] = self._store.values[layer][slots].transpose(0, 1)
 
 
-class WindowGroup:
-    """The decoding sequences of one step. `tokens` None means that they are the whole step."""
+class DenseGroup:
+    """The decoding sequences of one step. `tokens` None: they are the whole step."""
 
     def __init__(
         self,
-        window: Window,
+        cache: DenseCache,
         which: Ints,
         positions: Ints,
         span: int,
@@ -98,25 +100,25 @@ class WindowGroup:
         heads_per_kv: int,
     ) -> None:
         self.tokens = tokens
-        self._window = window
+        self._cache = cache
         self._span, self._reach = span, reach
-        _, kv_heads, places, _ = window.keys[0].shape
+        _, kv_heads, capacity, _ = cache.keys[0].shape
         heads = which[:, None] * kv_heads + np.arange(kv_heads)
-        self._written = torch.from_numpy((heads * places + positions[:, None]).reshape(-1))
-        # InputBatch in order from 0 need no moving; with holes between them, queries go to their rows and back.
+        self._written = torch.from_numpy((heads * capacity + positions[:, None]).reshape(-1))
+        # Rows in order from 0 need no moving; with holes between them, queries go to their rows and back.
         in_order = span == len(which) and bool((which[1:] > which[:-1]).all())
         self._moved = None if in_order else torch.from_numpy(which)
         last = positions
         if not in_order:
             last = np.zeros(span, dtype=np.int64)
             last[which] = positions
-        hidden = window.places[:reach] > torch.from_numpy(last)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=window.keys[0].dtype).masked_fill_(hidden, -torch.inf)
+        hidden = cache.positions[:reach] > torch.from_numpy(last)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=cache.keys[0].dtype).masked_fill_(hidden, -torch.inf)
         self._mask = mask[:, None, None, :].expand(-1, -1, heads_per_kv, -1)
 
     def attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, layer: int) -> Tensor:
         """(B, H, D) for B sequences with one token each."""
-        keys, values = self._window.keys[layer], self._window.values[layer]
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
         batch, kv_heads, dim = k_BKD.shape
         keys.view(-1, dim).index_copy_(0, self._written, k_BKD.reshape(-1, dim))
         values.view(-1, dim).index_copy_(0, self._written, v_BKD.reshape(-1, dim))
@@ -135,5 +137,5 @@ class WindowGroup:
 
 
 def _power_of_two(count: int) -> int:
-    """The next one from `count` on, and at least 16."""
+    """Round up to a power of two, at least 16."""
     return max(16, 1 << (count - 1).bit_length())
