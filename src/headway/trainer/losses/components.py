@@ -4,6 +4,7 @@ Each is summed over its tokens and divided by the number of its tokens in the *g
 tokens weigh more than another's and the components don't dilute each other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,31 +48,32 @@ def total_loss(
     """
     sums = _sampled_sums(logprobs_N.detach(), entropy_N.detach(), tokens)
     loss = logprobs_N.sum() * 0.0
-    for name, weight_N, (loss_N, metrics), count in (
-        ("rl", tokens.rl_weight_N, _rl(logprobs_N, tokens, rl_loss), counts.rl),
-        ("ce", tokens.ce_weight_N, (-logprobs_N, {}), counts.ce),
-        ("ref_kl", tokens.ref_kl_weight_N, ref_kl(logprobs_N, tokens), counts.ref_kl),
-    ):
+    components: list[tuple[str, int, Tensor, Callable[[], tuple[Tensor, PerToken]]]] = [
+        ("rl", counts.rl, tokens.rl_weight_N, lambda: rl_loss(_rl_inputs(logprobs_N, tokens))),
+        ("ce", counts.ce, tokens.ce_weight_N, lambda: (-logprobs_N, {})),
+        ("ref_kl", counts.ref_kl, tokens.ref_kl_weight_N, lambda: ref_kl(logprobs_N, tokens)),
+    ]
+    for name, count, weight_N, component in components:
         if count == 0:
             continue
+        loss_N, metrics = component()
         counted_N = weight_N != 0
         # where, not a product: 0 * inf of a token that doesn't count must not poison the sum.
-        component = torch.where(counted_N, weight_N * loss_N, 0.0).sum() / count
-        loss = loss + component
-        sums[f"loss/{name}"] = component.detach()
+        part = torch.where(counted_N, weight_N * loss_N, 0.0).sum() / count
+        loss = loss + part
+        sums[f"loss/{name}"] = part.detach()
         for metric, value_N in metrics.items():
             sums[f"{name}/{metric}"] = torch.where(counted_N, value_N.detach().float(), 0.0).sum() / count
     sums["loss"] = loss.detach()
     return loss, sums
 
 
-def _rl(logprobs_N: Tensor, tokens: LossTokens, rl_loss: LossFunction) -> tuple[Tensor, PerToken]:
-    inputs = LossInputs(logprobs_N, tokens.old_logprobs_N, tokens.advantages_N, tokens.rl_weight_N, tokens.segments_N)
-    return rl_loss(inputs)
+def _rl_inputs(logprobs_N: Tensor, tokens: LossTokens) -> LossInputs:
+    return LossInputs(logprobs_N, tokens.old_logprobs_N, tokens.advantages_N, tokens.rl_weight_N, tokens.segments_N)
 
 
 def ref_kl(logprobs_N: Tensor, tokens: LossTokens) -> tuple[Tensor, PerToken]:
-    """Policy gradient whose advantage is how much likelier the reference finds the token."""
+    """Policy gradient (dppo's) with the log-ratio of reference and policy as the advantage."""
     log_ratio_N = logprobs_N - tokens.old_logprobs_N
     advantages_N = (tokens.ref_logprobs_N - logprobs_N).detach()
     drop_N = (logprobs_N.exp() - tokens.old_logprobs_N.exp()).detach() < -REF_KL_THRESHOLD
@@ -80,7 +82,7 @@ def ref_kl(logprobs_N: Tensor, tokens: LossTokens) -> tuple[Tensor, PerToken]:
 
 
 def _sampled_sums(logprobs_N: Tensor, entropy_N: Tensor, tokens: LossTokens) -> Sums:
-    """Sums over the sampled tokens, whatever the loss: entropy, and the KL between trainer and engine."""
+    """Sum over the sampled tokens, whatever the loss: entropy, and the KL between trainer and engine (k3)."""
     # r - log r - 1 is the square of a small number: in float32 it would drown in the rounding of 1.
     log_ratio_N = logprobs_N.double() - tokens.old_logprobs_N
     mismatch_N = log_ratio_N.expm1() - log_ratio_N

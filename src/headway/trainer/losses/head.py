@@ -1,9 +1,8 @@
 """The LM head for training: logprobs and entropy of given targets, chunk by chunk, never with the full logits.
 
 Forward and backward hold the logits of `chunk` tokens at a time. Backward computes them again, unless one chunk holds
-all, which is then kept, or the weight is frozen. The logits are rounded as the computation's precision rounds them, but
-for the targets' own, and everything after is float32: over a vocabulary errors mostly cancel, a target's would be
-the logprob's.
+all, which is then kept, or the weight is frozen. Logits have the precision of computation, except those of the targets,
+and everything after is float32: rounding errors mostly cancel over a vocabulary, but a target's goes into its logprob.
 """
 
 from types import ModuleType
@@ -16,9 +15,9 @@ from torch import Tensor
 def target_logprobs(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperatures_N: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs_N, entropy_N), float32, of softmax(hidden @ weight.T / temperature).
+    """Compute (logprobs_N, entropy_N) in float32 of softmax(hidden @ weight.T / temperature).
 
-    Gradients flow from the logprobs to `hidden` and `weight`; the entropy is for looking at.
+    Gradients flow from the logprobs to `hidden` and `weight`; the entropy has none.
     """
     logprobs_N, entropy_N = _ChunkedHead.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         hidden_ND, weight_VD, targets_N, temperatures_N, chunk
@@ -87,7 +86,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _kernels(tensor: Tensor) -> ModuleType:
-    """The elementwise work: fused on CUDA, plain elsewhere. Both modules have the same three functions."""
+    """Choose the elementwise functions: fused on CUDA, plain elsewhere. Both modules have the same three."""
     if tensor.is_cuda:
         from headway.trainer.losses import head_kernels
 
@@ -102,7 +101,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 
 
 def _added_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right in float32; `total` may be overwritten."""
+    """Return total + left @ right in float32; `total` may be overwritten."""
     if left.dtype == torch.float32:
         return left @ right if total is None else total.addmm_(left, right)
     if not left.is_cuda:

@@ -12,7 +12,7 @@ BLOCK = 4096
 
 
 def row_products(hidden_CD: Tensor, table_VD: Tensor, targets_C: Tensor) -> Tensor:
-    """The logits of the targets, (C,) in float32, not rounded to the precision of the others."""
+    """Compute the logits of the targets, (C,) in float32, not rounded to the precision of the others."""
     rows, width = hidden_CD.shape
     products_C = torch.empty(rows, dtype=torch.float32, device=hidden_CD.device)
     if rows:
@@ -25,7 +25,7 @@ def row_products(hidden_CD: Tensor, table_VD: Tensor, targets_C: Tensor) -> Tens
 def reduce_rows(
     logits_CV: Tensor, exact_C: Tensor | None, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, whose logits are `exact` where given, entropies, and the logarithms of the logits'
+    """Compute logprobs of the targets, whose logits are `exact` where given, entropies, and the logarithms of the
     normalizers, all (C,) in float32. The logits stay, whether told to `keep` them or not.
     """
     results = [torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device) for _ in range(3)]

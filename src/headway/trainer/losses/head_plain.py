@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def row_products(hidden_CD: Tensor, table_VD: Tensor, targets_C: Tensor) -> Tensor:
-    """The logits of the targets, (C,) in float32, not rounded to the precision of the others."""
+    """Compute the logits of the targets, (C,) in float32, not rounded to the precision of the others."""
     products_C: Tensor = torch.linalg.vecdot(hidden_CD.float(), table_VD[targets_C].float())
     return products_C
 
@@ -13,7 +13,7 @@ def row_products(hidden_CD: Tensor, table_VD: Tensor, targets_C: Tensor) -> Tens
 def reduce_rows(
     logits_CV: Tensor, exact_C: Tensor | None, targets_C: Tensor, temperatures_C: Tensor, *, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of the targets, whose logits are `exact` where given, entropies, and the logarithms of the logits'
+    """Compute logprobs of the targets, whose logits are `exact` where given, entropies, and the logarithms of the
     normalizers, all (C,) in float32. The logits may be overwritten, unless told to `keep` them.
     """
     logits_CV = _scaled(logits_CV.clone() if keep else logits_CV, temperatures_C)
@@ -30,7 +30,7 @@ def reduce_rows(
 def to_gradient_(
     logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
 ) -> Tensor:
-    """The gradient of Σ grad·logprob with respect to the logits, which may be overwritten.
+    """Return the gradient of Σ grad·logprob with respect to the logits, which may be overwritten.
 
     d logprob / d logit = (1 at the target) - probability, divided by the temperature.
     """

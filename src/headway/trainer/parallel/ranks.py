@@ -48,7 +48,7 @@ class Ranks:
         return self.dims.data_size
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Add up each value over all ranks, which must give the same names in the same order."""
+        """Add up each value over the ranks that hold different tokens: all. Their names must agree, and the order."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Mapping[str, float]) -> dict[str, float]:
