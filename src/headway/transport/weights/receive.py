@@ -98,13 +98,9 @@ class _Intake:
     def _place(self, name: str, whole: TensorSum) -> Tensor | None:
         """The caller's place for a tensor, if it fits there as it is."""
         place = self._places.get(name)
-        fits = (
-            place is not None
-            and tuple(place.shape) == whole.shape
-            and place.dtype is torch_dtype(whole.dtype)
-            and place.is_contiguous()
-        )
-        return place.detach() if place is not None and fits else None
+        if place is None or (tuple(place.shape), place.dtype) != (whole.shape, torch_dtype(whole.dtype)):
+            return None
+        return place.detach() if place.is_contiguous() else None
 
     def _own(self, name: str) -> Tensor:
         if name not in self._made:
