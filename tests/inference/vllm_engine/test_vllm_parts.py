@@ -35,9 +35,15 @@ from headway.inference.engine import UpdateError
 from headway.inference.vllm import processes
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.processes import SERVER, vllm_environment
-from headway.inference.vllm.requests import ActiveRequest
+from headway.inference.vllm.requests import (
+    ActiveRequest,
+    add_run,
+    finish_of,
+    logprobs_of,
+    prompt_logprobs_of,
+    runs_of,
+)
 from headway.inference.vllm.stats import EngineStats
-from headway.inference.vllm.translate import add_run, finish_of, logprobs_of, prompt_logprobs_of, runs_of
 from headway.inference.vllm.weights import StagedFile, Stager
 from headway.inference.vllm.worker import read_staged
 from headway.models.checkpoints.folders import save_checkpoint

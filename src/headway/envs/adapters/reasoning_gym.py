@@ -41,35 +41,31 @@ class ReasoningGym(SingleTurn):
     def prompt(self, task: Task) -> list[Message]:
         return opening(self._system, self._dataset[task.data["index"]]["question"])
 
+    def answer(self, task: Task) -> str:
+        return str(self._dataset[task.data["index"]]["answer"])
+
     @reward
     def score(self, task: Task, answer: str) -> float:
         entry = self._dataset[task.data["index"]]
         return float(self._dataset.score_answer(extract_answer(answer), entry))
 
 
-def demonstrations(
-    n: int,
-    seed: int = 0,
-    wrong_share: float = 0.0,
-    *,
-    dataset: str,
-    config: dict[str, Any] | None = None,
-    system: str | None = SYSTEM,
-) -> list[Row]:
+def demonstrations(n: int, seed: int = 0, wrong_share: float = 0.0, **args: Any) -> list[Row]:
     """`n` solved problems to warm a model up with; take a seed that neither training nor evaluation uses.
 
-    A share of them gives the answer of another problem: reward then has something to sort out.
+    A share of them gives the answer of another problem: reward then has something to sort out. `args` are those of
+    the environment.
     """
-    problems = _create(dataset, n, seed, config)
-    answers = [str(problems[index]["answer"]) for index in range(n)]
-    rng = random.Random(seed)
+    environment = ReasoningGym(num_tasks=n, seed=seed, **args)
+    right = [environment.answer(task) for task in environment.tasks()]
+    given, rng = list(right), random.Random(seed)
     for index in rng.sample(range(n), round(wrong_share * n)):
-        answers[index] = str(problems[(index + rng.randrange(1, max(2, n))) % n]["answer"])
+        given[index] = right[(index + rng.randrange(1, max(2, n))) % n]
     # Tags where they are asked for.
-    form = "<answer>{}</answer>" if system == SYSTEM else "{}"
+    form = "<answer>{}</answer>" if args.get("system", SYSTEM) == SYSTEM else "{}"
     return [
-        demonstration([*opening(system, problems[index]["question"]), Message("assistant", form.format(answer))])
-        for index, answer in enumerate(answers)
+        demonstration([*environment.prompt(task), Message("assistant", form.format(answer))])
+        for task, answer in zip(environment.tasks(), given, strict=True)
     ]
 
 

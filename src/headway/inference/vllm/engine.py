@@ -21,10 +21,9 @@ from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, Load
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
 from headway.inference.vllm.probe import Probation
-from headway.inference.vllm.requests import ActiveRequest, ActiveRequests
+from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
 from headway.inference.vllm.stats import EngineStats
-from headway.inference.vllm.translate import sampling_of
 from headway.inference.vllm.weights import LoadedWeights, LostError, Stager
 
 logger = logging.getLogger(__name__)
