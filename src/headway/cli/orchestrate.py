@@ -4,7 +4,7 @@ HELP = """\
 usage: headway orchestrate @ CONFIG.toml [@ MORE.toml ...] [--section.setting VALUE ...]
 
 Runs environments against the engines of a run, turns their episodes into batches for its trainer, and brings new
-weights to the engines. It goes on after the last batch it sent, so it can be stopped and started at any time.
+weights to the engines. It resumes after the last batch it sent, so it can be stopped and started at any time.
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)

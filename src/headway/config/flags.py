@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from headway.config.renamed import present_name
 from headway.config.schema import Kind, is_none_text
-from headway.config.tree import Tree, as_container, put_item, to_tree
+from headway.config.tree import Tree, put, to_tree
 from headway.core.errors import UsageError
 
 
@@ -21,7 +20,7 @@ class Arguments:
     """A parsed command line: files in order, and the flags as one tree."""
 
     files: list[Path] = field(default_factory=list)
-    flags: dict[str, Tree] = field(default_factory=dict)
+    flags: Tree = field(default_factory=dict)
     dry_run: bool = False
 
 
@@ -38,7 +37,8 @@ def parse_arguments(kind: Kind, argv: Sequence[str], aliases: Mapping[str, str])
         elif word == "--dry-run":
             arguments.dry_run = True
         elif word.startswith("--") and len(word) > 2:
-            _read_flag(kind, word, words, aliases, arguments.flags)
+            path, value = _read_flag(kind, word, words, aliases)
+            arguments.flags = put(arguments.flags, path, value)
         else:
             raise UsageError(
                 f"unexpected argument {word!r}: settings are files (`@ file.toml`) and flags (`--name value`)"
@@ -46,7 +46,7 @@ def parse_arguments(kind: Kind, argv: Sequence[str], aliases: Mapping[str, str])
     return arguments
 
 
-def _read_flag(kind: Kind, word: str, words: list[str], aliases: Mapping[str, str], flags: dict[str, Tree]) -> None:
+def _read_flag(kind: Kind, word: str, words: list[str], aliases: Mapping[str, str]) -> tuple[list[str], Tree]:
     name, equals, text = word.removeprefix("--").partition("=")
     flag = f"--{name}"
     path, target, negated = _find(kind, name, aliases)
@@ -64,7 +64,7 @@ def _read_flag(kind: Kind, word: str, words: list[str], aliases: Mapping[str, st
         raise UsageError(f"{flag} wants a value after it")
     else:
         value = parse_value(target, words.pop(0), flag)
-    _assign(flags, path, to_tree(value, flag))
+    return path, to_tree(value, flag)
 
 
 def _find(kind: Kind, name: str, aliases: Mapping[str, str]) -> tuple[list[str], Kind, bool]:
@@ -140,26 +140,3 @@ def parse_value(kind: Kind, text: str, flag: str) -> Any:
 
 def _example(kind: Kind) -> str:
     return '\'["a", "b"]\'' if kind.is_list else "'{key = \"value\"}'"
-
-
-def _assign(tree: dict[str, Tree], path: list[str], value: Tree) -> None:
-    """Put a flag's value into the tree of all flags, over what an earlier flag put there."""
-    place: dict[str, Tree] | list[Tree] = tree
-    for key, next_key in pairwise(path):
-        below = as_container(_get(place, key), next_key)
-        _put(place, key, below, value)
-        place = below
-    _put(place, path[-1], value, value)
-
-
-def _get(place: dict[str, Tree] | list[Tree], key: str) -> Tree | None:
-    if isinstance(place, dict):
-        return place.get(key)
-    return place[int(key)] if int(key) < len(place) else None
-
-
-def _put(place: dict[str, Tree] | list[Tree], key: str, value: Tree, source: Tree) -> None:
-    if isinstance(place, dict):
-        place[key] = value
-    else:
-        put_item(place, int(key), value, source)

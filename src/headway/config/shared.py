@@ -13,7 +13,7 @@ class RunSettings(Settings):
     name: str | None = None
     """Name of the run and of its folder. Default: date, time and the command."""
     output_dir: Path = Path("outputs")
-    """Where run folders are made."""
+    """Folder in which run folders are made."""
 
     @model_validator(mode="after")
     def _name_is_a_folder_name(self) -> Self:
@@ -28,7 +28,7 @@ class RunSettings(Settings):
 
 class LogSettings(Settings):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least important messages that are shown."""
+    """Lowest level of messages that are shown."""
     json_lines: bool = False
     """One JSON object per line, on the console and in files, instead of text."""
 
@@ -72,7 +72,7 @@ class ModelSettings(Settings):
     family: str | None = None
     """Class of a model family that Headway does not bring along, as FILE.py:CLASS or MODULE:CLASS (docs/models.md)."""
     renderer: str = "auto"
-    """How messages become tokens: auto, template, a ChatML style, or a format of the `renderers` package."""
+    """Renderer of messages to tokens: auto, template, a ChatML style, or a format of the `renderers` package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of computation. auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
     lora: LoraSettings | None = None
@@ -81,7 +81,7 @@ class ModelSettings(Settings):
 
 class PlacementSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models run. auto: CUDA where there is a device."""
+    """Device that models run on. auto: CUDA where there is one."""
     trainer_ranks: int = Field(default=1, ge=1)
     """Processes of the trainer's group."""
     engines: int = Field(default=1, ge=1)
@@ -104,7 +104,7 @@ class ZmqRollouts(Settings):
 
     type: Literal["zmq"] = "zmq"
     address: str = "tcp://127.0.0.1:0"
-    """Where the orchestrator listens; port 0 picks a free one and writes it into the run's control folder."""
+    """Address at which the orchestrator listens; port 0 picks a free one, written into the run's control folder."""
 
 
 class FilesystemWeights(Settings):
@@ -135,19 +135,19 @@ WeightTransport = Annotated[FilesystemWeights | PointToPointWeights | SharedMemo
 
 class SharedSettings(Settings):
     run: RunSettings = RunSettings()
-    """Name and place of the run."""
+    """Name and folder of the run."""
     log: LogSettings = LogSettings()
-    """What is logged, and how."""
+    """Level and format of log messages."""
     tracking: TrackingSettings = TrackingSettings()
-    """Where metrics go besides the run's JSON lines."""
+    """Destinations of metrics besides the run's JSON lines."""
     model: ModelSettings = ModelSettings()
     """The model that is trained and served."""
     placement: PlacementSettings = PlacementSettings()
-    """How many processes, on which device."""
+    """Number of processes, and their device."""
     rollouts: RolloutTransport = FilesystemRollouts()
-    """How batches travel to the trainer."""
+    """Transport of batches to the trainer."""
     weights: WeightTransport = FilesystemWeights()
-    """How weights travel to the engines."""
+    """Transport of weights to the engines."""
     seq_len: int = Field(default=2048, ge=8)
     """Longest sequence, in tokens, that is served and trained; also the size of a packed micro-batch."""
     max_steps: int = Field(default=100, ge=1)

@@ -64,21 +64,17 @@ def merge(below: Tree | None, above: Tree, kind: Kind) -> Tree:
     return base | {key: merge(base.get(key), item, branch.child(key)) for key, item in above.items()}
 
 
-def as_container(tree: Tree | None, key: str) -> dict[str, Tree] | list[Tree]:
-    """Return a table or list in which `key` can be set: the tree itself where it fits, else an empty table."""
-    if isinstance(tree, Leaf) and isinstance(tree.value, list):
-        tree = [to_tree(item, tree.origin) for item in tree.value]
-    if isinstance(tree, dict) or (isinstance(tree, list) and key.isdigit()):
-        return tree
-    return {}
-
-
-def put_item(items: list[Tree], index: int, item: Tree, source: Tree) -> None:
-    """Set an item, or add one right after the last. Raises UsageError, naming what `source` came from, past that."""
-    if index > len(items):
-        origin = next((f"{leaf.origin}: " for _, leaf in leaves(source)), "")
-        raise UsageError(f"{origin}there are only {len(items)} items; the next index is {len(items)}")
-    items[index : index + 1] = [item]
+def put(tree: Tree | None, path: list[str], value: Tree) -> Tree:
+    """Return the tree with `value` at `path`, over what was there. Raises UsageError for an index that is too large."""
+    if not path:
+        return value
+    key, *rest = path
+    items = _items(tree)
+    if items is not None and key.isdigit():
+        old = items[int(key)] if int(key) < len(items) else None
+        return _with_item(items, int(key), put(old, rest, value), value)
+    table = tree if isinstance(tree, dict) else {}
+    return table | {key: put(table.get(key), rest, value)}
 
 
 def leaves(tree: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Leaf]]:
@@ -112,10 +108,24 @@ def _tag(tree: dict[str, Tree]) -> Any:
 
 def _patch(below: Tree | None, patch: dict[str, Tree], kind: Kind) -> Tree:
     """Change some items of a list, by index; the index after the last one adds an item."""
-    items = as_container(below, "0")
-    patched = list(items) if isinstance(items, list) else []
+    items = _items(below) or []
     for index in sorted(map(int, patch)):
         above = patch[str(index)]
-        old = patched[index] if index < len(patched) else None
-        put_item(patched, index, merge(old, above, kind.item()), above)
-    return patched
+        old = items[index] if index < len(items) else None
+        items = _with_item(items, index, merge(old, above, kind.item()), above)
+    return items
+
+
+def _items(tree: Tree | None) -> list[Tree] | None:
+    """Return the items of a list, whether it is a leaf or not; None where it is no list."""
+    if isinstance(tree, Leaf) and isinstance(tree.value, list):
+        return [to_tree(item, tree.origin) for item in tree.value]
+    return tree if isinstance(tree, list) else None
+
+
+def _with_item(items: list[Tree], index: int, item: Tree, source: Tree) -> list[Tree]:
+    """Return the items with one changed, or added after the last. Raises UsageError, naming `source`, past that."""
+    if index > len(items):
+        origin = next((f"{leaf.origin}: " for _, leaf in leaves(source)), "")
+        raise UsageError(f"{origin}there are only {len(items)} items; the next index is {len(items)}")
+    return [*items[:index], item, *items[index + 1 :]]

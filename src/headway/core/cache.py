@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again: `$HEADWAY_CACHE`, or `~/.cache/headway`."""
+"""The folder for things that can be made again: `$HEADWAY_CACHE`, or `~/.cache/headway`."""
 
 import os
 from pathlib import Path

@@ -24,7 +24,7 @@ def shared_library(
     flags: Sequence[str] = (),
     libraries: Sequence[str] = (),
 ) -> Path:
-    """The library of `sources`, compiled now unless it is in the cache under `name`.
+    """Compile the library of `sources`, unless it is in the cache under `name`. Returns its path.
 
     `headers` are what the sources include, `flags` are for compiling, `libraries` for linking. Raises HeadwayError that
     says why there is none.
@@ -54,7 +54,7 @@ def _compile(compiler: str, options: tuple[list[str], list[str]], sources: Seque
     for source in sources:
         objects.append(str(library.with_name(f"{source.stem}.o")))
         _call([compiler, *flags, "-c", str(source), "-o", objects[-1]])
-    # Linked apart, for with some flags compilers would also change how the whole process rounds.
+    # Linked separately: with some flags compilers would also change how the whole process rounds.
     _call([compiler, "-shared", *objects, *libraries, "-o", str(library)])
 
 
@@ -75,7 +75,7 @@ def _digest(compiler: str, options: tuple[list[str], list[str]], files: Sequence
 
 
 def _features() -> list[str]:
-    """What this processor can do: a cache may be shared by machines that differ."""
+    """Read what this processor can do, because machines that differ may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
