@@ -14,8 +14,7 @@ from headway.core.protocol import EngineState, SamplingParams, WeightReply, Weig
 from headway.orchestrator.collect.ready import ReadyGroup
 from headway.orchestrator.dispatch.curriculum import Shuffled
 from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.rate import RateLimit
-from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.evaluation import EvalEnv, Round
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator

@@ -13,8 +13,7 @@ from headway.core.errors import UsageError
 from headway.orchestrator.dispatch.concurrency import Control, Load, start, steer
 from headway.orchestrator.dispatch.curriculum import Curriculum, make_curriculum
 from headway.orchestrator.dispatch.groups import RETRIES, OpenGroup
-from headway.orchestrator.dispatch.mix import Mix
-from headway.orchestrator.dispatch.rate import RateLimit
+from headway.orchestrator.dispatch.sources import Mix, RateLimit
 from headway.orchestrator.dispatch.staleness import (
     StalenessLimits,
     lag,

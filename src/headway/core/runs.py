@@ -10,65 +10,40 @@ CHECKPOINT_MARKER = "COMPLETE"
 _STEP = re.compile(r"step_(\d+)")
 
 
+class _Under:
+    """A path below the root of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: "RunPaths", owner: type["RunPaths"]) -> Path:
+        return paths.root / self._name
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """`outputs/<run>/` and what lies in it. Steps and versions are zero-padded, so that names sort."""
 
     root: Path
 
-    @property
-    def record(self) -> Path:
-        """Who started the run, when and how. A folder with one is a run."""
-        return self.root / "run.json"
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics"
-
-    @property
-    def batches(self) -> Path:
-        """Batches on their way to the trainer. The orchestrator removes what two complete checkpoints cover."""
-        return self.root / "batches"
-
-    @property
-    def rollouts(self) -> Path:
-        """Records of trained episodes, for people."""
-        return self.root / "rollouts"
-
-    @property
-    def logprobs(self) -> Path:
-        """What the trainer made of sampled tokens, for people."""
-        return self.root / "logprobs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """Published versions and their announcements."""
-        return self.root / "weights"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.root / "evaluations"
-
-    @property
-    def exports(self) -> Path:
-        return self.root / "exports"
-
-    @property
-    def control(self) -> Path:
-        """Addresses, the run's token, process ids. Readable by the owner only."""
-        return self.root / "control"
+    record = _Under("run.json")
+    """The record of who started the run, when and how. A folder with one is a run."""
+    config = _Under("config")
+    logs = _Under("logs")
+    metrics = _Under("metrics")
+    batches = _Under("batches")
+    """Batches on their way to the trainer. The orchestrator removes what two complete checkpoints cover."""
+    rollouts = _Under("rollouts")
+    """Records of trained episodes, for people."""
+    logprobs = _Under("logprobs")
+    """Records of the trainer's logprobs of sampled tokens, for people."""
+    checkpoints = _Under("checkpoints")
+    weights = _Under("weights")
+    """Published versions and their announcements."""
+    evaluations = _Under("evaluations")
+    exports = _Under("exports")
+    control = _Under("control")
+    """Addresses, the run's token, process ids. Readable by the owner only."""
 
     def batch(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}"

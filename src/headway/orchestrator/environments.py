@@ -9,12 +9,11 @@ from typing import Any, TypeVar
 from headway.algorithms.base import Context
 from headway.algorithms.registry import make_algorithm
 from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestratorSettings, SamplingSettings
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import HeadwayError
 from headway.core.protocol import SamplingParams
 from headway.envs.workers.pool import EnvPool
 from headway.orchestrator.dispatch.curriculum import make_curriculum
-from headway.orchestrator.dispatch.rate import RateLimit
-from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.evaluation import EvalEnv
 
 T = TypeVar("T")
@@ -62,13 +61,9 @@ class WorkerPools:
                 rate=RateLimit(env.rate_limit),
             )
 
-        sources = await gather_or_cancel([start(env) for env in settings.envs])
-        check_unique_names([source.name for source in sources], "orchestrator.envs")
-        return sources
+        return await gather_or_cancel([start(env) for env in settings.envs])
 
-    async def eval_envs(
-        self, settings: Sequence[EvalEnvSettings], default: SamplingSettings, where: str
-    ) -> list[EvalEnv]:
+    async def eval_envs(self, settings: Sequence[EvalEnvSettings], default: SamplingSettings) -> list[EvalEnv]:
         """Start the environments to evaluate on."""
 
         async def start(env: EvalEnvSettings) -> EvalEnv:
@@ -83,9 +78,7 @@ class WorkerPools:
                 capacity=env.workers.max * env.workers.episodes,
             )
 
-        envs = await gather_or_cancel([start(env) for env in settings])
-        check_unique_names([env.name for env in envs], where)
-        return envs
+        return await gather_or_cancel([start(env) for env in settings])
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -101,9 +94,3 @@ async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list
 
 def sampling_params(settings: SamplingSettings) -> SamplingParams:
     return SamplingParams(**settings.model_dump())
-
-
-def check_unique_names(names: Sequence[str], where: str) -> None:
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UsageError(f"{where}: {', '.join(sorted(twice))} occurs more than once; give each its own `name`")

@@ -103,7 +103,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
         sources = await pools.sources(options, settings.seed, context)
         for source in sources:
             stack.push_async_callback(source.algorithm.close)
-        evals = await pools.eval_envs(options.eval.envs, options.sampling, "orchestrator.eval.envs")
+        evals = await pools.eval_envs(options.eval.envs, options.sampling)
         sender = make_sender(settings.rollouts, paths)
         stack.callback(sender.close)
         outbox = BatchOutbox(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, UsageError
 from headway.orchestrator.dispatch.dispatcher import Dispatcher
 from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.evaluation import EvaluationWork, Round
@@ -54,11 +54,12 @@ async def evaluate(
     progress: Callable[[int], AbstractContextManager[Callable[[float], None]]],
 ) -> Round:
     """Run one round on all environments. `progress(episodes)` opens a bar, which is advanced as they finish."""
+    check_unique_names([env.name or env.id for env in settings])
     endpoints = Endpoints(urls)
     if api == "tokens":
         await endpoints.check()
     async with AsyncExitStack() as stack:
-        envs = await WorkerPools(stack, model, renderer).eval_envs(settings, SamplingSettings(), "--env")
+        envs = await WorkerPools(stack, model, renderer).eval_envs(settings, SamplingSettings())
         finished: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
         advance = stack.enter_context(progress(sum(len(env.tasks) * env.samples for env in envs)))
         work = EvaluationWork(
@@ -74,3 +75,9 @@ async def evaluate(
         work.begin(0)
         dispatcher.pump()
         return await finished
+
+
+def check_unique_names(names: Sequence[str]) -> None:
+    """Raise UsageError where two environments have one name. In a run's settings, validation does the same."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"--env: {', '.join(twice)} occurs more than once; give each its own `name`")

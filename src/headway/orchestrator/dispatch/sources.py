@@ -1,6 +1,6 @@
-"""Sources of training episodes: an environment, its tasks and how they are run and trained."""
+"""Sources of training episodes: environments with their tasks, their rate limits and their shares of the mix."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headway.algorithms.base import Algorithm
@@ -8,7 +8,21 @@ from headway.core.episodes import Task
 from headway.core.protocol import SamplingParams
 from headway.orchestrator.dispatch.curriculum import Curriculum
 from headway.orchestrator.dispatch.dispatcher import EpisodeRunner
-from headway.orchestrator.dispatch.rate import RateLimit
+
+
+class RateLimit:
+    """At most `per_second` starts a second, evenly spaced; None for no bound."""
+
+    def __init__(self, per_second: float | None) -> None:
+        self._gap = 1.0 / per_second if per_second else 0.0
+        self._next = 0.0
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next start is allowed."""
+        return max(0.0, self._next - now)
+
+    def took(self, now: float) -> None:
+        self._next = max(now, self._next) + self._gap
 
 
 @dataclass(slots=True)
@@ -36,3 +50,25 @@ class Source:
 
     def next_task(self) -> int:
         return self.requeued.pop(0) if self.requeued else self.curriculum.next()
+
+
+class Mix:
+    """Picks the environment that is furthest behind its share of the episodes so far. `counts` is the whole state."""
+
+    def __init__(self, ratios: Mapping[str, float]) -> None:
+        total = sum(ratios.values())
+        self._shares = {name: ratio / total for name, ratio in ratios.items()}
+        self.counts: dict[str, int] = dict.fromkeys(ratios, 0)
+
+    def pick(self, available: Sequence[str]) -> str | None:
+        """Pick one of `available`; None when there is none."""
+        return min(available, key=lambda name: self.counts[name] / self._shares[name], default=None)
+
+    def took(self, name: str, episodes: int) -> None:
+        self.counts[name] += episodes
+
+    def load(self, counts: Mapping[str, int]) -> None:
+        """Restore saved counts. An environment that was added since starts at its share, not with a debt."""
+        known = {name: int(counts[name]) for name in self.counts if name in counts}
+        level = max((count / self._shares[name] for name, count in known.items()), default=0.0)
+        self.counts = {name: known.get(name, int(level * self._shares[name])) for name in self.counts}

@@ -10,8 +10,7 @@ from headway.orchestrator.collect.collector import Collector
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import EngineRouter, Launch, random_id
 from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.mix import Mix
-from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.dispatch.sources import Mix, Source
 from headway.orchestrator.dispatch.staleness import too_old
 from headway.orchestrator.health import Health
 from headway.orchestrator.tally import StepTally

@@ -1,9 +1,8 @@
-"""How packed batches travel from the orchestrator to the trainer's ranks, surviving restarts of either."""
+"""Transports of packed batches from the orchestrator to the trainer's ranks, which survive restarts of either."""
 
 from headway.config.shared import RolloutTransport, ZmqRollouts
 from headway.core.runs import RunPaths
-from headway.transport.rollouts.base import BatchReceiver, BatchSender, RankBatch
-from headway.transport.rollouts.filesystem import FilesystemReceiver, FilesystemSender
+from headway.transport.rollouts.filesystem import BatchReceiver, BatchSender, FilesystemReceiver, RankBatch
 
 __all__ = ["BatchReceiver", "BatchSender", "RankBatch", "make_receiver", "make_sender"]
 
@@ -13,7 +12,7 @@ def make_sender(settings: RolloutTransport, paths: RunPaths) -> BatchSender:
         from headway.transport.rollouts.zeromq import ZmqSender
 
         return ZmqSender(settings.address, paths)
-    return FilesystemSender(paths)
+    return BatchSender(paths)
 
 
 def make_receiver(settings: RolloutTransport, paths: RunPaths, rank: int, ranks: int) -> BatchReceiver:

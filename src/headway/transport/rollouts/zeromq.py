@@ -1,4 +1,4 @@
-"""Batches over ZeroMQ: the orchestrator binds and answers from its spool; ranks connect and ask for a step.
+"""Batches over ZeroMQ: the orchestrator binds and answers from its run folder; ranks connect and ask for a step.
 
 Either side may restart at any time: the orchestrator finds its batches on disk, and a rank that gets no answer
 looks up the address again and asks anew.
@@ -15,16 +15,14 @@ from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.wire import decode, encode
-from headway.transport.rollouts.base import RankBatch
-from headway.transport.rollouts.filesystem import FilesystemSender
-from headway.transport.rollouts.spool import decode_part
+from headway.transport.rollouts.filesystem import BatchSender, RankBatch, check_not_pruned, read_part
 
 ASK_AGAIN_SECONDS = 2.0
 ADDRESS_FILE = "rollouts.address"
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True):
-    """A rank wants its part of batch `step`. An answer comes when the batch is there."""
+    """A rank's request for its part of batch `step`. An answer comes when the batch is there."""
 
     step: int
     rank: int
@@ -39,8 +37,8 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     error: str = ""
 
 
-class ZmqSender(FilesystemSender):
-    """Spools like the filesystem sender; a thread answers the ranks' questions from the spool."""
+class ZmqSender(BatchSender):
+    """Spools batches to disk; a thread answers the ranks' requests from there."""
 
     def __init__(self, address: str, paths: RunPaths) -> None:
         super().__init__(paths)
@@ -96,9 +94,9 @@ class ZmqSender(FilesystemSender):
 
     def _answer(self, ask: Ask) -> Answer | None:
         try:
-            part = self._spool.read_part(ask.step, ask.rank, ask.ranks)
+            part = read_part(self._paths, ask.step, ask.rank, ask.ranks)
             if part is None:
-                self._spool.check_not_pruned(ask.step)
+                check_not_pruned(self._paths, ask.step)
         except HeadwayError as error:
             return Answer(ask.step, error=str(error))
         return None if part is None else Answer(ask.step, part=part)
@@ -122,10 +120,10 @@ class ZmqReceiver:
             elif answer.error:
                 raise HeadwayError(answer.error)
             else:
-                return decode_part(answer.part, f"batch {step} from {self._address}")
+                return RankBatch.decode(answer.part, f"batch {step} from {self._address}")
 
     def _ask(self, step: int, seconds: float) -> Answer | None:
-        """One question and its answer; None when none came in time."""
+        """Ask once and return the answer; None when none came in time."""
         deadline = time.monotonic() + seconds
         socket = self._connect()
         if socket is None:
@@ -164,7 +162,7 @@ class ZmqReceiver:
 
 
 def _parse_ask(data: bytes) -> Ask | None:
-    """None for anything that isn't a question: a stranger must not stop the server."""
+    """Return None for anything that isn't a request: a stranger must not stop the server."""
     try:
         return decode(Ask, data)
     except (msgspec.DecodeError, ValueError):
