@@ -127,3 +127,17 @@ def test_steps_run_with_the_state_on_either_device(optimizer: str, on_cpu: bool)
             assert not report.skipped
         devices = {tensor.device.type for tensor in state.optimizer.state_tensors().values()}
         assert devices == {"cpu" if on_cpu else "cuda"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_that_is_not_finite_changes_nothing(optimizer: str) -> None:
+    settings = small_settings(placement__device="cuda", trainer__optim__type=optimizer)
+    with joined(settings) as ranks:
+        state, stepper = build_state(settings, ranks), Stepper(settings, ranks)
+        tensors = [p.detach() for _, p in state.trained()] + list(state.optimizer.state_tensors().values())
+        before = [tensor.clone() for tensor in tensors]
+        batch = rich_batch(1, 1, state.config.vocab_size)
+        batch.ranks[0][0].advantages[:] = torch.inf
+        assert stepper.step(state, RankBatch(1, batch.ranks[0], batch.counts)).skipped
+        assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+        assert (state.step, state.optimizer.updates, state.bad_steps) == (1, 0, 1)
