@@ -25,14 +25,9 @@ def _gated_silu_c(gate_TM: Tensor, up_TM: Tensor | None = None) -> Tensor:
     gate_TM, up_TM = dense_rows(gate_TM), dense_rows(up_TM)
     out = torch.empty(gate_TM.shape)
     kernels().gated_silu(
-        gate_TM.data_ptr(),
-        gate_TM.stride(0),
-        up_TM.data_ptr(),
-        up_TM.stride(0),
-        *gate_TM.shape,
-        out.data_ptr(),
+        gate_TM.data_ptr(), gate_TM.stride(0), up_TM.data_ptr(), up_TM.stride(0), *gate_TM.shape, out.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 

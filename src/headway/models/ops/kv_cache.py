@@ -40,16 +40,9 @@ def _write_cache_c(k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor, keys_SKD: Tens
     k_TKD, v_TKD = dense_rows(k_TKD), dense_rows(v_TKD)
     tokens, kv_heads, size = k_TKD.shape
     kernels().write_cache(
-        k_TKD.data_ptr(),
-        k_TKD.stride(0),
-        v_TKD.data_ptr(),
-        v_TKD.stride(0),
-        slots_T.data_ptr(),
-        tokens,
-        kv_heads * size,
-        keys_SKD.data_ptr(),
-        values_SKD.data_ptr(),
-    )
+        k_TKD.data_ptr(), k_TKD.stride(0), v_TKD.data_ptr(), v_TKD.stride(0), slots_T.data_ptr(), tokens,
+        kv_heads * size, keys_SKD.data_ptr(), values_SKD.data_ptr(),
+    )  # fmt: skip
 
 
 def _whole_in_triton(

@@ -95,15 +95,9 @@ def _linear_c(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> 
     rows = x_TI.shape[0]
     out = torch.empty(rows, outputs)
     kernels().product(
-        x_TI.data_ptr(),
-        x_TI.stride(0),
-        rows,
-        weight_OI.data_ptr(),
-        outputs,
-        inputs,
-        out.data_ptr(),
+        x_TI.data_ptr(), x_TI.stride(0), rows, weight_OI.data_ptr(), outputs, inputs, out.data_ptr(),
         torch.get_num_threads(),
-    )
+    )  # fmt: skip
     return out
 
 

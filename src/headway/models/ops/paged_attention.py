@@ -86,23 +86,10 @@ def _paged_token_attention_c(
     out = torch.empty(q_THD.shape)
     tokens, heads, size = q_THD.shape
     failed = kernels().attend_cache(
-        q_THD.data_ptr(),
-        q_THD.stride(0),
-        keys_SKD.data_ptr(),
-        values_SKD.data_ptr(),
-        table.data_ptr(),
-        table.stride(0),
-        rows_T.data_ptr(),
-        positions_T.data_ptr(),
-        tokens,
-        heads,
-        keys_SKD.shape[1],
-        size,
-        block_size,
-        longest,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+        q_THD.data_ptr(), q_THD.stride(0), keys_SKD.data_ptr(), values_SKD.data_ptr(), table.data_ptr(),
+        table.stride(0), rows_T.data_ptr(), positions_T.data_ptr(), tokens, heads, keys_SKD.shape[1], size,
+        block_size, longest, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     if failed:
         raise MemoryError("no memory for the scores of attention")
     return out

@@ -65,23 +65,10 @@ def _qk_norm_rope_c(
     kv_heads = k_TKD.shape[1]
     q_out, k_out = torch.empty(tokens, heads, size), torch.empty(tokens, kv_heads, size)
     kernels().qk_norm_rope(
-        q_THD.data_ptr(),
-        q_THD.stride(0),
-        k_TKD.data_ptr(),
-        k_TKD.stride(0),
-        tokens,
-        heads,
-        kv_heads,
-        size,
-        norms[0].data_ptr() if norms else None,
-        norms[1].data_ptr() if norms else None,
-        eps,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        q_out.data_ptr(),
-        k_out.data_ptr(),
-        torch.get_num_threads(),
-    )
+        q_THD.data_ptr(), q_THD.stride(0), k_TKD.data_ptr(), k_TKD.stride(0), tokens, heads, kv_heads, size,
+        norms[0].data_ptr() if norms else None, norms[1].data_ptr() if norms else None, eps, cos.data_ptr(),
+        sin.data_ptr(), q_out.data_ptr(), k_out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return q_out, k_out
 
 

@@ -39,15 +39,9 @@ def _add_rms_norm_c(stream_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: fl
     stream_TD, delta_TD = stream_TD.contiguous(), delta_TD.contiguous()
     total, out = torch.empty(stream_TD.shape), torch.empty(stream_TD.shape)
     kernels().add_rms_norm(
-        stream_TD.data_ptr(),
-        delta_TD.data_ptr(),
-        *stream_TD.shape,
-        weight.data_ptr(),
-        eps,
-        total.data_ptr(),
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
+        stream_TD.data_ptr(), delta_TD.data_ptr(), *stream_TD.shape, weight.data_ptr(), eps, total.data_ptr(),
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
     return total, out
 
 

@@ -35,14 +35,9 @@ def _draw_tokens_c(logits_NV: Tensor, temperature_N: None, noise_N: Tensor) -> t
     logits_NV = logits_NV.contiguous()
     tokens, logprobs, scratch = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(vocab)
     kernels().draw(
-        logits_NV.data_ptr(),
-        rows,
-        vocab,
-        noise_N.data_ptr(),
-        tokens.data_ptr(),
-        logprobs.data_ptr(),
+        logits_NV.data_ptr(), rows, vocab, noise_N.data_ptr(), tokens.data_ptr(), logprobs.data_ptr(),
         scratch.data_ptr(),
-    )
+    )  # fmt: skip
     return tokens, logprobs
 
 

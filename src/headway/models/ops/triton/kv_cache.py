@@ -11,29 +11,9 @@ _HEADS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q,
-    k,
-    v,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    slots,
-    q_out,
-    keys,
-    values,
-    eps,
-    q_stride,
-    k_stride,
-    v_stride,
-    kv_stride,
-    heads,
-    kv_heads,
-    HALF: tl.constexpr,
-    NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q, k, v, q_weight, k_weight, cos, sin, slots, q_out, keys, values, eps, q_stride, k_stride, v_stride, kv_stride,
+    heads, kv_heads, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -90,28 +70,8 @@ def qk_norm_rope_to_cache(
     q_out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     q_weight, k_weight = norms or (cos, cos)
     _norm_rope_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
-        q_THD,
-        k_TKD,
-        v_TKD,
-        q_weight,
-        k_weight,
-        cos,
-        sin,
-        slots_T,
-        q_out,
-        keys_SKD,
-        values_SKD,
-        eps,
-        q_THD.stride(0),
-        k_TKD.stride(0),
-        v_TKD.stride(0),
-        keys_SKD.stride(0),
-        heads,
-        kv_heads,
-        HALF=dim // 2,
-        NORM=norms is not None,
-        HEADS=_HEADS,
-        BLOCK=triton.next_power_of_2(dim // 2),
-        num_warps=2,
-    )
+        q_THD, k_TKD, v_TKD, q_weight, k_weight, cos, sin, slots_T, q_out, keys_SKD, values_SKD, eps, q_THD.stride(0),
+        k_TKD.stride(0), v_TKD.stride(0), keys_SKD.stride(0), heads, kv_heads, HALF=dim // 2, NORM=norms is not None,
+        HEADS=_HEADS, BLOCK=triton.next_power_of_2(dim // 2), num_warps=2,
+    )  # fmt: skip
     return q_out

@@ -19,30 +19,10 @@ _LEAST = 16
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q,
-    keys,
-    values,
-    table,
-    rows,
-    tokens,
-    positions,
-    counts,
-    out,
-    parts,
-    stats,
-    scale,
-    q_stride,
-    kv_stride,
-    table_stride,
-    heads,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    q, keys, values, table, rows, tokens, positions, counts, out, parts, stats, scale, q_stride, kv_stride,
+    table_stride, heads, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     # Heads first: programs that run at the same time read neighbouring parts of the same slots.
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
@@ -141,32 +121,11 @@ def paged_attention(
         parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
         stats = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=out.device)
     _attend_kernel[(kv_heads, len(tiles.rows), splits)](
-        q_THD,
-        keys_SKD,
-        values_SKD,
-        table,
-        tiles.rows,
-        tiles.tokens,
-        tiles.positions,
-        tiles.counts,
-        out,
-        parts,
-        stats,
-        dim**-0.5 * _LOG2_E,
-        q_THD.stride(0),
-        keys_SKD.stride(0),
-        table.stride(0),
-        heads,
-        GROUP=group,
-        DIM=dim,
-        SIZE=block_size,
-        SPLITS=splits,
-        ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)),
-        WIDTH=width,
-        KEYS=keys,
-        num_stages=3,
-        num_warps=2 if decoding and half else 4,
-    )
+        q_THD, keys_SKD, values_SKD, table, tiles.rows, tiles.tokens, tiles.positions, tiles.counts, out, parts,
+        stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), keys_SKD.stride(0), table.stride(0), heads, GROUP=group, DIM=dim,
+        SIZE=block_size, SPLITS=splits, ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width,
+        KEYS=keys, num_stages=3, num_warps=2 if decoding and half else 4,
+    )  # fmt: skip
     if splits > 1:
         _combine_kernel[(len(tiles.rows), heads)](
             tiles.tokens, tiles.counts, parts, stats, out, heads, DIM=dim, SPLITS=splits, WIDTH=width, num_warps=1

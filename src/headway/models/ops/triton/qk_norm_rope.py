@@ -32,24 +32,9 @@ def _norm_rope(x, out, weight, c, s, heads, eps, HALF: tl.constexpr, HEADS: tl.c
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _forward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q,
-    k,
-    q_out,
-    k_out,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    q_stride,
-    k_stride,
-    q_heads,
-    k_heads,
-    eps,
-    HALF: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    q, k, q_out, k_out, q_weight, k_weight, cos, sin, q_stride, k_stride, q_heads, k_heads, eps, HALF: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     c = tl.load(cos + token * (2 * HALF) + column, column < HALF, other=0.0)
@@ -90,29 +75,10 @@ def _norm_rope_back(  # type: ignore[no-untyped-def]  # as above
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q,
-    k,
-    q_grad,
-    k_grad,
-    q_grad_x,
-    k_grad_x,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    grad_weights,
-    tokens,
-    q_stride,
-    k_stride,
-    q_heads,
-    k_heads,
-    eps,
-    WEIGHT: tl.constexpr,
-    HALF: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
+    q, k, q_grad, k_grad, q_grad_x, k_grad_x, q_weight, k_weight, cos, sin, grad_weights, tokens, q_stride, k_stride,
+    q_heads, k_heads, eps, WEIGHT: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     q_a = tl.zeros((Q_HEADS, BLOCK), dtype=tl.float32)

@@ -34,19 +34,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    x,
-    weight,
-    scales,
-    grad,
-    grad_total,
-    grad_x,
-    grad_weight,
-    rows,
-    size,
-    ADD: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    x, weight, scales, grad, grad_total, grad_x, grad_weight, rows, size, ADD: tl.constexpr, WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < size

@@ -25,20 +25,9 @@ def _measure_kernel(logits, temperature, peaks, sums, places, size, stride, bloc
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _pick_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    logits,
-    temperature,
-    noise,
-    peaks,
-    sums,
-    places,
-    tokens,
-    logprobs,
-    size,
-    stride,
-    blocks,
-    BLOCKS: tl.constexpr,
+    logits, temperature, noise, peaks, sums, places, tokens, logprobs, size, stride, blocks, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     peak = tl.load(peaks + row * blocks + b, b < blocks, other=float("-inf"))
@@ -84,19 +73,7 @@ def draw_tokens(logits_NV: Tensor, temperature_N: Tensor, noise_N: Tensor) -> tu
         logits_NV, temperature_N, peaks, sums, places, size, stride, blocks, BLOCK=_BLOCK, num_warps=8
     )
     _pick_kernel[(rows,)](
-        logits_NV,
-        temperature_N,
-        noise_N,
-        peaks,
-        sums,
-        places,
-        tokens,
-        logprobs,
-        size,
-        stride,
-        blocks,
-        BLOCKS=triton.next_power_of_2(blocks),
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+        logits_NV, temperature_N, noise_N, peaks, sums, places, tokens, logprobs, size, stride, blocks,
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
     return tokens, logprobs
