@@ -109,7 +109,7 @@ def test_fused_kernels_equal_the_plain_functions(dtype: torch.dtype, shape: tupl
     table = RotaryTable(small("qwen3", head_dim=shape[2]))
     cos, sin = table.gather(torch.arange(shape[0], device="cuda") * 3)
     pairs = [
-        (ops.rope(x, cos, sin), ops.rope.reference(x, cos, sin), (x,)),
+        (ops.qk_norm_rope(x, x, None, 0.0, cos, sin)[0], ops.rope.reference(x, cos, sin), (x,)),
         (ops.gated_silu(x, up), F.silu(x) * up, (x, up)),
     ]
     tolerance = 1e-5 if dtype == torch.float32 else 0.05

@@ -72,15 +72,10 @@ def _qk_norm_rope_c(
     return q_out, k_out
 
 
-def _whole_in_triton(x_THD: Tensor, cos: Tensor, *_: Any) -> bool:
-    return in_triton(x_THD) and rotates_whole_heads(x_THD, cos)
+def _whole_in_triton(x_TND: Tensor, _: Any, norms: Norms | None, eps: float, cos: Tensor, *__: Any) -> bool:
+    return in_triton(x_TND) and rotates_whole_heads(x_TND, cos)
 
 
-def _normed_in_triton(x_TND: Tensor, _: Any, norms: Norms | None, eps: float, cos: Tensor, *__: Any) -> bool:
-    return norms is not None and in_triton(x_TND) and rotates_whole_heads(x_TND, cos)
-
-
-_TRITON = "headway.models.ops.triton"
-rope.backend("triton", takes=_whole_in_triton, trains=True)(f"{_TRITON}.rope:rope")
-qk_norm_rope.backend("triton", takes=_normed_in_triton, trains=True)(f"{_TRITON}.qk_norm_rope:qk_norm_rope")
-qkv_norm_rope.backend("triton", takes=_normed_in_triton, trains=True)(f"{_TRITON}.qk_norm_rope:qkv_norm_rope")
+_TRITON = "headway.models.ops.triton.qk_norm_rope"
+qk_norm_rope.backend("triton", takes=_whole_in_triton, trains=True)(f"{_TRITON}:qk_norm_rope")
+qkv_norm_rope.backend("triton", takes=_whole_in_triton, trains=True)(f"{_TRITON}:qkv_norm_rope")

@@ -1,4 +1,4 @@
-"""Queries and keys at their positions, with gradients: norm per head and rotation in one kernel, each way.
+"""Queries and keys at their positions, with gradients: norm per head, if any, and rotation in one kernel, each way.
 
 They come as two tensors, or as the first parts of one, whose last part are the values. A program takes a token at a
 time, so that the token's angles are read once for all of its heads.
@@ -16,24 +16,27 @@ _PROGRAMS = 2112
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _norm_rope(x, out, weight, c, s, heads, eps, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+def _norm_rope(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    x, out, weight, c, s, heads, eps, NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (column < HALF)
     at = head * (2 * HALF) + column
     a = tl.load(x + at, inside, other=0.0).to(tl.float32)
     b = tl.load(x + at + HALF, inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-    a = a * scale * tl.load(weight + column, column < HALF, other=0.0).to(tl.float32)
-    b = b * scale * tl.load(weight + HALF + column, column < HALF, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        a = a * scale * tl.load(weight + column, column < HALF, other=0.0).to(tl.float32)
+        b = b * scale * tl.load(weight + HALF + column, column < HALF, other=0.0).to(tl.float32)
     tl.store(out + at, a * c - b * s, inside)
     tl.store(out + at + HALF, b * c + a * s, inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _forward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q, k, q_out, k_out, q_weight, k_weight, cos, sin, q_stride, k_stride, q_heads, k_heads, eps, HALF: tl.constexpr,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, q_out, k_out, q_weight, k_weight, cos, sin, q_stride, k_stride, q_heads, k_heads, eps, NORM: tl.constexpr,
+    HALF: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -41,43 +44,49 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
     s = tl.load(sin + token * (2 * HALF) + HALF + column, column < HALF, other=0.0)
     to_q = q_out + token * q_heads * (2 * HALF)
     to_k = k_out + token * k_heads * (2 * HALF)
-    _norm_rope(q + token * q_stride, to_q, q_weight, c, s, q_heads, eps, HALF, Q_HEADS, BLOCK)
-    _norm_rope(k + token * k_stride, to_k, k_weight, c, s, k_heads, eps, HALF, K_HEADS, BLOCK)
+    _norm_rope(q + token * q_stride, to_q, q_weight, c, s, q_heads, eps, NORM, HALF, Q_HEADS, BLOCK)
+    _norm_rope(k + token * k_stride, to_k, k_weight, c, s, k_heads, eps, NORM, HALF, K_HEADS, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _norm_rope_back(  # type: ignore[no-untyped-def]  # as above
-    x, grad, grad_x, weight, c, s, heads, eps, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The two halves of what the weight's gradient gets from a token."""
+    x, grad, grad_x, weight, c, s, heads, eps, NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The two halves of what the weight's gradient gets from a token, where there is a norm."""
     head = tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (head < heads) & (column < HALF)
     at = head * (2 * HALF) + column
-    a = tl.load(x + at, inside, other=0.0).to(tl.float32)
-    b = tl.load(x + at + HALF, inside, other=0.0).to(tl.float32)
-    turned_a = tl.load(grad + at, inside, other=0.0).to(tl.float32)
-    turned_b = tl.load(grad + at + HALF, inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-    a = a * scale
-    b = b * scale
-    da = turned_a * c + turned_b * s
-    db = turned_b * c - turned_a * s
-    of_weight_a = da * a
-    of_weight_b = db * b
-    da = da * tl.load(weight + column, column < HALF, other=0.0).to(tl.float32)
-    db = db * tl.load(weight + HALF + column, column < HALF, other=0.0).to(tl.float32)
-    mean = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
-    tl.store(grad_x + at, (da - a * mean) * scale, inside)
-    tl.store(grad_x + at + HALF, (db - b * mean) * scale, inside)
+    rotated_a = tl.load(grad + at, inside, other=0.0).to(tl.float32)
+    rotated_b = tl.load(grad + at + HALF, inside, other=0.0).to(tl.float32)
+    da = rotated_a * c + rotated_b * s
+    db = rotated_b * c - rotated_a * s
+    of_weight_a = da
+    of_weight_b = db
+    if NORM:
+        a = tl.load(x + at, inside, other=0.0).to(tl.float32)
+        b = tl.load(x + at + HALF, inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        a = a * scale
+        b = b * scale
+        of_weight_a = da * a
+        of_weight_b = db * b
+        da = da * tl.load(weight + column, column < HALF, other=0.0).to(tl.float32)
+        db = db * tl.load(weight + HALF + column, column < HALF, other=0.0).to(tl.float32)
+        mean = ((tl.sum(da * a, 1) + tl.sum(db * b, 1)) / (2 * HALF))[:, None]
+        da = (da - a * mean) * scale
+        db = (db - b * mean) * scale
+    tl.store(grad_x + at, da, inside)
+    tl.store(grad_x + at + HALF, db, inside)
     return of_weight_a, of_weight_b
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
     q, k, q_grad, k_grad, q_grad_x, k_grad_x, q_weight, k_weight, cos, sin, grad_weights, tokens, q_stride, k_stride,
-    q_heads, k_heads, eps, WEIGHT: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    q_heads, k_heads, eps, WEIGHT: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
@@ -93,11 +102,15 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers 
         of_k = k_grad + token * k_heads * (2 * HALF)
         from_q = token * q_stride
         from_k = token * k_stride
-        a, b = _norm_rope_back(q + from_q, of_q, q_grad_x + from_q, q_weight, c, s, q_heads, eps, HALF, Q_HEADS, BLOCK)
+        a, b = _norm_rope_back(
+            q + from_q, of_q, q_grad_x + from_q, q_weight, c, s, q_heads, eps, NORM, HALF, Q_HEADS, BLOCK
+        )
         if WEIGHT:
             q_a += a
             q_b += b
-        a, b = _norm_rope_back(k + from_k, of_k, k_grad_x + from_k, k_weight, c, s, k_heads, eps, HALF, K_HEADS, BLOCK)
+        a, b = _norm_rope_back(
+            k + from_k, of_k, k_grad_x + from_k, k_weight, c, s, k_heads, eps, NORM, HALF, K_HEADS, BLOCK
+        )
         if WEIGHT:
             k_a += a
             k_b += b
@@ -112,25 +125,34 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers 
 
 
 class _NormRope(NamedTuple):
-    """The weights of the norms of queries and keys, what these add to the mean square, and the angles."""
+    """The weights of the norms of queries and keys, if any, what these add to the mean square, and the angles."""
 
-    q_weight: Tensor
-    k_weight: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
     eps: float
     cos: Tensor
     sin: Tensor
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, bool]:
+        """As kernels take them: something to point to, and if they are norms."""
+        if self.q_weight is None or self.k_weight is None:
+            return self.cos, self.cos, False
+        return self.q_weight, self.k_weight, True
 
 
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_THD: Tensor, k_TKD: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
-        _keep(ctx, _NormRope(*how), q_THD, k_TKD)
+        # A rotation by itself has gradients that do not depend on what is rotated.
+        _keep(ctx, _NormRope(*how), *(() if how[0] is None else (q_THD, k_TKD)))
         return _forward(q_THD, k_TKD, _NormRope(*how))
 
     @staticmethod
     def backward(ctx: Any, q_grad: Tensor, k_grad: Tensor) -> tuple[Tensor | None, ...]:
-        (q_THD, k_TKD), how = _kept(ctx)
+        inputs, how = _kept(ctx)
+        q_THD, k_TKD = inputs or (q_grad.contiguous(), k_grad.contiguous())
         q_grad_x, k_grad_x = torch.empty_like(q_THD), torch.empty_like(k_TKD)
         wants_weights = ctx.needs_input_grad[2]
         of_weights = _backward(q_THD, k_TKD, how, (q_grad, k_grad), (q_grad_x, k_grad_x), wants_weights)
@@ -159,10 +181,11 @@ class _QkvNormRope(torch.autograd.Function):
 
 
 def qk_norm_rope(
-    q_THD: Tensor, k_TKD: Tensor, norms: tuple[Tensor, Tensor], eps: float, cos: Tensor, sin: Tensor
+    q_THD: Tensor, k_TKD: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Rounded once, at the end."""
-    q_THD, k_TKD = _QkNormRope.apply(q_THD, k_TKD, *norms, eps, cos, sin)  # type: ignore[no-untyped-call]  # torch has no types here
+    weights = norms or (None, None)
+    q_THD, k_TKD = _QkNormRope.apply(q_THD, k_TKD, *weights, eps, cos, sin)  # type: ignore[no-untyped-call]  # torch has no types here
     return q_THD, k_TKD
 
 
@@ -193,9 +216,10 @@ def _forward(q_THD: Tensor, k_TKD: Tensor, how: _NormRope) -> tuple[Tensor, Tens
     """Both may be some heads of more."""
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TKD))
     if len(q_THD):
+        q_weight, k_weight, normed = how.weights
         _forward_kernel[(len(q_THD),)](
-            q_THD, k_TKD, q_out, k_out, how.q_weight, how.k_weight, how.cos, how.sin, q_THD.stride(0),
-            k_TKD.stride(0), q_THD.shape[1], k_TKD.shape[1], how.eps, *_tiles(q_THD, k_TKD),
+            q_THD, k_TKD, q_out, k_out, q_weight, k_weight, how.cos, how.sin, q_THD.stride(0), k_TKD.stride(0),
+            q_THD.shape[1], k_TKD.shape[1], how.eps, normed, *_tiles(q_THD, k_TKD),
         )  # fmt: skip
     return q_out, k_out
 
@@ -208,20 +232,21 @@ def _backward(
     grads_x: tuple[Tensor, Tensor],
     wants_weights: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fills `grads_x`, laid out as queries and keys are; returns the gradients of the weights."""
+    """Fill `grads_x`, laid out as queries and keys are; return the gradients of the weights."""
     programs, size = max(1, min(len(q_THD), _PROGRAMS)), q_THD.shape[2]
     parts = how.cos
     if wants_weights:
         parts = torch.empty(programs, 2, size, dtype=torch.float32, device=q_THD.device)
     q_grad, k_grad = (grad.contiguous() for grad in grads)
+    q_weight, k_weight, normed = how.weights
     _backward_kernel[(programs,)](
-        q_THD, k_TKD, q_grad, k_grad, *grads_x, how.q_weight, how.k_weight, how.cos, how.sin, parts, len(q_THD),
-        q_THD.stride(0), k_TKD.stride(0), q_THD.shape[1], k_TKD.shape[1], how.eps, wants_weights,
+        q_THD, k_TKD, q_grad, k_grad, *grads_x, q_weight, k_weight, how.cos, how.sin, parts, len(q_THD),
+        q_THD.stride(0), k_TKD.stride(0), q_THD.shape[1], k_TKD.shape[1], how.eps, wants_weights, normed,
         *_tiles(q_THD, k_TKD),
     )  # fmt: skip
     if not wants_weights:
         return None, None
-    of_q, of_k = parts.sum(0).to(how.q_weight.dtype).unbind()
+    of_q, of_k = parts.sum(0).to(q_weight.dtype).unbind()
     return of_q, of_k
 
 
