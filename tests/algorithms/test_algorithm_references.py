@@ -21,6 +21,7 @@ from headway.config.algorithms import ReferenceSettings
 from headway.core.episodes import Episode, Node, Task, Trace
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message
+from headway.core.protocol import GenerateRequest
 from headway.envs.samples import episode_samples
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.load import load_renderer
@@ -167,18 +168,18 @@ def test_a_reference_is_asked_again_until_it_answers_and_never_by_more_than_allo
     async def use(url: str) -> None:
         nonlocal running, most
         model = ReferenceModel(ReferenceSettings(base_url=url, concurrency=2, retries=3), sleep=sleep)
-        inner = model._post
+        inner = model._ask
 
-        async def counted(url: str, body: bytes) -> tuple[int, bytes]:
+        async def counted(url: str, request: GenerateRequest) -> list[float]:
             nonlocal running, most
             running += 1
             most = max(most, running)
             try:
-                return await inner(url, body)
+                return await inner(url, request)
             finally:
                 running -= 1
 
-        model._post = counted  # type: ignore[method-assign]
+        model._ask = counted  # type: ignore[method-assign]
         answers = await asyncio.gather(*(model.logprobs(tokens) for tokens in group))
         assert answers == [[0.0, pytest.approx(-(tokens[1] + 0.01))] for tokens in group]
         await model.close()
@@ -210,12 +211,22 @@ def test_a_reference_that_refuses_or_is_gone_is_reported_with_the_reason() -> No
 
 @pytest.mark.parametrize(
     "reply",
-    [b"garbage", b"{}", b'{"prompt_logprobs": null}', b'{"prompt_logprobs": [null]}', b'{"prompt_logprobs": [null, 3]}',
-     b'{"prompt_logprobs": [null, {"token_id": 7, "logprob": -1}]}'],
+    [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None]}, {"prompt_logprobs": [None, 3]},
+     {"prompt_logprobs": [None, {"token_id": 7, "logprob": -1}]}],
 )  # fmt: skip
-def test_garbage_from_a_reference_is_an_error(reply: bytes) -> None:
+def test_garbage_from_a_reference_is_an_error(reply: dict[str, Any]) -> None:
     with pytest.raises(HeadwayError, match="prompt_logprobs"):
         parse_prompt_logprobs(reply, [1, 2], "here")
+
+
+def test_a_reply_of_a_reference_that_is_no_json_is_an_error() -> None:
+    async def use(url: str) -> None:
+        model = ReferenceModel(ReferenceSettings(base_url=url))
+        with pytest.raises(HeadwayError, match=r"gave no logprobs: .* can't be read"):
+            await model.logprobs([1, 2])
+        await model.close()
+
+    assert len(with_server(lambda body: web.Response(text="garbage"), use)) == 1
 
 
 @pytest.mark.parametrize("settings", [settings_of.Opd(), settings_of.Sft(), settings_of.Opsd()])

@@ -4,20 +4,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-import aiohttp
-import msgspec
-
 from headway.config.algorithms import ReferenceSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.transport.inference import EngineError, InferenceClient
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 15.0
-_RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class ReferenceModel:
-    """Logprobs of whole sequences. At most `concurrency` calls at a time; failed ones are tried again after a pause."""
+    """Logprobs of whole sequences. At most `concurrency` calls at a time; failed ones are retried after a pause."""
 
     def __init__(
         self,
@@ -31,62 +28,49 @@ class ReferenceModel:
         self._engines = engines or (lambda: [settings.base_url])
         self._sleep = sleep
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._session: aiohttp.ClientSession | None = None
+        self._clients: dict[str, InferenceClient] = {}
 
     async def logprobs(self, token_ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-        """Entry t is log p(token t | tokens before it); entry 0 is 0. Raises HeadwayError after the last retry."""
+        """Return log p(token t | tokens before it) for every t; entry 0 is 0. Raises HeadwayError after all retries."""
         sampling = SamplingParams(temperature=temperature, max_tokens=1, prompt_logprobs=0)
         request = GenerateRequest(list(token_ids), self._settings.model, sampling)
-        async with self._slots:
-            return await self._ask(msgspec.json.encode(request), request.token_ids)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def _ask(self, body: bytes, token_ids: list[int]) -> list[float]:
         failure = "no engine serves it"
-        for attempt in range(self._settings.retries + 1):
-            if attempt:
-                await self._sleep(min(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), LONGEST_PAUSE_SECONDS))
-            engines = self._engines()
-            if not engines:
-                continue
-            url = engines[attempt % len(engines)].rstrip("/") + "/inference/v1/generate"
-            try:
-                status, reply = await self._post(url, body)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                failure = f"{url}: {str(error) or type(error).__name__}"
-                continue
-            if status == 200:
-                return parse_prompt_logprobs(reply, token_ids, url)
-            failure = f"{url}: {status}: {reply[:300].decode(errors='replace')}"
-            if status not in _RETRYABLE:
-                break
+        async with self._slots:
+            for attempt in range(self._settings.retries + 1):
+                if attempt:
+                    await self._sleep(min(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1), LONGEST_PAUSE_SECONDS))
+                if not (engines := self._engines()):
+                    continue
+                url = engines[attempt % len(engines)]
+                try:
+                    return await self._ask(url, request)
+                except TimeoutError:
+                    failure = f"{url}: no reply in {self._settings.timeout:g} s"
+                except EngineError as error:
+                    failure = f"{url}: {error}"
+                    if not error.retryable:
+                        break
         raise HeadwayError(f"the reference model {self._settings.model!r} gave no logprobs: {failure}")
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=self._settings.timeout),
-                connector=aiohttp.TCPConnector(limit=0),
-                headers={"Content-Type": "application/json"},
-            )
-        async with self._session.post(url, data=body) as reply:
-            return reply.status, await reply.read()
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
+    async def _ask(self, url: str, request: GenerateRequest) -> list[float]:
+        client = self._clients.setdefault(url, InferenceClient(url))
+        async with asyncio.timeout(self._settings.timeout):
+            reply = await client.generate_raw(request)
+        return parse_prompt_logprobs(reply, request.token_ids, url)
 
 
-def parse_prompt_logprobs(reply: bytes, token_ids: Sequence[int], where: str) -> list[float]:
-    """Both shapes of `prompt_logprobs`: a list of {token_id, logprob}, or vLLM's of {token id: {logprob}}."""
+def parse_prompt_logprobs(reply: dict[str, Any], token_ids: Sequence[int], where: str) -> list[float]:
+    """Read both shapes of `prompt_logprobs`: a list of {token_id, logprob}, or vLLM's of {token id: {logprob}}."""
     try:
-        entries = msgspec.json.decode(reply)["prompt_logprobs"]
-        values = [_logprob(entry, token) for entry, token in zip(entries, token_ids, strict=True)]
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        values = [_logprob(entry, token) for entry, token in zip(reply["prompt_logprobs"], token_ids, strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
         raise HeadwayError(f"{where}: a reply without readable prompt_logprobs ({error})") from None
-    if values:
-        values[0] = 0.0
-    return values
+    return [0.0, *values[1:]]
 
 
 def _logprob(entry: Any, token: int) -> float:

@@ -35,7 +35,7 @@ class ReferenceSettings(Settings):
     """Seconds that a request may take."""
 
     def is_served_by(self, engines: Iterable[str]) -> bool:
-        """Whether this is the model that the given servers hold, and not a frozen one at another address."""
+        """Tell whether this is the model that the given servers hold, and not a frozen one at another address."""
         return _address(self.base_url) in {_address(engine) for engine in engines}
 
 
@@ -128,7 +128,7 @@ Algorithm = Annotated[
 
 
 def is_group_relative(algorithm: Settings) -> bool:
-    """Whether rewards are compared within a group, which then needs at least two episodes."""
+    """Tell whether rewards are compared within a group, which then needs at least two episodes."""
     return isinstance(algorithm, Grpo | MaxRl | Rloo | ReinforcePp | HierarchicalGrpo | Echo)
 
 

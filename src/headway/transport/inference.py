@@ -62,6 +62,10 @@ class InferenceClient:
         headers = {"X-Session-ID": session_id} if session_id else None
         return await self._call("POST", "/inference/v1/generate", GenerateResponse, request, headers)
 
+    async def generate_raw(self, request: GenerateRequest) -> dict[str, Any]:
+        """Return the reply as the server sent it, for servers whose replies have another shape."""
+        return await self._call("POST", "/inference/v1/generate", dict[str, Any], request)
+
     async def state(self) -> EngineState:
         return await self._call("GET", "/state", EngineState)
 

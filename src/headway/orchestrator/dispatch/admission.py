@@ -35,7 +35,7 @@ class Admission:
         return self.updater.newest_version if self.frozen else self.fleet.version
 
     def may_open(self, outstanding: int) -> bool:
-        """Whether one more group is wanted, with `outstanding` episodes in open groups."""
+        """Tell whether one more group is wanted, with `outstanding` episodes in open groups."""
         if self.updater.busy and self.trainer_bound:
             return False  # there is time to start with the new weights instead of the old
         coming = (outstanding + self.collector.outstanding) * self.collector.useful_share

@@ -1,4 +1,4 @@
-"""Where the run's engines are: named in the settings, or joined by files in the run's control folder."""
+"""Membership of the fleet: engines named in the settings, or joined by files in the run's control folder."""
 
 import os
 from collections.abc import Callable, Sequence
