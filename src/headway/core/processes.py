@@ -1,5 +1,6 @@
 """Processes and what they share of this machine: they end with their parent, count cores, find free ports."""
 
+import ipaddress
 import os
 import select
 import signal
@@ -90,6 +91,14 @@ def consecutive_ports(host: str, first: int, count: int) -> list[int]:
                 f"choose another --port, with {count} free ones in a row"
             ) from None
     return list(range(first, first + count))
+
+
+def is_loopback(host: str) -> bool:
+    """Tell if `host` is an address that only this machine can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -1,7 +1,6 @@
 """Run a server: bind, load, serve, finish the requests in flight, exit."""
 
 import asyncio
-import ipaddress
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from aiohttp import web
 from headway.config.inference import ServeSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
+from headway.core.processes import is_loopback
 from headway.core.runs import RunPaths
 from headway.inference.engine import Engine, UpdateError
 from headway.inference.server import ServerContext, build_app
@@ -104,7 +104,7 @@ def find_token(run: RunPaths | None) -> str | None:
 
 def check_address(host: str, token: str | None) -> None:
     """Raises UsageError where a server that others can reach has no token."""
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise UsageError(f"inference.host {host} can be reached by others: set HEADWAY_TOKEN, or use 127.0.0.1")
 
 
@@ -163,12 +163,3 @@ def _stop_event() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ask)
     return stop
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

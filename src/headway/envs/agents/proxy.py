@@ -84,7 +84,7 @@ class Proxy:
 
     async def _models(self, request: web.Request) -> web.Response:
         if request.match_info["key"] not in self._endpoints:
-            return _error(404, "this episode is over, or never was", "not_found_error")
+            return _error(404, "there is no such episode, or it is over", "not_found_error")
         return web.json_response(
             {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "headway"}]}
         )
@@ -92,7 +92,7 @@ class Proxy:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoints.get(request.match_info["key"])
         if endpoint is None:
-            return _error(404, "this episode is over, or never was", "not_found_error")
+            return _error(404, "there is no such episode, or it is over", "not_found_error")
         task = asyncio.current_task()
         assert task is not None
         endpoint.running.add(task)

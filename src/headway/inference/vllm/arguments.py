@@ -1,4 +1,4 @@
-"""From our settings to vLLM's arguments. Whatever `[inference.vllm]` names itself wins."""
+"""Turn our settings into vLLM's arguments. Those named in `[inference.vllm]` win."""
 
 import difflib
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ _FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """The little of a checkpoint's config.json that sizes depend on."""
+    """The part of a checkpoint's config.json that sizes depend on."""
 
     max_len: int | None
     kv_numbers_per_token: int
@@ -112,7 +112,7 @@ def check_arguments(given: dict[str, Any], known: Iterable[str]) -> None:
 
 
 def _check_extension(path: str) -> None:
-    """Workers may have more methods, but they must have ours: weights are taken over through them."""
+    """Check that the class has our workers' methods, through which weights are loaded. It may have more."""
     module, _, name = path.rpartition(".")
     try:
         extension = getattr(import_module(module), name)
@@ -135,7 +135,7 @@ def read_config(folder: Path) -> HfConfig:
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:
-    """The ids that end a sequence, by the checkpoint's own word."""
+    """The ids that end a sequence, as the checkpoint's files give them."""
     found: set[int] = set()
     for file in ("config.json", "generation_config.json"):
         if (folder / file).is_file():

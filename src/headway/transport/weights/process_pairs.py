@@ -1,6 +1,5 @@
 """Pairs of one trainer process and one engine: process groups of two that live for one update."""
 
-import ipaddress
 import os
 import threading
 from collections import deque
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, missing in stubs
 
+from headway.core.processes import is_loopback
 from headway.transport.weights.device_memory import gpu_uuid
 
 TIMEOUT = timedelta(seconds=60)
@@ -148,13 +148,5 @@ def _gloo_pair(store: Store, member: int, host: str) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = TIMEOUT
-    options._devices = [gloo.create_device(hostname=host) if _loopback(host) else gloo.create_default_device()]
+    options._devices = [gloo.create_device(hostname=host) if is_loopback(host) else gloo.create_default_device()]
     return gloo(store, member, 2, options)
-
-
-def _loopback(host: str) -> bool:
-    """Tell if `host` is the loopback interface; then the data stays on it too."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
