@@ -27,30 +27,23 @@ class SinkMoe(Family):
     model_type = "sink_moe"
     architecture = "SinkMoeForCausalLM"
     config_class = SinkMoeConfig
+    hf_names = {
+        "experts": "n_routed_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "expert_width": "moe_intermediate_size",
+        "normalize_gates": "norm_topk_prob",
+        "shared_width": "shared_expert_intermediate_size",
+        "window": "sliding_window",
+    }
     chat_format = "qwen3"
 
     def fields_from_hf(self, hf: dict[str, Any]) -> dict[str, Any]:
         fields = super().fields_from_hf(hf)
-        return fields | {
-            "rotary_dim": int(fields["head_dim"] * hf["partial_rotary_factor"]),
-            "experts": hf["n_routed_experts"],
-            "experts_per_token": hf["num_experts_per_tok"],
-            "expert_width": hf["moe_intermediate_size"],
-            "shared_width": hf["shared_expert_intermediate_size"],
-            "normalize_gates": True,
-            "window": hf["sliding_window"],
-        }
+        return fields | {"rotary_dim": int(fields["head_dim"] * hf["partial_rotary_factor"])}
 
     def fields_to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        assert isinstance(config, SinkMoeConfig)
-        return super().fields_to_hf(config) | {
-            "partial_rotary_factor": (config.rotary_dim or config.head_dim) / config.head_dim,
-            "n_routed_experts": config.experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "moe_intermediate_size": config.expert_width,
-            "shared_expert_intermediate_size": config.shared_width,
-            "sliding_window": config.window,
-        }
+        factor = (config.rotary_dim or config.head_dim) / config.head_dim
+        return super().fields_to_hf(config) | {"partial_rotary_factor": factor}
 
     def block(self, config: ModelConfig, layer: int) -> "Block":
         from headway.models.layers.attention import SelfAttention

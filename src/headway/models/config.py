@@ -1,11 +1,11 @@
 """The shape of a decoder: what all families share. A family with more to say subclasses `ModelConfig`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from headway.core.errors import UsageError
 
-DEFAULT_NORM_EPS = 1e-6
 DEFAULT_ROPE_THETA = 10_000.0
 
 
@@ -39,7 +39,7 @@ class ModelConfig:
     rope_theta: float = DEFAULT_ROPE_THETA
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
-    norm_eps: float = DEFAULT_NORM_EPS
+    norm_eps: float = 1e-6
     tied: bool = False
     max_len: int = 2048
     attention_bias: bool = False
@@ -61,54 +61,57 @@ class ModelConfig:
             raise UsageError(f"rotary positions need an even size of at most {self.head_dim} (got {rotated})")
         if self.experts and not 0 < self.experts_per_token <= self.experts:
             raise UsageError(f"experts_per_token must be 1 to {self.experts} (got {self.experts_per_token})")
+        if self.experts and self.expert_width < 1:
+            raise UsageError(f"experts need a width of at least 1 (got {self.expert_width})")
 
     def sparse(self, layer: int) -> bool:
         """Tell whether `layer` has experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
 
-def shape_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the sizes that config.json of every decoder has. Raises KeyError for one that is missing."""
-    width, heads = hf["hidden_size"], hf["num_attention_heads"]
-    return {
-        "vocab_size": hf["vocab_size"],
-        "width": width,
-        "layers": hf["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or width // heads,
-        "mlp_width": hf["intermediate_size"],
-        "norm_eps": hf.get("rms_norm_eps", DEFAULT_NORM_EPS),
-        "tied": bool(hf.get("tie_word_embeddings", False)),
-        "max_len": hf.get("max_position_embeddings", 2048),
-        "attention_bias": bool(hf.get("attention_bias", False)),
-        "mlp_bias": bool(hf.get("mlp_bias", False)),
-        "initializer_range": hf.get("initializer_range", 0.02),
-    }
+HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "max_len": "max_position_embeddings",
+    "attention_bias": "attention_bias",
+    "initializer_range": "initializer_range",
+    "bos_id": "bos_token_id",
+    "pad_id": "pad_token_id",
+}
+"""Fields of `ModelConfig` and their names in config.json, as all families have them."""
 
 
-def shape_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Write what `shape_from_hf` and `special_ids_from_hf` read."""
-    return {
-        "attention_bias": config.attention_bias,
-        "attention_dropout": 0.0,
-        "bos_token_id": config.bos_id,
-        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.width,
-        "initializer_range": config.initializer_range,
-        "intermediate_size": config.mlp_width,
-        "max_position_embeddings": config.max_len,
-        "num_attention_heads": config.heads,
-        "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.kv_heads,
-        "pad_token_id": config.pad_id,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
-        "use_cache": True,
-        "vocab_size": config.vocab_size,
-    }
+SCALING_NAMES = {
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_len": "original_max_position_embeddings",
+}
+"""Those of `RopeScaling`, where its type is llama3."""
+
+
+def fields_from_hf(hf: dict[str, Any], config: type[ModelConfig], names: Mapping[str, str]) -> dict[str, Any]:
+    """Read fields under their `names` in config.json; those with a default may be absent, others raise KeyError."""
+    hf = {name: value for name, value in hf.items() if value is not None}
+    hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
+    hf.setdefault("head_dim", hf["hidden_size"] // hf["num_attention_heads"])
+    optional = {field.name for field in fields(config) if field.default is not MISSING}
+    found = {field: hf[name] for field, name in names.items() if name in hf or field not in optional}
+    eos = hf.get("eos_token_id", ())
+    return found | rope_from_hf(hf) | {"eos_ids": (eos,) if isinstance(eos, int) else tuple(eos)}
+
+
+def fields_to_hf(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """Write what `fields_from_hf` reads."""
+    eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
+    other = {"attention_dropout": 0.0, "eos_token_id": eos, "hidden_act": "silu", "use_cache": True}
+    return {name: getattr(config, field) for field, name in names.items()} | other | rope_to_hf(config)
 
 
 def rope_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
@@ -120,15 +123,8 @@ def rope_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
         return {"rope_theta": theta}
     if kind not in ("linear", "llama3"):
         raise UsageError(f"rotary scaling {kind!r} is not supported (known: default, linear, llama3)")
-    scaling = RopeScaling(kind, parameters["factor"])
-    if kind == "llama3":
-        scaling = RopeScaling(
-            kind,
-            parameters["factor"],
-            parameters["low_freq_factor"],
-            parameters["high_freq_factor"],
-            parameters["original_max_position_embeddings"],
-        )
+    names = SCALING_NAMES if kind == "llama3" else {}
+    scaling = RopeScaling(kind, parameters["factor"], **{field: parameters[name] for field, name in names.items()})
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -140,18 +136,10 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     else:
         parameters = {"rope_type": scaling.type, "factor": scaling.factor}
         if scaling.type == "llama3":
-            parameters["low_freq_factor"] = scaling.low_freq_factor
-            parameters["high_freq_factor"] = scaling.high_freq_factor
-            parameters["original_max_position_embeddings"] = scaling.original_max_len
+            parameters |= {name: getattr(scaling, field) for field, name in SCALING_NAMES.items()}
     old = {} if scaling is None else {"rope_scaling": parameters}
     return {
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_theta": config.rope_theta, **parameters},
         **old,
     }
-
-
-def special_ids_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    eos = hf.get("eos_token_id")
-    eos_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    return {"bos_id": hf.get("bos_token_id"), "eos_ids": eos_ids, "pad_id": hf.get("pad_token_id")}

@@ -5,14 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import UsageError
-from headway.models.config import (
-    ModelConfig,
-    rope_from_hf,
-    rope_to_hf,
-    shape_from_hf,
-    shape_to_hf,
-    special_ids_from_hf,
-)
+from headway.models.config import HF_NAMES, ModelConfig, fields_from_hf, fields_to_hf
 
 if TYPE_CHECKING:
     from headway.models.layers.block import Block
@@ -86,6 +79,8 @@ class Family:
     architecture: str
     """Hugging Face's class, for exported checkpoints."""
     config_class: type[ModelConfig] = ModelConfig
+    hf_names: Mapping[str, str] = {}
+    """Fields of its config and their names in config.json, beside those that all families have."""
     chat_format: str | None = None
     """The format of the `renderers` package that is tried for its chat template."""
     gguf_architecture: str | None = None
@@ -117,10 +112,10 @@ class Family:
 
     def fields_from_hf(self, hf: dict[str, Any]) -> dict[str, Any]:
         """The config's fields; a KeyError means that config.json lacks that entry."""
-        return shape_from_hf(hf) | rope_from_hf(hf) | special_ids_from_hf(hf)
+        return fields_from_hf(hf, self.config_class, {**HF_NAMES, **self.hf_names})
 
     def fields_to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        return shape_to_hf(config) | rope_to_hf(config)
+        return fields_to_hf(config, {**HF_NAMES, **self.hf_names})
 
     def block(self, config: ModelConfig, layer: int) -> "Block":
         """Build block number `layer`; its weights are unset."""

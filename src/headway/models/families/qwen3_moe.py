@@ -9,30 +9,24 @@ from headway.models.family import CheckpointTensor, Family, split_experts
 class Qwen3Moe(Family):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    hf_names = {
+        "experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "expert_width": "moe_intermediate_size",
+        "normalize_gates": "norm_topk_prob",
+    }
     chat_format = "qwen3"
     qk_norm = True
 
     def fields_from_hf(self, hf: dict[str, Any]) -> dict[str, Any]:
+        experts = hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"]
+        fields = super().fields_from_hf({**hf, "num_experts": experts})
         step = hf.get("decoder_sparse_step", 1)
-        dense = set(hf.get("mlp_only_layers") or ())
-        dense |= {layer for layer in range(hf["num_hidden_layers"]) if (layer + 1) % step}
-        return super().fields_from_hf(hf) | {
-            "experts": hf["num_local_experts"] if "num_local_experts" in hf else hf["num_experts"],
-            "experts_per_token": hf["num_experts_per_tok"],
-            "expert_width": hf["moe_intermediate_size"],
-            "normalize_gates": bool(hf.get("norm_topk_prob", False)),
-            "dense_layers": tuple(sorted(dense)),
-        }
+        dense = {layer for layer in range(fields["layers"]) if (layer + 1) % step}
+        return fields | {"dense_layers": tuple(sorted(dense.union(hf.get("mlp_only_layers") or ())))}
 
     def fields_to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        return super().fields_to_hf(config) | {
-            "num_experts": config.experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "moe_intermediate_size": config.expert_width,
-            "norm_topk_prob": config.normalize_gates,
-            "mlp_only_layers": list(config.dense_layers),
-            "decoder_sparse_step": 1,
-        }
+        return super().fields_to_hf(config) | {"mlp_only_layers": list(config.dense_layers), "decoder_sparse_step": 1}
 
     def checkpoint_tensors(self, parameter: str, config: ModelConfig) -> list[CheckpointTensor]:
         return split_experts(parameter, config) or [CheckpointTensor(parameter)]
