@@ -1,4 +1,4 @@
-"""What goes into a model and what comes out: tokens packed along one flat axis T, and the plan by which they attend."""
+"""The input and output of a model: tokens packed along one flat axis T, and the plan by which they attend."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,7 +15,7 @@ AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What a plan has to know about the layer that calls it.
+    """An attention layer, as plans see it.
 
     `window`: a token sees itself and the `window - 1` tokens before it; None: all before it. `sinks` (H,): a logit per
     query head that adds to the softmax's denominator alone (GPT-OSS). `scale` multiplies scores; None: 1 / √head size.
@@ -28,7 +28,7 @@ class AttentionLayer:
 
     @property
     def plain(self) -> bool:
-        """Full causal attention, which is what every kernel computes."""
+        """Full causal attention with the usual scale, as all kernels compute it."""
         return self.window is None and self.sinks is None and self.scale is None
 
 

@@ -11,14 +11,14 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """The whole parameter, without its gradient's history. Where it is sharded, all ranks must call this alike."""
+    """Return the whole parameter, detached. Where it is sharded, all ranks must call this alike."""
     tensor: Any = parameter.detach()
     whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return whole
 
 
 def fill_sharded(parameter: Tensor, whole: Tensor) -> None:
-    """Each rank keeps its share of a tensor that all ranks have, so none has to send."""
+    """Fill from a tensor that all ranks have: each keeps its share, so none has to send."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     assert isinstance(parameter, DTensor)

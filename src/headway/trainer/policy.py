@@ -16,7 +16,8 @@ from headway.trainer.memory.offload import offloaded
 
 
 class Scores(NamedTuple):
-    """Of the N needed tokens, in float32. `expert_load` (layers, experts) counts tokens, for MoE models."""
+    """Logprobs and entropies of the N tokens that are scored, in float32; for MoE models also the tokens per expert,
+    (layers, experts)."""
 
     logprobs_N: Tensor
     entropy_N: Tensor

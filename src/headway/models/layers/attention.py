@@ -42,14 +42,14 @@ class SelfAttention(nn.Module):
 
     @property
     def layer(self) -> AttentionLayer:
-        """What plans are told about this layer, with the live sinks: sharding replaces parameters."""
+        """This layer as plans see it, with the live sinks: sharding replaces parameters."""
         return self._layer if self.sinks is None else replace(self._layer, sinks=self.sinks)
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         return self.output(self.attend(x_TD, context), context)
 
     def attend(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        """What each token's heads read from the values that it sees: (T, H, D)."""
+        """Project and attend, without the output projection: (T, H, D)."""
         rope = self._rope(context)
         if (qkv := self._project_fused(x_TD, context, rope)) is not None:
             return context.plan.attend(*qkv, self.layer)
@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
         return q_THD, k_TKD, v_TKD
 
     def _project_fused(self, x_TD: Tensor, context: ForwardContext, rope: Rope) -> QKV | None:
-        """What `project` returns, from one tensor of all heads, where that is faster in training."""
+        """`project` by way of one tensor with all heads, where that is faster in training; else None."""
         if rope.norms is None or not self.projections.prefers_fused(x_TD, context.adapter_gate):
             return None
         x_TO = self.projections.fused(x_TD)

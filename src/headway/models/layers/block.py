@@ -36,7 +36,7 @@ class Block(nn.Module):
     def forward(
         self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The stream after this block, and the experts (T, k) that its tokens used (None where it has none).
+        """Run both stages. Returns the stream after them and the experts (T, k) that were used, None for a dense block.
 
         `given` are the experts to use, -1 where the router chooses.
         """
@@ -45,11 +45,11 @@ class Block(nn.Module):
         return self.feed_forward(x_TD, self.mix(x_TD, context), context, given_Tk)
 
     def mix(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        """The first stage, between tokens: what it adds to the stream."""
+        """Run the first stage, between tokens. Returns what it adds to the stream."""
         return self.mixed(self.self_attn.attend(self.input_layernorm(x_TD), context), context)
 
     def mixed(self, attended_THD: Tensor, context: ForwardContext) -> Tensor:
-        """The end of the first stage, row by row, after attention itself."""
+        """Run the end of the first stage, row by row, from the output of attention."""
         return self.self_attn.output(attended_THD, context)
 
     def feed_forward(
@@ -61,9 +61,10 @@ class Block(nn.Module):
         *,
         grad_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The second stage, row by row, with what the first one adds: as `forward` returns it.
+        """Run the second stage, row by row, on the sum of the stream and what the first stage adds to it.
 
-        `grad_only`: the values are of no interest, only the gradients; `given` are the experts that were used.
+        Returns what `forward` does. `grad_only`: the values are of no interest, only their gradients, and `given` are
+        the experts that were used.
         """
         x_TD, normed_TD = self.post_attention_layernorm.add_and_norm(x_TD, mixed_TD)
         if grad_only:
@@ -73,7 +74,7 @@ class Block(nn.Module):
 
 
 def make_block(config: ModelConfig, layer: int, *, qk_norm: bool) -> Block:
-    """The block of Llama's successors: gated MLPs, of experts in the layers that `config` says."""
+    """Build a block like Llama's: a gated MLP, or a mixture of experts in the layers that `config` says."""
     sparse = config.sparse(layer)
     return Block(
         RMSNorm(config.width, config.norm_eps),

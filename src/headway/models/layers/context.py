@@ -1,4 +1,4 @@
-"""What all layers of one forward pass share, computed once."""
+"""Values that all layers of a forward pass share, computed once."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Drawing the same random numbers twice: activations that are computed again must be the same ones."""
+"""The same random numbers twice, for dropout in activations that are recomputed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """Of the generators that a computation on `device` draws from."""
+    """The state of the generator that a computation on `device` draws from."""
 
     device: torch.device
     state: Tensor
@@ -22,7 +22,7 @@ class RandomState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, numbers are drawn as they were from this state on; outside, nothing has happened."""
+        """Draw from this state inside the context; the generator is as before after it."""
         on_cuda = self.device.type == "cuda"
         with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
             if on_cuda:

@@ -31,7 +31,7 @@ ROWS = 16_384
 
 
 def recompute_policy(settings: ActivationSettings, layers: int) -> Callable[[int], RunBlock | None]:
-    """How each of the layers recomputes, for `build_model`; None: it keeps its activations.
+    """Choose how each layer recomputes, for `build_model`. None: it keeps its activations.
 
     `full` keeps a block's input alone. `selective` also keeps attention's output, in all layers or the last few.
     """
@@ -44,7 +44,7 @@ def recompute_policy(settings: ActivationSettings, layers: int) -> Callable[[int
 
 
 class Recompute:
-    """Runs a block so that its activations are recomputed. `keep_attention`: attention's output is kept instead."""
+    """Run a block so that its activations are recomputed, with `keep_attention` except attention's output."""
 
     def __init__(self, *, keep_attention: bool) -> None:
         self.keep_attention = keep_attention
@@ -80,7 +80,7 @@ class _Pass:
         return self.block.self_attn.layer
 
     def parameters(self) -> list[Tensor]:
-        """Those of the block that are trained, as they are now: FSDP shows them whole only while a block runs."""
+        """The block's trained parameters, as they are now: FSDP shows them whole only while a block runs."""
         return [parameter for parameter in self.block.parameters() if parameter.requires_grad]
 
     def project(self, x_TD: Tensor) -> QKV:
@@ -176,7 +176,7 @@ def _detached(qkv: QKV) -> QKV:
 def _finish_backward(
     run: _Pass, parameters: list[Tensor], x_TD: Tensor, attended_THD: Tensor, used_Tk: Tensor | None, grad_TD: Tensor
 ) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
-    """Gradients of the stream, of attention's output, and of the parameters; those of several portions in float32."""
+    """Gradients of the stream, of attention's output and of the parameters, which add up in float32 over portions."""
 
     def of(rows: slice) -> tuple[Tensor | None, Tensor, list[Tensor | None]]:
         x = x_TD[rows].detach().requires_grad_(x_TD.requires_grad)
@@ -201,7 +201,7 @@ def _finish_backward(
 
 
 def _gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """Of the inputs that want one and are used; None for the others."""
+    """Gradients of the inputs that want one and are used; None for the others."""
     reached = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
     if not reached:
         return [None] * len(inputs)
