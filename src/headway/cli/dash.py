@@ -40,9 +40,8 @@ def run(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[Path, str, int]:
     """Read folder, host and port. Raises UsageError."""
-    parser = OptionParser("dash")
+    parser = OptionParser("dash", host="127.0.0.1")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs"))
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=port_number, default=8400)
     options = parser.parse_args(argv)
     if not options.folder.is_dir():

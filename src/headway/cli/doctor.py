@@ -25,10 +25,8 @@ COLORS = {"ok": "\x1b[32m", "note": "", "warning": "\x1b[33m", "problem": "\x1b[
 
 
 def run(argv: list[str]) -> int:
-    parser = OptionParser("doctor")
-    parser.add_argument("--json", action="store_true")
+    parser = OptionParser("doctor", json=False, output_dir=Path("outputs"))
     parser.add_argument("--port", type=port_number, default=8000)
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs"))
     options = parser.parse_args(argv)
     findings = list(examine(options.output_dir, options.port))
     if options.json:

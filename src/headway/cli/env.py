@@ -66,17 +66,9 @@ def run(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> Namespace:
-    parser = OptionParser("env")
+    played = {"task": 0, "url": str, "model": "tiny", "tokens": False, "max_tokens": 64, "temperature": 1.0}
+    parser = OptionParser("env", tasks=3, n=1000, seed=0, **played)
     parser.add_argument("--args", type=environment_argument, action="append", default=[])
-    parser.add_argument("--tasks", type=int, default=3)
-    parser.add_argument("--task", type=int, default=0)
-    parser.add_argument("--url")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--tokens", action="store_true")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("-n", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", dest="output", type=Path)
     options = parser.parse_args(list(join_environment_arguments(argv)))
     options.args = dict(options.args)

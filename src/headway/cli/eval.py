@@ -61,21 +61,13 @@ def run(argv: list[str]) -> int:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """Raises UsageError on anything that isn't understood."""
-    parser = OptionParser("eval")
+    played = {"tasks": int, "samples": 1, "temperature": 1.0, "max_tokens": int, "concurrency": 64, "timeout": 600.0}
+    parser = OptionParser("eval", model="tiny", name="policy", json=False, **played)
     parser.add_argument("--url", dest="urls", action="append", default=[])
     parser.add_argument("--env", dest="envs", type=lambda name: (name, {}), action="append", default=[])
     parser.add_argument("--args", type=environment_argument, action=_OfLastEnvironment)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--name", default="policy")
     parser.add_argument("--api", choices=("tokens", "chat"), default="tokens")
-    parser.add_argument("--tasks", type=int)
-    parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--max-tokens", type=int)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--timeout", type=float, default=600.0)
     parser.add_argument("-o", dest="output", type=Path)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(list(join_environment_arguments(argv)))
     if not options.urls:
         raise UsageError("name a server with --url, such as --url http://127.0.0.1:8000; `headway serve` starts one")

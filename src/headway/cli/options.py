@@ -9,10 +9,23 @@ from headway.core.errors import UsageError
 
 
 class OptionParser(argparse.ArgumentParser):
-    """The options of one command. `parse_known_args` leaves the rest, which are settings, as they stand."""
+    """The options of one command: names with their defaults, or with a type where there is none.
 
-    def __init__(self, command: str) -> None:
+        OptionParser("rollouts", step=int, min_reward=0.5, n=4, json=False)
+
+    `parse_known_args` leaves the rest, which are settings, as they stand.
+    """
+
+    def __init__(self, command: str, **options: object) -> None:
         super().__init__(prog=f"headway {command}", add_help=False, allow_abbrev=False)
+        for name, value in options.items():
+            flag = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+            if value is False:
+                self.add_argument(flag, action="store_true")
+            elif isinstance(value, type):
+                self.add_argument(flag, type=value)
+            else:
+                self.add_argument(flag, type=type(value), default=value)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")

@@ -36,9 +36,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import with_absolute_paths, write_dry_run
     from headway.monitor.runs import create_run, open_run
 
-    parser = OptionParser("rl")
-    parser.add_argument("--dash", action="store_true")
-    parser.add_argument("--resume", type=Path)
+    parser = OptionParser("rl", dash=False, resume=Path)
     parser.add_argument("--from", dest="parent")
     options, argv = parser.parse_known_args(argv)
     if options.resume and options.parent:

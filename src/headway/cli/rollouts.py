@@ -53,17 +53,11 @@ def run(argv: list[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    parser = OptionParser("rollouts")
+    shown = {"n": 4, "tokens": False, "json": False}
+    wanted = {"step": int, "env": str, "group": "", "min_reward": -math.inf, "max_reward": math.inf}
+    parser = OptionParser("rollouts", **wanted, **shown)
     parser.add_argument("action", choices=("show",))
     parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--step", type=int)
-    parser.add_argument("--env")
-    parser.add_argument("--min-reward", type=float, default=-math.inf)
-    parser.add_argument("--max-reward", type=float, default=math.inf)
-    parser.add_argument("--group", default="")
-    parser.add_argument("-n", type=int, default=4)
-    parser.add_argument("--tokens", action="store_true")
-    parser.add_argument("--json", action="store_true")
     return parser.parse_args(argv)
 
 

@@ -50,10 +50,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import open_run
 
-    parser = OptionParser("serve")
-    parser.add_argument("--join", type=Path)
-    parser.add_argument("--name")
-    parser.add_argument("--replicas", type=int)
+    parser = OptionParser("serve", join=Path, name=str, replicas=int)
     parser.add_argument("--no-router", dest="router", action="store_false")
     options, argv = parser.parse_known_args(argv)
     if argv and not argv[0].startswith(("-", "@")):

@@ -33,9 +33,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.runs import create_run, join_run, open_run
     from headway.trainer.parallel.group import in_group, rank_in_group
 
-    parser = OptionParser("sft")
-    parser.add_argument("--resume", type=Path)
-    options, argv = parser.parse_known_args(argv)
+    options, argv = OptionParser("sft", resume=Path).parse_known_args(argv)
     if options.resume:
         paths = open_run(options.resume)
         argv = ["@", str(paths.config / "sft.toml"), *run_flags(paths), *argv]
