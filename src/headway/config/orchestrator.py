@@ -62,7 +62,7 @@ class CustomCurriculum(Settings):
 
     type: Literal["custom"] = "custom"
     path: str
-    """Import path of the class, `package.module:Name`."""
+    """The class: `module:Name` or `file.py:Name`."""
     args: dict[str, Any] = {}
     """Keyword arguments for it."""
 
@@ -162,7 +162,7 @@ class FilterSettings(Settings):
     """Drop samples in which more than this share of 8-grams repeat."""
 
 
-LIVE_TEACHER = "is the live policy's own server; a teacher is a frozen model: serve it elsewhere, or use opsd"
+LIVE_TEACHER = "is the live policy's own server, but a teacher is a frozen model; serve it elsewhere, or use opsd"
 
 
 class OrchestratorSettings(Settings):
@@ -185,7 +185,7 @@ class OrchestratorSettings(Settings):
     filters: FilterSettings = FilterSettings()
     """Which groups and episodes are left out of training."""
     gates: list[str] = []
-    """Import paths of functions that may refuse a group before it is trained."""
+    """Functions that may refuse a group before it is trained: `module:name` or `file.py:name`."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during the run."""
     engines: list[str] = []

@@ -1,1 +1,1 @@
-"""Keeps episodes in flight, bounds staleness, forms and packs batches, tells the fleet about weights."""
+"""The orchestrator keeps episodes in flight, bounds their staleness, packs batches and brings weights to the fleet."""

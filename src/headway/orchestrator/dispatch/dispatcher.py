@@ -1,4 +1,4 @@
-"""Episodes in flight, of training and evaluation together, never more than the cap; each comes back exactly once."""
+"""Episodes in flight, of training and evaluation together, never more than the cap; each finishes exactly once."""
 
 import asyncio
 import uuid
