@@ -1,5 +1,6 @@
 """The parts around vLLM that need no engine: arguments, words, staged files, errors, the doctor's lines."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -32,7 +33,7 @@ from headway.core.errors import UsageError
 from headway.core.protocol import GenerateRequest
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
-from headway.inference.vllm import processes
+from headway.inference.vllm import internals, processes
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.processes import SERVER, vllm_environment
 from headway.inference.vllm.requests import (
@@ -321,6 +322,22 @@ def test_what_a_killed_server_was_starting_ends_with_it() -> None:
     process.kill()
     process.wait(60)
     assert psutil.wait_procs(family, 60)[1] == []
+
+
+PUBLIC = {"vllm", "vllm.inputs", "vllm.sampling_params", "vllm.lora.request"}
+"""Modules of vLLM that its documentation names, and that all of our files may import."""
+
+
+def test_what_vllm_may_change_is_reached_in_one_file_that_names_the_versions() -> None:
+    folder = Path(internals.__file__).parent
+    for file in set(folder.glob("*.py")) - {Path(internals.__file__)}:
+        imported = re.findall(r"^\s*(?:from|import) (vllm[\w.]*)", file.read_text(), re.MULTILINE)
+        assert set(imported) <= PUBLIC, file.name
+    functions = [value for value in vars(internals).values() if inspect.isfunction(value)]
+    ours = [function for function in functions if function.__module__ == internals.__name__]
+    assert len(ours) > 15
+    for function in ours:
+        assert re.search(r"vLLM 0\.26 to 0\.32", inspect.getdoc(function) or ""), function.__name__
 
 
 def versions(**packages: str) -> Callable[[str], str | None]:
