@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.models import ops
-from headway.models.ops.attention import PackedSamples
-from headway.models.packed import QKV, AttentionGrads, AttentionLayer, AttentionPlan
+from headway.models.ops.attention import QKV, PackedSamples
+from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan
 
 _QUERIES = 1024
 """Queries at a time where attention is masked: what they don't see is then mostly left out."""

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from headway.models import ops
+from headway.models.ops.attention import QKV
+from headway.models.ops.qk_norm_rope import Norms
 
-QKV = tuple[Tensor, Tensor, Tensor]
 AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of queries, keys, values and sinks (None for a layer without them)."""
 
@@ -36,7 +37,7 @@ class Rope(NamedTuple):
     """The weights of the queries' and the keys' norm per head (None: no norms), their epsilon, and cos and signed sin
     (T, 1, head size) in float32: as `ops.qk_norm_rope` takes them."""
 
-    norms: tuple[Tensor, Tensor] | None
+    norms: Norms | None
     eps: float
     cos: Tensor
     sin: Tensor

@@ -10,7 +10,8 @@ from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
-from headway.models.packed import QKV, AttentionLayer, Rope
+from headway.models.ops.attention import QKV
+from headway.models.packed import AttentionLayer, Rope
 
 
 class SelfAttention(nn.Module):

@@ -23,7 +23,8 @@ from headway.config.trainer import ActivationSettings
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
-from headway.models.packed import QKV, AttentionLayer
+from headway.models.ops.attention import QKV
+from headway.models.packed import AttentionLayer
 from headway.trainer.memory.randomness import RandomState
 
 ROWS = 16_384
