@@ -14,11 +14,9 @@ from headway.envs.rewards import conversation
 from headway.envs.samples import episode_samples, trace_samples
 from headway.envs.tree import Reply, TraceTree
 from headway.models.tiny_tokenizer import CHAT_TEMPLATE
-from headway.rendering.chatml import ChatMLRenderer
+from headway.rendering.chatml import STYLES, ChatMLRenderer
 from headway.rendering.external import ExternalRenderer
-from headway.rendering.jinja import ChatTemplate
-from headway.rendering.styles import STYLES
-from headway.rendering.template import TemplateRenderer
+from headway.rendering.template import ChatTemplate, TemplateRenderer
 
 sys.path.append(str(Path(__file__).parent.parent / "rendering"))
 from family_tokens import FAMILIES, family_tokenizer

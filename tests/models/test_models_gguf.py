@@ -14,8 +14,7 @@ from torch import Tensor
 from headway.cli.convert import run
 from headway.core.errors import HeadwayError, UsageError
 from headway.models.checkpoints.folders import load_model, read_tensors
-from headway.models.checkpoints.gguf.convert import convert_gguf
-from headway.models.checkpoints.gguf.source import _INNER, _OUTER
+from headway.models.checkpoints.gguf import _INNER, _OUTER, convert_gguf
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.models.tiny_tokenizer import byte_characters

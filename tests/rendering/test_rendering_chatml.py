@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from headway.core.messages import Message, Tool, ToolCall
 from headway.models.tiny_tokenizer import CHAT_TEMPLATE, save_tiny_tokenizer, tiny_tokenizer
-from headway.rendering.chatml import ChatMLRenderer, split_encode
-from headway.rendering.jinja import ChatTemplate
-from headway.rendering.styles import STYLES
+from headway.rendering.chatml import STYLES, ChatMLRenderer, split_encode
+from headway.rendering.template import ChatTemplate
 
 TOKENIZER = tiny_tokenizer()
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {})

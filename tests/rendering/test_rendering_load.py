@@ -9,9 +9,8 @@ from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool
 from headway.models.tiny_tokenizer import CHAT_TEMPLATE, TEMPLATE_MARK, save_tiny_tokenizer
 from headway.rendering.chatml import ChatMLRenderer
-from headway.rendering.jinja import ChatTemplate
 from headway.rendering.load import agrees, load_renderer
-from headway.rendering.template import TemplateRenderer
+from headway.rendering.template import ChatTemplate, TemplateRenderer
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

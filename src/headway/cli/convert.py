@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
 
     import torch
 
-    from headway.models.checkpoints.gguf.convert import convert_gguf
+    from headway.models.checkpoints.gguf import convert_gguf
 
     started = time.monotonic()
     done = convert_gguf(options.file, options.folder, dtype=getattr(torch, options.dtype))

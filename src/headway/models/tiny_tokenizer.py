@@ -1,4 +1,4 @@
-"""The tokenizer of the built-in tiny models: bytes, the marks of ChatML, and a template that says so.
+"""The tokenizer of the built-in tiny models: bytes, ChatML's special tokens, and a chat template.
 
 Ids 0 to 255 are the bytes themselves, so that a character is one token and a small model can learn to spell.
 """
@@ -17,54 +17,7 @@ ROLES = ("system\n", "user\n", "assistant\n", "tool\n")
 TEMPLATE_MARK = "{#- headway chatml -#}"
 """A template that starts with this is the one that `chatml.ChatMLRenderer` renders natively."""
 
-CHAT_TEMPLATE = (
-    TEMPLATE_MARK
-    + r"""
-{%- set first = messages[0] if messages and messages[0].role == 'system' else none %}
-{%- if tools or first %}
-    {{- '<|im_start|>system\n' }}
-    {{- first.content if first else '' }}
-    {%- if tools %}
-        {{- '\n' if first and first.content else '' }}
-        {{- '<tools>' }}
-        {%- for tool in tools %}
-            {%- set schema = tool.function.parameters or {} %}
-            {{- '\n' + tool.function.name + '(' }}
-            {%- for name, kind in (schema.properties or {}).items() %}
-                {{- name + ('' if name in (schema.required or []) else '?') + ': ' }}
-                {{- kind.enum | join('|') if kind.enum else kind.type or 'any' }}{{ '' if loop.last else ', ' }}
-            {%- endfor %}
-            {{- ')' + (' ' + tool.function.description if tool.function.description else '') }}
-        {%- endfor %}
-        {{- '\n</tools>\nCall one: <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>' }}
-    {%- endif %}
-    {{- '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if message.reasoning_content is string %}
-            {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
-        {%- endif %}
-        {{- message.content or '' }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\n' if message.content or not loop.first else '' }}
-            {{- '<tool_call>\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
-            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
-            {{- '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif not (loop.first and first) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
-)
+CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat_template.jinja").read_text()
 
 
 def byte_characters() -> list[str]:

@@ -14,11 +14,9 @@ from headway.core.messages import Message, Tool, ToolCall
 from headway.models.registry import families
 from headway.models.tiny_tokenizer import TEMPLATE_MARK
 from headway.rendering.base import Renderer
-from headway.rendering.chatml import ChatMLRenderer
+from headway.rendering.chatml import STYLES, ChatMLRenderer, with_default_system
 from headway.rendering.external import FORMATS, ExternalRenderer, available
-from headway.rendering.jinja import ChatTemplate, TemplateError
-from headway.rendering.styles import STYLES, with_default_system
-from headway.rendering.template import TemplateRenderer
+from headway.rendering.template import ChatTemplate, TemplateError, TemplateRenderer
 from headway.rendering.tokenizer import load_chat_template, load_tokenizer, load_tokenizer_config, special_token
 
 _TOOL = Tool("look", "Look up.", {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]})

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
 from headway.core.devices import resolve_dtype
-from headway.models.adapters.linears import adapted_linears, init_adapters
-from headway.models.adapters.lora import apply_lora
+from headway.models.adapters.lora import adapted_linears, apply_lora, init_adapters
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors

@@ -1,1 +1,0 @@
-"""GGUF files (llama.cpp's format) as checkpoint folders."""
