@@ -49,7 +49,7 @@ class ExpertRouter(nn.Module):
         return gates_Tk.to(x_TD.dtype), experts_Tk
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        """In float32."""
+        """Scores in float32."""
         if self.score == "sigmoid":
             return logits_TE.float().sigmoid()
         return F.softmax(logits_TE, dim=-1, dtype=torch.float32)

@@ -15,7 +15,7 @@ _LENGTH_STEP = 1024
 """cuDNN prepares a kernel per shape, which takes longer than running it: lengths are rounded up to few shapes."""
 
 _ELEMENTS = 2**26
-"""Of a gradient of queries that the backward pass computes at a time; it takes eight bytes more for each."""
+"""Numbers of the queries' gradient that a backward pass computes at a time; it takes eight bytes more for each."""
 
 
 def in_half(x: Tensor) -> bool:
@@ -95,7 +95,7 @@ def long_backward(
 
 
 def head_groups(grad_THD: Tensor, k_TKD: Tensor) -> int:
-    """Into how many parts of equal heads to cut a backward pass, so that it needs little memory on the side."""
+    """The number of parts of equal heads to cut a backward pass into, so that it needs little memory on the side."""
     heads = k_TKD.shape[1]
     groups = min(heads, max(1, grad_THD.numel() // _ELEMENTS))
     return 1 if heads % groups else groups

@@ -29,7 +29,7 @@ class Kernels(NamedTuple):
 
 
 def works(q_THD: Tensor, k_TKD: Tensor, *, packed: bool) -> bool:
-    """Whether the kernels for heads like these can be used here. They are tried once; the log says what came of it."""
+    """Tell if the kernels for heads like these work here. They are tried once; the log has the result."""
     return _works(q_THD.device, q_THD.dtype, q_THD.shape[2], q_THD.shape[1] // k_TKD.shape[1], packed)
 
 
@@ -64,7 +64,7 @@ def flash_backward(
 
 
 def _rows(ends: Tensor | None, *tensors: Tensor) -> list[Tensor]:
-    """As the kernels take them: with an axis of samples, where they don't get their ends."""
+    """Add the axis of samples that the kernels want where they don't get their ends."""
     return [tensor.unsqueeze(0) if ends is None else tensor for tensor in tensors]
 
 

@@ -210,7 +210,7 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | Non
 
 
 def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the weight's own precision, without rounding to that of the computation before."""
+    """The gradient in the weight's own precision, without rounding to that of the computation before."""
     if dtype != x_TI.dtype and x_TI.is_cuda:
         return torch.mm(grad_TO.T, x_TI, out_dtype=dtype)
     return (grad_TO.T @ x_TI).to(dtype)

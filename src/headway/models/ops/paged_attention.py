@@ -28,7 +28,7 @@ class Tiles:
 
     @classmethod
     def of(cls, fields: Tensor, queries: int, splits: int = 1) -> "Tiles":
-        """From the first four as rows of one tensor."""
+        """Tiles whose first four fields are rows of one tensor."""
         rows, tokens, positions, counts = fields
         return cls(rows, tokens, positions, counts, queries, splits)
 

@@ -26,7 +26,7 @@ _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
 
 class _Layer(ctypes.Structure):
-    """As `struct layer` in decoder.c; so are the next two."""
+    """`struct layer` of decoder.c, where the next two are as well."""
 
     _fields_ = [
         (name, _POINTER)
@@ -109,7 +109,7 @@ class CpuDecoder:
         return self._hidden[:results]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """As `DecoderLM.logits` where the model takes a pass; they stay until the next call."""
+        """`DecoderLM.logits`, where `takes` said yes; they stay until the next call."""
         rows, width = hidden_ND.shape
         vocab, head = self._head
         if rows > len(self._logits):

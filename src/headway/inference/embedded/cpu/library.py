@@ -1,4 +1,4 @@
-"""The C code of this engine backend, which is built from the kernels of the ops."""
+"""The C code of this engine backend, compiled together with the kernels of the ops, which it calls directly."""
 
 import ctypes
 from functools import cache
@@ -25,5 +25,5 @@ def enable() -> bool:
 
 @cache
 def engine_kernels() -> ctypes.CDLL:
-    """To be asked for where C kernels are enabled: then there is a compiler that works."""
-    return compile_and_load("engine", [SOURCES, Path(__file__).parent], _SIGNATURES, {"forward_scratch": LONG})
+    """The loaded library. Call it where C kernels are enabled: then there is a compiler that works."""
+    return compile_and_load("native/engine", [SOURCES, Path(__file__).parent], _SIGNATURES, {"forward_scratch": LONG})

@@ -12,7 +12,7 @@ Ints = NDArray[np.int64]
 
 
 class _Sampling(ctypes.Structure):
-    """As `struct sampling` in sample.c."""
+    """`struct sampling` of sample.c."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("seeds", "temperatures", "greedy")]
 

@@ -36,7 +36,7 @@ def load() -> bool:
     global _library
     if _library is None:
         try:
-            _library = compile_and_load("ops", [SOURCES], _SIGNATURES, {"attend_cache": INT})
+            _library = compile_and_load("native/ops", [SOURCES], _SIGNATURES, {"attend_cache": INT})
         except (HeadwayError, OSError) as error:
             logger.info("serving without compiled kernels: %s", error)
     return _library is not None

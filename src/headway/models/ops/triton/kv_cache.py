@@ -1,4 +1,4 @@
-"""From the outputs of the q, k and v layers to the paged cache in one kernel: norm per head, rotate, write."""
+"""Norm per head, rotate and write to the paged cache the outputs of the q, k and v layers, in one kernel."""
 
 import torch
 import triton

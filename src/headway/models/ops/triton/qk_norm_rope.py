@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 2112
-"""Of the backward pass: each adds up its tokens' part of the weights' gradients."""
+"""Programs of the backward pass: each adds up its tokens' part of the weights' gradients."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -135,7 +135,7 @@ class _NormRope(NamedTuple):
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, bool]:
-        """As kernels take them: something to point to, and if they are norms."""
+        """The pointers that kernels take, and if they are weights of norms."""
         if self.q_weight is None or self.k_weight is None:
             return self.cos, self.cos, False
         return self.q_weight, self.k_weight, True

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 1024
-"""Of the backward pass: each adds up its rows' part of the weight's gradient."""
+"""Programs of the backward pass: each adds up its rows' part of the weight's gradient."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
