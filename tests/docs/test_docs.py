@@ -1,20 +1,39 @@
-"""The documentation holds together: pages are indexed, links lead somewhere."""
+"""The documentation holds together: pages are indexed, links lead somewhere, files and names of the code exist."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+from doc_pages import FENCE, PAGES, ROOT, blocks, name, spans
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CODE = ("src", "tests", "benchmarks", "examples")
+SOURCE = re.compile(r"(?<![\w/.*$<{-])(?:[\w-]+/)*[\w-]+\.(?:py|c|js)(?![\w/*(])")
+IN_A_FOLDER = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|examples|docs)/[\w/.-]*\w")
+OF_THE_READER = re.compile(r"(my_\w+|shout|reverse|FILE|path)\.py")
+"""Files that the reader writes."""
+GROUPS = ("headway.environments",)
+"""Names with dots that are not modules: entry-point groups."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = FENCE.sub("", page.read_text())
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
     local = [target for target in targets if target and not re.match(r"[a-z]+:", target)]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)\s:#]*)#([\w-]+)\)", FENCE.sub("", page.read_text())):
+        text = ((page.parent / target) if target else page).read_text()
+        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert heading in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], (
+            target,
+            heading,
+        )
 
 
 def test_the_index_lists_every_page() -> None:
@@ -22,3 +41,42 @@ def test_the_index_lists_every_page() -> None:
     folder = ROOT / "docs"
     pages = {str(page.relative_to(folder)) for page in folder.rglob("*.md")} - {"README.md"}
     assert [page for page in sorted(pages) if f"({page})" not in index] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    code = [file for folder in CODE for file in (ROOT / folder).rglob("*") if "__pycache__" not in file.parts]
+    files = {str(file.relative_to(ROOT)) for file in code} | {file.name for file in ROOT.iterdir()}
+    texts = [*spans(page), *blocks(page, "bash", "sh", "")]
+    named = {file for text in texts for pattern in (SOURCE, IN_A_FOLDER) for file in pattern.findall(text)}
+    missing = [file for file in named if not OF_THE_READER.fullmatch(file) and not _exists(file, page, files)]
+    assert missing == []
+
+
+def _exists(file: str, page: Path, files: set[str]) -> bool:
+    """A file is named from the root, from the page's folder, or by the end of its path in the code."""
+    if (ROOT / file).exists() or (page.parent / file).exists():
+        return True
+    return any(known == file or known.endswith(f"/{file}") for known in files)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_of_the_code_exist(page: Path) -> None:
+    text = re.sub(r"https?://\S+", "", page.read_text())
+    dotted = set(re.findall(r"(?<![\w./-])headway(?:\.[A-Za-z_]\w*)+", text)) - set(GROUPS)
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("headway"):
+                dotted |= {f"{node.module}.{alias.name}" for alias in node.names}
+    assert [full for full in sorted(dotted) if not _resolves(full)] == []
+
+
+def _resolves(full: str) -> bool:
+    parts = full.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        return all(hasattr(found, part) and (found := getattr(found, part)) is not None for part in parts[length:])
+    return False

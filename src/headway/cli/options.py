@@ -39,9 +39,10 @@ def join_environment_arguments(argv: Sequence[str]) -> Iterator[str]:
             yield word
             continue
         name, equals, value = word.removeprefix("--args.").partition("=")
-        if not equals and (value := next(words, "")) == "":
+        given = value if equals else next(words, None)
+        if given is None:
             raise UsageError(f"{word} wants a value after it")
-        yield f"--args={name}={value}"
+        yield f"--args={name}={given}"
 
 
 def environment_argument(text: str) -> tuple[str, Any]:
