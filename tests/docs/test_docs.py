@@ -80,3 +80,9 @@ def _resolves(full: str) -> bool:
             continue
         return all(hasattr(found, part) and (found := getattr(found, part)) is not None for part in parts[length:])
     return False
+
+
+def test_the_page_of_vllm_lists_every_private_point() -> None:
+    source = ast.parse((ROOT / "src/headway/inference/vllm/internals.py").read_text())
+    functions = {node.name for node in source.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    assert set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE)) == functions
