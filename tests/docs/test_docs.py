@@ -11,7 +11,7 @@ from doc_pages import FENCE, PAGES, ROOT, blocks, name, spans
 CODE = ("src", "tests", "benchmarks", "examples")
 SOURCE = re.compile(r"(?<![\w/.*$<{-])(?:[\w-]+/)*[\w-]+\.(?:py|c|js)(?![\w/*(])")
 IN_A_FOLDER = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|examples|docs)/[\w/.-]*\w")
-OF_THE_READER = re.compile(r"(my_\w+|shout|reverse|FILE|path)\.py")
+OF_THE_READER = re.compile(r"(my_\w+|shout|reverse|FILE|file|path)\.py")
 """Files that the reader writes."""
 GROUPS = ("headway.environments",)
 """Names with dots that are not modules: entry-point groups."""
