@@ -112,7 +112,7 @@ class Sft(Settings):
 
 
 class Echo(Settings):
-    """As grpo, and cross-entropy on what the environment said."""
+    """GRPO plus cross-entropy on what the environment said."""
 
     type: Literal["echo"] = "echo"
     roles: dict[str, float] = {"tool": 0.1}

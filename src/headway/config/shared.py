@@ -108,7 +108,7 @@ class ZmqRollouts(Settings):
 
 
 class FilesystemWeights(Settings):
-    """As safetensors files in the run folder."""
+    """Through safetensors files in the run folder."""
 
     type: Literal["filesystem"] = "filesystem"
     keep_last: int = Field(default=2, ge=1)

@@ -1,1 +1,1 @@
-"""What processes say to each other: tasks, episodes, samples, batches, versions, the wire. No torch."""
+"""The types that processes exchange: tasks, episodes, samples, batches, versions, the wire. No torch."""

@@ -21,7 +21,7 @@ class CheckpointTensor:
 
 @dataclass(frozen=True)
 class KvCache:
-    """What one layer keeps of a token while serving: keys and values, of the last `window` tokens where that is set."""
+    """Keys and values that a layer keeps of a token while serving; of the last `window` tokens, if that is set."""
 
     kv_heads: int
     head_dim: int
@@ -128,7 +128,7 @@ class Family:
         return [CheckpointTensor(parameter)]
 
     def cache(self, config: ModelConfig, layer: int) -> KvCache:
-        """What layer number `layer` keeps of a token while serving."""
+        """Describe what layer number `layer` keeps of a token while serving."""
         return KvCache(config.kv_heads, config.head_dim)
 
     def block_shape(self, config: ModelConfig, layer: int) -> BlockShape:

@@ -74,7 +74,7 @@ class Renderer(Protocol):
 
 
 class TokenizerRenderer:
-    """What renderers over a tokenizer share. `stops` are the tokens that end a reply."""
+    """The base of renderers over a tokenizer. `stops` are the tokens that end a reply."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[int]) -> None:
         self.tokenizer = tokenizer

@@ -1,1 +1,1 @@
-"""How batches and weights travel between processes, and the client of the inference protocol."""
+"""Transports of batches and weights between processes, and the client of the inference protocol."""

@@ -34,7 +34,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes what is written once: metrics, markers, exports."""
+        """True for the rank that writes what is written once: metrics, markers, exports."""
         return self.rank == 0
 
     @property

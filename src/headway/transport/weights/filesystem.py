@@ -135,7 +135,7 @@ def _transport(folder: Path) -> dict[str, Any]:
 
 
 def _unfinished(folder: Path) -> Path:
-    """Where a version's folder is filled before it gets its name; the same for all processes."""
+    """The folder that a version is written to before it gets its name; the same for all processes."""
     return folder.with_name(f".{folder.name}.partial")
 
 

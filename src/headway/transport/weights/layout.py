@@ -25,7 +25,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankParts(msgspec.Struct):
-    """What one process contributes to a layout."""
+    """One process's contribution to a layout."""
 
     sums: dict[str, ShardSum]
     parts: dict[str, Part]

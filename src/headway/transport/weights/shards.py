@@ -92,7 +92,7 @@ def _select(name: str, local: Tensor, first_row: int, index: Index, shape: tuple
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    """Where nobody has imported the module there are none; importing it takes a second."""
+    """Tell if a tensor is a DTensor. Until their module is imported, which takes a second, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -186,7 +186,7 @@ def _device_pieces(table: BufferTable, prefix: str, memory: MappedMemory) -> Ite
 
 
 def _wait_for_host(table: BufferTable, path: Path, prefix: str, update: WeightUpdate) -> BufferTable:
-    """Where the version is on the trainer's GPU only, ask for it in host memory and wait."""
+    """Ask for a version in host memory and wait, if it is on the trainer's GPU only."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not table.host:
         host_memory.wanted_path(prefix).touch(mode=0o600)

@@ -25,8 +25,8 @@ _SHORT = 64
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where a step's tokens are: sequence i, in row `rows[i]` of the table `blocks`, runs `counts[i]` tokens from
-    position `starts[i]` on. `settled[i]`: all before that was written in earlier steps."""
+    """The tokens of a step: sequence i, in row `rows[i]` of the table `blocks`, runs `counts[i]` tokens from position
+    `starts[i]` on. `settled[i]`: all before that was written in earlier steps."""
 
     blocks: Ints
     rows: Ints

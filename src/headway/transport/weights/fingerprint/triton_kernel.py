@@ -181,7 +181,7 @@ def _table(batch: Batch) -> tuple[Ints, Ints, int]:
 
 
 def _addresses(batch: Batch) -> list[int]:
-    """Where each part's words begin. A part that is only counted and is not aligned is copied to where it is."""
+    """The address of each part's words. A part that is only counted and is not aligned is copied to where it is."""
     if not batch.copies:
         batch.data[:] = [
             reference.words_of(data, offset) for data, offset in zip(batch.data, batch.offsets, strict=True)
