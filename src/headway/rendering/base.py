@@ -9,6 +9,10 @@ from tokenizers import Tokenizer
 
 from headway.core.messages import Message, Tool
 
+History = Sequence[Message]
+Tools = Sequence[Tool]
+TokenIds = Sequence[int]
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -39,20 +43,12 @@ class Renderer(Protocol):
         """Tokens that end a reply."""
         ...
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
-    ) -> Rendered:
+    def render(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> Rendered:
         """Render the whole conversation, from its first token."""
         ...
 
     def extend(
-        self,
-        token_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        reply: int = 0,
-        history: Sequence[Message] = (),
+        self, token_ids: TokenIds, new_messages: History, tools: Tools = (), *, reply: int = 0, history: History = ()
     ) -> Rendered | None:
         """Render what follows `token_ids` (which end with a sampled reply of `reply` tokens) so that the model answers
         `new_messages`: closing tokens that the reply lacks, the messages, the generation prompt.
@@ -62,11 +58,11 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+    def parse(self, token_ids: TokenIds, tools: Tools = ()) -> Message:
         """Read a sampled reply as an assistant message. Malformed tool calls stay in the content, never raise."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str: ...
+    def decode(self, token_ids: TokenIds) -> str: ...
 
     def encode(self, text: str) -> list[int]:
         """Tokenize plain text, without special tokens added."""
@@ -84,13 +80,13 @@ class TokenizerRenderer:
     def stop_token_ids(self) -> list[int]:
         return list(self._stops)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: TokenIds) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def _reply_text(self, token_ids: Sequence[int]) -> str:
+    def _reply_text(self, token_ids: TokenIds) -> str:
         """The text of a reply without the tokens that end it."""
         ids = list(token_ids)
         while ids and ids[-1] in self._stops:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool
-from headway.rendering.base import Rendered, Segment, TokenizerRenderer
+from headway.rendering.base import History, Rendered, Segment, TokenIds, TokenizerRenderer, Tools
 from headway.rendering.replies import parse_reply
 
 _HERMES_HEAD = (
@@ -41,7 +41,7 @@ class Style:
     default_system: str | None = None
     opening: str = ""
 
-    def system_text(self, system: str | None, tools: Sequence[Tool]) -> str | None:
+    def system_text(self, system: str | None, tools: Tools) -> str | None:
         """Write the content of the first system turn; None where there is none."""
         if system is None:
             system = self.default_system
@@ -116,9 +116,7 @@ class ChatMLRenderer(TokenizerRenderer):
         self._header = self.encode("<|im_start|>assistant\n")
         self._prompt = self.encode("<|im_start|>assistant\n" + style.opening)
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
-    ) -> Rendered:
+    def render(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> Rendered:
         segments = []
         first = messages[0] if messages and messages[0].role == "system" else None
         system = self.style.system_text(first.content if first else None, tools)
@@ -130,13 +128,7 @@ class ChatMLRenderer(TokenizerRenderer):
         return Rendered(segments)
 
     def extend(
-        self,
-        token_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        reply: int = 0,
-        history: Sequence[Message] = (),
+        self, token_ids: TokenIds, new_messages: History, tools: Tools = (), *, reply: int = 0, history: History = ()
     ) -> Rendered | None:
         if not token_ids or not new_messages:
             return None
@@ -149,10 +141,10 @@ class ChatMLRenderer(TokenizerRenderer):
         segments = [_plain(closing, None), *self._turns(new_messages, 0), _plain(self._prompt, None)]
         return Rendered(segments)
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+    def parse(self, token_ids: TokenIds, tools: Tools = ()) -> Message:
         return parse_reply(self._reply_text(token_ids), thinking=self.style.opening.endswith("<think>\n"))
 
-    def _closing(self, token_ids: Sequence[int], reply: int) -> list[int] | None:
+    def _closing(self, token_ids: TokenIds, reply: int) -> list[int] | None:
         """Tokens that end the turn that `token_ids` stop in: a newline, and before it what a cut-off reply lacks."""
         spoken = token_ids[-reply:] if reply else token_ids
         thinks = self._open_think in spoken and self._close_think not in spoken
@@ -163,7 +155,7 @@ class ChatMLRenderer(TokenizerRenderer):
         unclosed = self.encode("\n</think>\n\n") if thinks else []
         return [*unclosed, self._end, *self._newline]
 
-    def _turns(self, messages: Sequence[Message], start: int) -> list[Segment]:
+    def _turns(self, messages: History, start: int) -> list[Segment]:
         """Render the turns of `messages[start:]`. Tool messages in a row share one turn."""
         asked = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
         segments: list[Segment] = []
@@ -197,7 +189,7 @@ class ChatMLRenderer(TokenizerRenderer):
         content = [False] * len(self._header) + [True] * len(spoken) + [False] * len(self._newline)
         return Segment(token_ids, index, content)
 
-    def _tool_turn(self, messages: Sequence[Message], start: int) -> list[Segment]:
+    def _tool_turn(self, messages: History, start: int) -> list[Segment]:
         parts = [f"\n<tool_response>\n{message.content}\n</tool_response>" for message in messages]
         parts[0] = "<|im_start|>user" + parts[0]
         parts[-1] += "<|im_end|>\n"

@@ -1,15 +1,14 @@
 """Chat formats of the `renderers` package (an optional extra) behind our own interface."""
 
 import json
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
-from headway.core.messages import Message, Tool, ToolCall
-from headway.rendering.base import Rendered, Segment, TokenizerRenderer, template_message
+from headway.core.messages import Message, ToolCall
+from headway.rendering.base import History, Rendered, Segment, TokenIds, TokenizerRenderer, Tools, template_message
 from headway.rendering.replies import call_id
 
 FORMATS = {
@@ -74,9 +73,7 @@ class ExternalRenderer(TokenizerRenderer):
         super().__init__(tokenizer, self._renderer.get_stop_token_ids())
         self._opening: list[int] | None = None
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
-    ) -> Rendered:
+    def render(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> Rendered:
         made = self._renderer.render(
             [template_message(message) for message in messages],
             tools=_tools(tools),
@@ -85,13 +82,7 @@ class ExternalRenderer(TokenizerRenderer):
         return Rendered(_segments(made, 0))
 
     def extend(
-        self,
-        token_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        reply: int = 0,
-        history: Sequence[Message] = (),
+        self, token_ids: TokenIds, new_messages: History, tools: Tools = (), *, reply: int = 0, history: History = ()
     ) -> Rendered | None:
         if not reply or reply >= len(token_ids):
             return None
@@ -106,7 +97,7 @@ class ExternalRenderer(TokenizerRenderer):
             return None
         return Rendered(_segments(made, len(token_ids)))
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+    def parse(self, token_ids: TokenIds, tools: Tools = ()) -> Message:
         try:
             made = self._renderer.parse_response(
                 list(token_ids), tools=_tools(tools), prompt_ids=self._generation_prompt()
@@ -131,7 +122,7 @@ class ExternalRenderer(TokenizerRenderer):
         return self._opening
 
 
-def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+def _tools(tools: Tools) -> list[dict[str, Any]] | None:
     return [tool.to_openai() for tool in tools] or None
 
 

@@ -11,8 +11,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
-from headway.core.messages import Message, Tool
-from headway.rendering.base import Rendered, Segment, TokenizerRenderer, template_message
+from headway.core.messages import Message
+from headway.rendering.base import History, Rendered, Segment, TokenIds, TokenizerRenderer, Tools, template_message
 from headway.rendering.replies import parse_reply
 
 
@@ -46,7 +46,7 @@ class ChatTemplate:
         self._render = compile_template(source)
         self._special_tokens = special_tokens
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False) -> str:
+    def text(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> str:
         try:
             return self._render(
                 messages=[template_message(message) for message in messages],
@@ -61,14 +61,12 @@ class ChatTemplate:
 class TemplateRenderer(TokenizerRenderer):
     """Renders with any `template`. `stop_token_ids` end a reply."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, stop_token_ids: TokenIds) -> None:
         super().__init__(tokenizer, stop_token_ids)
         self._template = template
         self._special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = False
-    ) -> Rendered:
+    def render(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> Rendered:
         text = self._template.text(messages, tools, generation_prompt=generation_prompt)
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         starts = [start for start, _ in encoding.offsets]
@@ -82,13 +80,7 @@ class TemplateRenderer(TokenizerRenderer):
         return Rendered(_split(encoding.ids, starts, content, cuts))
 
     def extend(
-        self,
-        token_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        reply: int = 0,
-        history: Sequence[Message] = (),
+        self, token_ids: TokenIds, new_messages: History, tools: Tools = (), *, reply: int = 0, history: History = ()
     ) -> Rendered | None:
         """Appending is proven where the template's text for everything begins with the text of `token_ids`, and
         the two parts meet at a special token, across which no tokenizer merges."""
@@ -108,7 +100,7 @@ class TemplateRenderer(TokenizerRenderer):
         cuts = [cut - len(before) for cut in self._cuts([*history, *new_messages], len(history), tools, text)]
         return Rendered(_split(ids, starts, [False] * len(ids), cuts))
 
-    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+    def parse(self, token_ids: TokenIds, tools: Tools = ()) -> Message:
         return parse_reply(self._reply_text(token_ids))
 
     def _appended(self, last: int, text: str) -> tuple[list[int], list[int]] | None:
@@ -120,14 +112,14 @@ class TemplateRenderer(TokenizerRenderer):
             return (ids[1:], starts[1:]) if ids[:1] == [last] else None
         return (ids, starts) if ids and ids[0] in self._special else None
 
-    def _cuts(self, messages: Sequence[Message], first: int, tools: Sequence[Tool], text: str) -> list[int]:
+    def _cuts(self, messages: History, first: int, tools: Tools, text: str) -> list[int]:
         """Find where message `first` begins in `text` and where each from there on ends; the same offset if unknown."""
         cuts = [0 if first == 0 else self._end_of(messages[:first], tools, text, 0)]
         for index in range(first, len(messages)):
             cuts.append(self._end_of(messages[: index + 1], tools, text, cuts[-1]))
         return cuts
 
-    def _end_of(self, messages: Sequence[Message], tools: Sequence[Tool], text: str, least: int) -> int:
+    def _end_of(self, messages: History, tools: Tools, text: str, least: int) -> int:
         try:
             part = self._template.text(messages, tools)
         except TemplateError:
@@ -135,7 +127,7 @@ class TemplateRenderer(TokenizerRenderer):
         return len(part) if len(part) >= least and text.startswith(part) else least
 
     def _sampled(
-        self, messages: Sequence[Message], index: int, tools: Sequence[Tool], text: str, span: tuple[int, int]
+        self, messages: History, index: int, tools: Tools, text: str, span: tuple[int, int]
     ) -> tuple[int, int]:
         """Find the part of an assistant's message that the model would have sampled, its end-of-turn token included."""
         begin, end = span
