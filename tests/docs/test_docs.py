@@ -86,3 +86,16 @@ def test_the_page_of_vllm_lists_every_private_point() -> None:
     source = ast.parse((ROOT / "src/headway/inference/vllm/internals.py").read_text())
     functions = {node.name for node in source.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     assert set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/vllm.md").read_text(), re.MULTILINE)) == functions
+
+
+def test_classes_of_the_glossary_exist() -> None:
+    defined = {
+        node.name
+        for file in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    meanings = re.findall(r"`([A-Z]\w+|[a-z]+_\w+)`(?=[),]| and|:)", (ROOT / "docs/glossary.md").read_text())
+    named = {word for word in meanings if word[0].isupper() or word.startswith(("next_", "capture_"))}
+    assert sorted(named - defined) == []
+    assert len(named) > 40
