@@ -62,17 +62,24 @@ class Backend(Generic[P, R]):
 
 
 class Op(Generic[P, R]):
-    """An operation, called like its reference."""
+    """An operation, called like its reference; its first argument is a tensor."""
 
     def __init__(self, reference: Callable[P, R]) -> None:
         self.name, self.__doc__ = reference.__name__, reference.__doc__
         self.reference = reference
         self.backends: list[Backend[P, R]] = []
         self._traceable: list[Backend[P, R]] = []
+        self._on_cpu: list[Backend[P, R]] = []
+        self._on_cuda: list[Backend[P, R]] = []
         OPS[self.name] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        for backend in self._traceable if torch.compiler.is_compiling() else self.backends:
+        if torch.compiler.is_compiling():
+            backends = self._traceable
+        else:
+            first: Any = args[0]
+            backends = self._on_cuda if first.is_cuda else self._on_cpu
+        for backend in backends:
             if backend.takes(*args):
                 return backend.run(*args, **kwargs)
         return self.reference(*args, **kwargs)
@@ -84,9 +91,14 @@ class Op(Generic[P, R]):
         compiler sees the reference, which it fuses by itself, and backends that are `traceable`."""
 
         def register(run: Callable[..., R] | str) -> None:
-            self.backends.append(Backend(kind, takes, trains, run))
+            backend: Backend[P, R] = Backend(kind, takes, trains, run)
+            self.backends.append(backend)
             if traceable:
-                self._traceable.append(self.backends[-1])
+                self._traceable.append(backend)
+            if kind in ("c", "torch"):
+                self._on_cpu.append(backend)
+            if kind != "c":
+                self._on_cuda.append(backend)
 
         return register
 
