@@ -8,7 +8,7 @@ checkpointing, whose bookkeeping runs for every operation:
 - The second function goes through its rows in portions, so that the wide activations of an MLP exist for some of them
   at a time, and its last product is not computed again: only its gradients are wanted.
 - Of the 1,205 ms of a LoRA step of Qwen3-4B at 16k tokens on one H200, 124 ms compute again (44 % MFU, 17.2 GiB); at
-  64k tokens it takes 41.8 GiB at 49 % MFU (docs/training.md).
+  64k tokens it takes 41.8 GiB at 49 % MFU (docs/measurements/trainer.md).
 """
 
 from collections.abc import Callable, Sequence
