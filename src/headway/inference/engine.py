@@ -1,8 +1,11 @@
-"""The interface of an engine. The server in front of it is the same for all of them."""
+"""The interface of an engine, which the server in front of it relies on, and the part that all engines share."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,3 +139,105 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """`slot` is the adapter's number in the engine."""
+
+    slot: int
+    version: int
+    fingerprint: str
+    epoch: int
+
+
+class AdapterTable:
+    """The adapters that an engine serves, by name.
+
+    `epoch` counts loads, so that KV of one version is never reused for another.
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, ServedAdapter] = {}
+        self._epoch = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._served
+
+    def versions(self) -> dict[str, int]:
+        return {name: adapter.version for name, adapter in self._served.items()}
+
+    def version(self, name: str) -> int:
+        return self._served[name].version
+
+    def epoch(self, name: str | None) -> int:
+        """Return the epoch of `name`; 0, the base model's, where that is no adapter."""
+        return self._served[name].epoch if name in self._served else 0
+
+    def serves(self, update: WeightUpdate) -> bool:
+        adapter = self._served.get(update.adapter or "")
+        return adapter is not None and (adapter.version, adapter.fingerprint) == (update.version, update.fingerprint)
+
+    def _record(self, update: WeightUpdate, slot: int) -> None:
+        assert update.adapter is not None
+        self._epoch += 1
+        adapter = ServedAdapter(slot, update.version, update.fingerprint, self._epoch)
+        # Readers in other threads see the old table or the new one, never one that changes under them.
+        self._served = {**self._served, update.adapter: adapter}
+
+    def _remove(self, name: str) -> ServedAdapter:
+        self._served, removed = {n: a for n, a in self._served.items() if n != name}, self._served[name]
+        return removed
+
+
+Adapters = TypeVar("Adapters", bound=AdapterTable)
+Answer = TypeVar("Answer")
+
+
+class BaseEngine(ABC, Generic[Adapters]):
+    """An engine's weights and adapters. `_down` says why it does not serve at all; None when it does."""
+
+    def __init__(self, adapters: Adapters, version: int, fingerprint: str) -> None:
+        self._adapters = adapters
+        self._weights = WeightState(version, fingerprint, time.time())
+        self._down: str | None = "starting"
+        self._update_lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def models(self) -> dict[str, int]:
+        return {POLICY: self._weights.version} | self._adapters.versions()
+
+    def weights(self) -> WeightState:
+        return self._weights
+
+    async def update(self, update: WeightUpdate) -> WeightReply:
+        # The client may disconnect meanwhile; the update must still finish, since weights that are half loaded serve
+        # nobody and the next update uses the same buffers.
+        return await asyncio.shield(self._background(self._update(update)))
+
+    async def _update(self, update: WeightUpdate) -> WeightReply:
+        started = time.perf_counter()
+        async with self._update_lock:
+            self._check_up()
+            if self._serves(update):
+                return WeightReply(update.version, update.fingerprint, 0.0, 0)
+            received = await self._load(update)
+            return WeightReply(update.version, update.fingerprint, time.perf_counter() - started, received)
+
+    def _serves(self, update: WeightUpdate) -> bool:
+        if update.adapter is not None:
+            return self._adapters.serves(update)
+        return (self._weights.version, self._weights.fingerprint) == (update.version, update.fingerprint)
+
+    def _check_up(self) -> None:
+        """Raise BusyError where the engine can take no update now."""
+
+    @abstractmethod
+    async def _load(self, update: WeightUpdate) -> int:
+        """Load new weights or an adapter, serve them, and return the bytes received. Raises UpdateError."""
+
+    def _background(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -7,16 +7,17 @@ from collections.abc import AsyncIterator, Callable
 
 from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
-from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
+from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.thread import EngineThread, Item
+from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
-from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, Mode, RequestError, Result
+from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, RequestError, Result
 
 ResultQueue = asyncio.Queue[Item]
 
 
-class EmbeddedService:
+class EmbeddedService(BaseEngine[ServedAdapters]):
     """Implements `inference.engine.Engine` in the event loop, over an engine that steps in a thread of its own.
 
     All results of a step reach the event loop in one call. `lora` gives the scale of adapters whose update names none.
@@ -30,21 +31,17 @@ class EmbeddedService:
         max_waiting: int = 4096,
         lora: LoraSettings | None = None,
     ) -> None:
+        super().__init__(engine.adapters, engine.version, fingerprint)
         self.max_model_len = engine.limits.max_model_len
         self.vocab_size = engine.model.config.vocab_size
         self._engine = engine
         self._thread = EngineThread(engine, self._send)
         self._updater = Updater(engine, lora)
         self._max_waiting = max_waiting
-        self._weights = WeightState(engine.version, fingerprint, time.time())
-        self._adapter_prints: dict[str, tuple[int, str]] = {}
-        self._down: str | None = "starting"
         self._updating: str | None = None
         self._queues: dict[str, ResultQueue] = {}
         self._in_line = 0
         """Sequences that were submitted and have not finished."""
-        self._update_lock = asyncio.Lock()
-        self._updates: set[asyncio.Task[WeightReply]] = set()
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -59,9 +56,6 @@ class EmbeddedService:
     @property
     def problem(self) -> str | None:
         return self._down or self._thread.failure or self._updating
-
-    def models(self) -> dict[str, int]:
-        return {POLICY: self._weights.version} | self._engine.adapters.versions()
 
     async def generate(self, request: GenerateRequest) -> Result:
         item: Item | None = None
@@ -111,25 +105,14 @@ class EmbeddedService:
             max_model_len=self.max_model_len,
             generated_tokens=engine.generated_tokens,
             paused=self._thread.paused,
-            adapters=engine.adapters.versions(),
+            adapters=self._adapters.versions(),
         )
-
-    def weights(self) -> WeightState:
-        return self._weights
-
-    async def update(self, update: WeightUpdate) -> WeightReply:
-        # The client may disconnect meanwhile; the update must still finish, since the next one uses the same buffers.
-        task = asyncio.create_task(self._update(update))
-        self._updates.add(task)
-        task.add_done_callback(self._updates.discard)
-        return await asyncio.shield(task)
 
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:
-            known = name in self._engine.adapters
+            known = name in self._adapters
             if known:
                 await self._thread.call(lambda: self._thread.deliver(self._engine.drop_adapter(name)))
-                self._adapter_prints.pop(name, None)
             return known
 
     async def pause(self, mode: Mode) -> None:
@@ -163,21 +146,10 @@ class EmbeddedService:
     def _post_abort(self, request_id: str) -> None:
         self._thread.post(lambda: self._thread.deliver(self._engine.abort(request_id)))
 
-    async def _update(self, update: WeightUpdate) -> WeightReply:
-        started = time.perf_counter()
-        async with self._update_lock:
-            if self._serves(update):
-                return WeightReply(update.version, update.fingerprint, 0.0, 0)
-            staged = await asyncio.to_thread(self._updater.stage, update)
-            await self._between_steps(lambda: self._switch(staged), update.mode)
-            seconds = time.perf_counter() - started
-            return WeightReply(update.version, update.fingerprint, seconds, staged.bytes)
-
-    def _serves(self, update: WeightUpdate) -> bool:
-        wanted = (update.version, update.fingerprint)
-        if update.adapter is not None:
-            return self._adapter_prints.get(update.adapter) == wanted
-        return (self._weights.version, self._weights.fingerprint) == wanted
+    async def _load(self, update: WeightUpdate) -> int:
+        staged = await asyncio.to_thread(self._updater.stage, update)
+        await self._between_steps(lambda: self._switch(staged), update.mode)
+        return staged.bytes
 
     async def _between_steps(self, work: Callable[[], None], mode: Mode) -> None:
         """Run `work` in the thread: at once (keep), after requests finish (wait) or are aborted (abort)."""
@@ -212,8 +184,6 @@ class EmbeddedService:
         self._updater.switch(staged)
         self._thread.clear_failures()
         update = staged.update
-        if update.adapter is not None:
-            self._adapter_prints[update.adapter] = (update.version, update.fingerprint)
         if update.adapter in (None, POLICY):
             self._weights = WeightState(update.version, update.fingerprint, time.time())
 

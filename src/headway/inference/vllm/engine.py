@@ -4,20 +4,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from headway.core.errors import HeadwayError
-from headway.core.protocol import (
-    EngineState,
-    GenerateRequest,
-    SamplingParams,
-    WeightReply,
-    WeightState,
-    WeightUpdate,
-)
-from headway.inference.engine import POLICY, BusyError, Chunk, FailedError, LoadingError, Mode, RequestError, Result
+from headway.core.openai import RequestError
+from headway.core.protocol import EngineState, GenerateRequest, SamplingParams, WeightState, WeightUpdate
+from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, LoadingError, Mode, Result
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
 from headway.inference.vllm.probe import Probation
@@ -27,12 +21,11 @@ from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.weights import LoadedWeights, LostError, Stager
 
 logger = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
 
 _WATCH_SECONDS = 0.5
 
 
-class VllmEngine:
+class VllmEngine(BaseEngine[LoadedAdapters]):
     """Implements `inference.engine.Engine` over vLLM's AsyncLLM, whose engine is a process of its own.
 
     `eos` ends sequences. `on_death` is called once when vLLM is gone: nothing can be served before a restart.
@@ -50,26 +43,22 @@ class VllmEngine:
         eos: tuple[int, ...] = (),
         on_death: Callable[[str], None] | None = None,
     ) -> None:
+        super().__init__(adapters, 0, fingerprint)
         self.max_model_len: int = llm.model_config.max_model_len
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self._llm = llm
         self._stager = stager
-        self._adapters = adapters
         self._stats = stats
         self._limits = limits
         self._eos = eos
         self._on_death = on_death
         self._loaded = LoadedWeights(llm)
         self._probation = Probation(llm, limits)
-        self._weights = WeightState(0, fingerprint, time.time())
-        self._down: str | None = "starting"
         self._requests = ActiveRequests()
         self._scheduler = SchedulerControl(
             llm, self._requests, max_running=limits.max_running, alive=lambda: self._down is None
         )
         self._epoch = 0
-        self._update_lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         if self._limits.counts_versions:
@@ -92,9 +81,6 @@ class VllmEngine:
     @property
     def problem(self) -> str | None:
         return self._down or self._scheduler.waits
-
-    def models(self) -> dict[str, int]:
-        return {POLICY: self._weights.version} | self._adapters.versions()
 
     async def generate(self, request: GenerateRequest) -> Result:
         active = self._submit(request)
@@ -146,13 +132,6 @@ class VllmEngine:
             paused=self._scheduler.paused,
             adapters=self._adapters.versions(),
         )
-
-    def weights(self) -> WeightState:
-        return self._weights
-
-    async def update(self, update: WeightUpdate) -> WeightReply:
-        # The caller may leave in the middle; the update must not, for weights that are half loaded serve nobody.
-        return await asyncio.shield(self._background(self._update(update)))
 
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:
@@ -237,20 +216,8 @@ class VllmEngine:
         except Exception as error:  # What is left are vLLM's own checks of a request.
             raise RequestError(f"vLLM refuses the request: {error}", getattr(error, "parameter", None)) from None
 
-    async def _update(self, update: WeightUpdate) -> WeightReply:
-        started = time.perf_counter()
-        async with self._update_lock:
-            self._check_up()
-            if self._serves(update):
-                return WeightReply(update.version, update.fingerprint, 0.0, 0)
-            load = self._load_weights if update.adapter is None else self._load_adapter
-            received = await load(update)
-            return WeightReply(update.version, update.fingerprint, time.perf_counter() - started, received)
-
-    def _serves(self, update: WeightUpdate) -> bool:
-        if update.adapter is not None:
-            return self._adapters.serves(update)
-        return (self._weights.version, self._weights.fingerprint) == (update.version, update.fingerprint)
+    async def _load(self, update: WeightUpdate) -> int:
+        return await (self._load_weights if update.adapter is None else self._load_adapter)(update)
 
     async def _load_weights(self, update: WeightUpdate) -> int:
         """Load new weights and count their bytes. Raises UpdateError, with the old weights in place."""
@@ -304,9 +271,3 @@ class VllmEngine:
             logger.error(reason)
             if self._on_death is not None:
                 self._on_death(reason)
-
-    def _background(self, work: Coroutine[Any, Any, Answer]) -> "asyncio.Task[Answer]":
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

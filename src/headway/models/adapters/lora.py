@@ -179,6 +179,19 @@ def save_adapter(model: DecoderLM, folder: Path | str, settings: LoraSettings, b
         (aside / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
 
 
+def adapter_settings(
+    tensors: dict[str, Tensor], transport: dict[str, Any], default: LoraSettings | None
+) -> LoraSettings:
+    """Find the rank of an adapter, and its alpha in an update's `transport` or else in `default`."""
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}
+    if len(ranks) != 1:
+        raise HeadwayError("its lora_A tensors do not have one rank in common")
+    alpha = transport.get("alpha", default.alpha if default else None)
+    if not isinstance(alpha, int | float):
+        raise HeadwayError("its alpha is unknown; start the server with --model.lora.alpha or send transport.alpha")
+    return LoraSettings(rank=ranks.pop(), alpha=alpha)
+
+
 def read_adapter(folder: Path | str) -> tuple[LoraSettings, dict[str, Tensor]]:
     """Read a PEFT adapter folder into what `load_adapter` takes. Refuses variants that compute something else."""
     folder = Path(folder)

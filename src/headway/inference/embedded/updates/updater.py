@@ -12,6 +12,7 @@ from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.updates.probe import check_probe
 from headway.inference.embedded.updates.side_stream import SideStream
 from headway.inference.engine import UpdateError
+from headway.models.adapters.lora import adapter_settings
 from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.serving import StandbyWeights
 from headway.transport.weights import make_receiver
@@ -55,8 +56,8 @@ class Updater:
             return
         assert staged.adapter is not None
         try:
-            settings = self._adapter_settings(staged.adapter, update)
-            self._engine.adapters.load(update.adapter, update.version, staged.adapter, settings)
+            settings = adapter_settings(staged.adapter, update.transport, self._lora)
+            self._engine.adapters.load(update, staged.adapter, settings)
         except HeadwayError as error:
             raise UpdateError(f"adapter {update.adapter}, version {update.version}, was refused: {error}") from None
         self._engine.adapter_changed(update.adapter)
@@ -89,12 +90,3 @@ class Updater:
         if self._standby is None:
             self._standby = StandbyWeights(self._engine.model)
         return self._standby
-
-    def _adapter_settings(self, tensors: dict[str, Tensor], update: WeightUpdate) -> LoraSettings:
-        ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A" in name}
-        if len(ranks) != 1:
-            raise HeadwayError("its lora_A tensors do not have one rank in common")
-        alpha = update.transport.get("alpha", self._lora.alpha if self._lora else None)
-        if not isinstance(alpha, int | float):
-            raise HeadwayError("its alpha is unknown; start the server with --model.lora.alpha or send transport.alpha")
-        return LoraSettings(rank=ranks.pop(), alpha=alpha)
