@@ -11,7 +11,8 @@ import torch
 
 from engine_parts.work import SHAPES
 from headway.core.protocol import GenerateRequest, SamplingParams
-from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
 from headway.models.config import ModelConfig

@@ -23,7 +23,8 @@ import torch
 from headway.config.shared import SharedMemoryWeights
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import base_parameters, hf_tensors

@@ -12,7 +12,8 @@ import torch
 from headway.config.shared import FilesystemWeights, LoraSettings
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.inference.engine import Choice, Result
 from headway.models.attention import PackedPlan

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway.core.protocol import SamplingParams
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
-from headway.inference.embedded.scheduling.scheduler import Scheduler, SchedulerLimits, Step
+from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 
 
@@ -51,7 +51,8 @@ class Simulation:
 
 def simulate(blocks: int = 64, size: int = 4, running: int = 8, tokens: int = 32) -> Simulation:
     cache = BlockCache(blocks, size)
-    return Simulation(Scheduler(cache, SchedulerLimits(running, tokens), lambda s: root_hash(s.salt)))
+    limits = EngineLimits(running, tokens, max_model_len=blocks * size, num_blocks=blocks, block_size=size)
+    return Simulation(Scheduler(cache, limits, lambda s: root_hash(s.salt)))
 
 
 Requests = st.lists(

@@ -8,7 +8,8 @@ import pytest
 from proof_helpers import Updates
 
 from headway.core.errors import HeadwayError
-from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.updates.probe import check_probe
 from headway.inference.embedded.updates.updater import Updater
 from headway.inference.engine import UpdateError

@@ -16,7 +16,7 @@ from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.running.sampler import choice_seed
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
-from headway.inference.embedded.scheduling.scheduler import Scheduler, SchedulerLimits, Step
+from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
@@ -49,18 +49,6 @@ class LaunchedStep:
 Event = tuple[ActiveRequest, Chunk | Result]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """`max_model_len` bounds prompt plus output; the cache always has room for one such sequence."""
-
-    max_running: int
-    max_batched_tokens: int
-    max_model_len: int
-    num_blocks: int
-    block_size: int
-    prefix_cache: bool = True
-
-
 class EmbeddedEngine:
     """Continuous batching over a paged cache. `version` tags every token sampled from now on.
 
@@ -76,9 +64,7 @@ class EmbeddedEngine:
         self.generated_tokens = 0
         self.active: dict[str, ActiveRequest] = {}
         self.cache = BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
-        self.scheduler = Scheduler(
-            self.cache, SchedulerLimits(limits.max_running, limits.max_batched_tokens), self._root_of
-        )
+        self.scheduler = Scheduler(self.cache, limits, self._root_of)
         self.runner = make_runner(model, limits, ahead=bool(depth))
         self.depth = self.runner.depth if depth is None else depth
         self._launched: deque[LaunchedStep] = deque()

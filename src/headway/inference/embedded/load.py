@@ -8,7 +8,8 @@ from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.devices import resolve_device, resolve_dtype
 from headway.core.errors import HeadwayError
 from headway.inference.embedded.cpu import library as cpu
-from headway.inference.embedded.engine import EmbeddedEngine, EngineLimits
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors

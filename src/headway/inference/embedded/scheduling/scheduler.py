@@ -13,9 +13,15 @@ _order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerLimits:
+class EngineLimits:
+    """`max_model_len` bounds prompt plus output; the cache always has room for one such sequence."""
+
     max_running: int
     max_batched_tokens: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    prefix_cache: bool = True
 
 
 @dataclass(slots=True)
@@ -37,7 +43,7 @@ class Scheduler:
     blocks, keeps its tokens, and is recomputed later.
     """
 
-    def __init__(self, cache: BlockCache, limits: SchedulerLimits, root_of: Callable[[Sequence], bytes]) -> None:
+    def __init__(self, cache: BlockCache, limits: EngineLimits, root_of: Callable[[Sequence], bytes]) -> None:
         """`root_of` returns the root hash of a sequence that starts now (salt, adapter, weights)."""
         self.cache = cache
         self.limits = limits
