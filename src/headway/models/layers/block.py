@@ -8,8 +8,7 @@ from headway.models.config import ModelConfig
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import SparseMlp
-from headway.models.layers.feed_forward import FeedForward
-from headway.models.layers.mlp import GatedMlp
+from headway.models.layers.mlp import FeedForward, GatedMlp
 from headway.models.layers.norm import RMSNorm
 
 RunBlock = Callable[["Block", Tensor, ForwardContext, Tensor | None], tuple[Tensor, Tensor | None]]

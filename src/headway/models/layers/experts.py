@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headway.models import ops
 from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.feed_forward import FeedForward
+from headway.models.layers.mlp import FeedForward
 
 
 class ExpertRouter(nn.Module):
