@@ -191,7 +191,7 @@ def one_token(logprob: float, old: float) -> LossInputs:
 
 
 def test_custom_loss_by_import_path() -> None:
-    loss = make_loss(CustomLoss(path="headway.trainer.losses.importance:aipo", args={"delta": 1.0}))
+    loss = make_loss(CustomLoss(path="headway.trainer.losses.policy:aipo", args={"delta": 1.0}))
     assert loss(one_token(-0.5, -3.0))[0].item() == pytest.approx(0.5)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.core.batches import ComponentCounts
 from headway.trainer.losses.base import LossFunction, LossInputs, PerToken
-from headway.trainer.losses.masked import masked_surrogate
+from headway.trainer.losses.policy import masked_surrogate
 
 REF_KL_THRESHOLD = 0.2
 REF_KL_COEF = 1e-3

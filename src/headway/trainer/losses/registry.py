@@ -11,9 +11,7 @@ from headway.config.trainer import CustomLoss, Loss
 from headway.core.errors import UsageError
 from headway.core.imports import load_object
 from headway.trainer.losses.base import LossFunction, PerToken
-from headway.trainer.losses.clipped import gspo, ppo_clip
-from headway.trainer.losses.importance import aipo, cispo, icepop, tis
-from headway.trainer.losses.masked import dppo, ipo
+from headway.trainer.losses.policy import aipo, cispo, dppo, gspo, icepop, ipo, ppo_clip, tis
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, PerToken]]] = {
     loss.__name__: loss for loss in (dppo, ipo, aipo, ppo_clip, cispo, gspo, tis, icepop)
