@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
-from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, SignSgdRule, State, Step, StepGuard
+from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, State, Step, StepGuard
 from headway.trainer.parallel.sharding import local
 
 # State in CPU memory is brought to the device for this many parameters at a time.
@@ -92,7 +92,7 @@ def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[
             (MuonRule(settings.lr, settings.momentum, decay), matrices),
             (AdamWRule(rest.lr, rest.betas, rest.eps, decay), others),
         ]
-    return [(SignSgdRule(settings.lr, decay), named)]
+    return [(SgdRule(settings.lr, 0.0, decay, signs=True), named)]
 
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:

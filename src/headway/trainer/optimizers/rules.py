@@ -101,8 +101,10 @@ class MuonRule:
 
 
 class SgdRule:
-    def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+    """Gradient descent with momentum; with `signs` every weight moves by the learning rate (signSGD)."""
+
+    def __init__(self, lr: float, momentum: float, weight_decay: float, *, signs: bool = False) -> None:
+        self.lr, self.momentum, self.weight_decay, self._signs = lr, momentum, weight_decay, signs
         self.state_names: tuple[str, ...] = ("momentum",) if momentum else ()
 
     def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
@@ -115,21 +117,8 @@ class SgdRule:
             torch._foreach_add_(momenta, changes)
             changes = momenta
         torch._foreach_mul_(weights, 1 - self.lr * step.rate * self.weight_decay)
-        torch._foreach_add_(weights, changes, alpha=-self.lr * step.rate)
-
-
-class SignSgdRule:
-    state_names: tuple[str, ...] = ()
-
-    def __init__(self, lr: float, weight_decay: float) -> None:
-        self.lr, self.weight_decay = lr, weight_decay
-
-    def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
-        weights, gradients = _locals(parameters)
-        if not _clip(gradients, step.guard):
-            return
-        torch._foreach_mul_(weights, 1 - self.lr * step.rate * self.weight_decay)
-        torch._foreach_add_(weights, torch._foreach_sign(gradients), alpha=-self.lr * step.rate)
+        moves = torch._foreach_sign(changes) if self._signs else changes
+        torch._foreach_add_(weights, moves, alpha=-self.lr * step.rate)
 
 
 def _clip(gradients: list[Tensor], guard: StepGuard | None) -> bool:
