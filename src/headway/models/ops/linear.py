@@ -20,6 +20,8 @@ from torch import Tensor
 from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.registry import Op, cast, in_c, in_triton
 
+Tensors = Sequence[Tensor]
+
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 _SMALL = 2**17
 _NARROW = 512
@@ -32,26 +34,21 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 @Op
-def linears(x_TI: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def linears(x_TI: Tensor, weights: Tensors) -> Tensors:
     """`linear` with each weight (out, in)."""
     return [linear(x_TI, weight) for weight in weights]
 
 
 @Op
-def fused_linears(x_TI: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def fused_linears(x_TI: Tensor, weights: Tensors) -> Tensor:
     """`linears` side by side in one tensor."""
     return torch.cat([linear(x_TI, weight) for weight in weights], -1)
 
 
 @Op
 def lora_linears(
-    x_TI: Tensor,
-    weights: Sequence[Tensor],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scale: float,
-    grad_only: bool = False,
-) -> Sequence[Tensor]:
+    x_TI: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scale: float, grad_only: bool = False
+) -> Tensors:
     """x @ weight.T + scale * (x @ down.T) @ up for each weight (out, in), down (rank, in) and up (rank, out).
 
     The weights get no gradient. With `grad_only` the results may hold anything, but have their gradients.
@@ -108,26 +105,21 @@ def _mixed_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None)
 
 
 @linears.backend("torch", takes=lambda x, weights: x.is_cuda and torch.is_grad_enabled(), trains=True)
-def _linears(x_TI: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+def _linears(x_TI: Tensor, weights: Tensors) -> Tensors:
     outs: tuple[Tensor, ...] = _Linears.apply(x_TI, False, False, *weights)  # type: ignore[no-untyped-call]  # as above
     return outs
 
 
 @fused_linears.backend("torch", takes=lambda x, weights: True, trains=True)
-def _fused_linears(x_TI: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _fused_linears(x_TI: Tensor, weights: Tensors) -> Tensor:
     out: Tensor = _Linears.apply(x_TI, True, False, *weights)[0]  # type: ignore[no-untyped-call]  # as above
     return out
 
 
 @lora_linears.backend("torch", takes=lambda *_: True, trains=True)
 def _lora_linears(
-    x_TI: Tensor,
-    weights: Sequence[Tensor],
-    downs: Sequence[Tensor],
-    ups: Sequence[Tensor],
-    scale: float,
-    grad_only: bool = False,
-) -> Sequence[Tensor]:
+    x_TI: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scale: float, grad_only: bool = False
+) -> Tensors:
     adapters = (cast(adapter, x_TI.dtype) for adapter in (*downs, *ups))
     outs: tuple[Tensor, ...] = _LoraLinears.apply(  # type: ignore[no-untyped-call]  # as above
         x_TI, scale, grad_only, len(weights), *weights, *adapters
@@ -193,7 +185,7 @@ class _Linears(torch.autograd.Function):
         return grad_x, None, None, *grad_weights
 
 
-def _summed_products(grads: Sequence[Tensor], weights: Sequence[Tensor], total: Tensor | None = None) -> Tensor:
+def _summed_products(grads: Tensors, weights: Tensors, total: Tensor | None = None) -> Tensor:
     """Σ grad @ weight, added to `total` in place."""
     for grad, weight in zip(grads, weights, strict=True):
         weight = cast(weight, grad.dtype)
@@ -216,7 +208,7 @@ def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tenso
     return (grad_TO.T @ x_TI).to(dtype)
 
 
-def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _joined(weights: Tensors, dtype: torch.dtype) -> Tensor:
     """The weights one below the other, cast in one go."""
     sizes = [len(weight) for weight in weights]
     table = weights[0].new_empty(sum(sizes), weights[0].shape[1], dtype=dtype)
@@ -224,10 +216,10 @@ def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return table
 
 
-def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+def _stacked(matrices: Tensors) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
-def _parts(ranks_TR: Tensor, downs: Sequence[Tensor]) -> Sequence[Tensor]:
+def _parts(ranks_TR: Tensor, downs: Tensors) -> Tensors:
     """The columns of each layer's ranks."""
     return torch.split(ranks_TR, [len(down) for down in downs], dim=1)
