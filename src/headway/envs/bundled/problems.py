@@ -2,7 +2,7 @@
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from string import ascii_lowercase
 from typing import Any, Literal, TypeVar
 
@@ -57,6 +57,12 @@ def distinct(
 
 def random_word(rng: random.Random, shortest: int, longest: int) -> str:
     return "".join(rng.choices(ascii_lowercase, k=rng.randint(shortest, longest)))
+
+
+def positional_share(said: Sequence[object], target: Sequence[object]) -> float:
+    """The share of places at which two texts or lists agree; places that only one of them has count as wrong."""
+    longest = max(len(said), len(target))
+    return sum(a == b for a, b in zip(said, target, strict=False)) / longest if longest else 1.0
 
 
 def opening(system: str | None, text: str) -> list[Message]:

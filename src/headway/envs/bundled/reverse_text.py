@@ -9,7 +9,7 @@ from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import SingleTurn, reward
-from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, random_word
+from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, positional_share, random_word
 from headway.envs.rewards import Reward
 
 
@@ -54,12 +54,6 @@ class ReverseText(SingleTurn):
 
     def rewards(self) -> Sequence[Reward]:
         return [replace(item, weight=self._weights[item.name]) for item in super().rewards()]
-
-
-def positional_share(text: str, target: str) -> float:
-    """The share of places at which two texts agree; places that only one of them has count as wrong."""
-    longest = max(len(text), len(target))
-    return sum(a == b for a, b in zip(text, target, strict=False)) / longest if longest else 1.0
 
 
 def demonstrations(n: int, seed: int = 0, copy_share: float = 0.0, **args: Any) -> list[Row]:

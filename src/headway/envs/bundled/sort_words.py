@@ -9,7 +9,7 @@ from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import MultiTurn, State, reward
-from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, random_word
+from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, positional_share, random_word
 
 SYSTEM = "Sort all words given so far, this time's and earlier ones, alphabetically. Reply with the words only."
 
@@ -58,10 +58,7 @@ class SortWords(MultiTurn):
     @reward(weight=0.5)
     def in_place(self, task: Task, state: State) -> float:
         """The share of words at their place; missing and surplus words count as misplaced."""
-        return fmean(
-            sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
-            for said, wanted in _turns(task, state)
-        )
+        return fmean(positional_share(said, wanted) for said, wanted in _turns(task, state))
 
 
 def expected(rounds: Sequence[Sequence[str]]) -> list[list[str]]:
