@@ -1,6 +1,8 @@
-"""Devices without torch: the meaning of "auto", and the GPUs that nvidia-smi reports."""
+"""Devices without torch: the meaning of "auto", the GPUs that nvidia-smi reports, and Triton for them."""
 
 import subprocess
+from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
 from headway.core.errors import UsageError
@@ -23,6 +25,11 @@ def resolve_dtype(name: Literal["auto", "float32", "bfloat16"], device: str) -> 
     if name == "auto":
         return "bfloat16" if device == "cuda" else "float32"
     return name
+
+
+@cache
+def triton_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def query_gpus(fields: str, *, gpu: str | None = None, timeout: float = 10.0) -> list[list[str]]:

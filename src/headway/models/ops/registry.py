@@ -13,14 +13,13 @@ imported when they are first called: a process without a GPU must not spend its 
 """
 
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from headway.core.devices import triton_installed
 from headway.models.ops.native import library
 
 P = ParamSpec("P")
@@ -109,7 +108,7 @@ def in_c(x: Tensor, *_: Any) -> bool:
 
 
 def in_triton(x: Tensor, *_: Any) -> bool:
-    return x.is_cuda and _enabled["triton"] and _triton_installed() and not torch.compiler.is_compiling()
+    return x.is_cuda and _enabled["triton"] and triton_installed() and not torch.compiler.is_compiling()
 
 
 def in_triton_serving(x: Tensor, *_: Any) -> bool:
@@ -121,8 +120,3 @@ def in_triton_serving(x: Tensor, *_: Any) -> bool:
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """`weight` in the precision of a computation; its gradient comes back in its own."""
     return weight if weight.dtype is dtype else weight.to(dtype)
-
-
-@cache
-def _triton_installed() -> bool:
-    return find_spec("triton") is not None

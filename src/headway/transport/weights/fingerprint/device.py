@@ -4,14 +4,13 @@ A Triton kernel counts where Triton is installed, the reference elsewhere.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
-from importlib.util import find_spec
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from headway.core.devices import triton_installed
 from headway.transport.weights.fingerprint.reference import UNIT, Batch, Checksum, Words, checksum_of, row_sums
 
 _BATCH_SIZE = 128
@@ -84,7 +83,7 @@ class DeviceCounter(Generic[Key]):
 
 def count_batch(batch: Batch) -> Pending:
     """Start to count, and to copy where there are copies."""
-    if batch.data[0].is_cuda and _triton_installed():
+    if batch.data[0].is_cuda and triton_installed():
         # Importing Triton takes long, and it may not be installed.
         from headway.transport.weights.fingerprint.triton_kernel import count_by_triton
 
@@ -103,12 +102,7 @@ def can_copy_and_count(data: Tensor, copy: Tensor, offset: int) -> bool:
     source = data.data_ptr() - offset * (2 if cast else 1)
     return (
         (cast or data.dtype is copy.dtype)
-        and _triton_installed()
+        and triton_installed()
         and not (offset % 8 or copy.nbytes % 8)
         and not (source % UNIT or (copy.data_ptr() - offset) % UNIT)
     )
-
-
-@cache
-def _triton_installed() -> bool:
-    return find_spec("triton") is not None
