@@ -116,10 +116,9 @@ def help_text() -> str:
 
 
 def _unknown_command(name: str) -> str:
-    from difflib import get_close_matches
+    from headway.core.suggestions import did_you_mean, nearest
 
-    near = get_close_matches(name, commands(), n=1)
-    return f"no command {name!r}" + (f"; did you mean {near[0]}?" if near else "") + " See `headway --help`."
+    return f"no command {name!r}{did_you_mean(nearest(name, commands()))} See `headway --help`."
 
 
 def _crash(error: Exception) -> int:

@@ -5,7 +5,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from headway.config.renamed import present_name
 from headway.config.schema import Kind, is_none_text
 from headway.config.tree import Tree, put, to_tree
 from headway.core.errors import UsageError
+from headway.core.suggestions import did_you_mean, nearest
 
 
 @dataclass
@@ -104,11 +104,10 @@ def suggestion(kind: Kind, name: str, prefix: str = "", extra: Sequence[str] = (
     """Return `; did you mean ...?` with the nearest known name, or nothing where none is near."""
     known = [*dotted_names(kind), *extra]
     key = name.rpartition(".")[2]
-    near = get_close_matches(name, known, n=1, cutoff=0.75)
     same_key = [other for other in known if other.rpartition(".")[2] == key.replace("-", "_")]
-    near = near or sorted(same_key, key=lambda other: other.count("."))[:1]
-    near = near or get_close_matches(name, known, n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    shortest = min(same_key, key=lambda other: other.count("."), default=None)
+    near = nearest(name, known, cutoff=0.75) or shortest or nearest(name, known)
+    return did_you_mean(near and prefix + near)
 
 
 def dotted_names(kind: Kind, prefix: str = "") -> list[str]:

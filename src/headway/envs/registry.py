@@ -1,12 +1,12 @@
 """Environments by name: bundled, installed (entry points), an import path, or a file."""
 
-import difflib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
 from headway.core.errors import HeadwayError
 from headway.core.imports import load_object
+from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.base import Environment
 from headway.envs.bundled import ENVIRONMENTS
 
@@ -39,8 +39,7 @@ def find_factory(id: str) -> Callable[..., object]:
     if ":" not in id:
         known = known_environments()
         if id not in known:
-            near = difflib.get_close_matches(id, known, n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
+            hint = did_you_mean(nearest(id, known), quote='"')
             names = ", ".join(sorted(known)) or "none"
             raise HeadwayError(f'no environment is called "{id}"{hint} (known: {names}; or module:Name, path.py:Name)')
         id = known[id]

@@ -1,6 +1,5 @@
 """The task families of `reasoning-gym`, each with its own generator and scorer."""
 
-import difflib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.messages import Message
+from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.adapters import require
 from headway.envs.base import SingleTurn, reward
 from headway.envs.bundled.problems import Row, demonstration, opening
@@ -74,9 +74,8 @@ def _create(family: str, size: int, seed: int, config: dict[str, Any] | None) ->
     gym = require("reasoning_gym", "reasoning-gym", "environments")
     families = sorted(require("reasoning_gym.factory", "reasoning-gym", "environments").DATASETS)
     if family not in families:
-        near = difflib.get_close_matches(family, families, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(families)}"
-        raise UsageError(f'reasoning-gym has no family "{family}"; {hint}')
+        hint = did_you_mean(nearest(family, families), quote='"') or f"; there are {', '.join(families)}"
+        raise UsageError(f'reasoning-gym has no family "{family}"{hint}')
     try:
         # Problem i is drawn with seed + i there: neighbouring seeds would share all but one of their problems.
         return gym.create_dataset(family, size=size, seed=(seed << 20) % 2**31, **(config or {}))

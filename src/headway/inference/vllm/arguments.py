@@ -1,6 +1,5 @@
 """Turn our settings into vLLM's arguments. Those named in `[inference.vllm]` win."""
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,6 +11,7 @@ import msgspec
 from headway.config.inference import ServeSettings
 from headway.core.devices import resolve_dtype
 from headway.core.errors import UsageError
+from headway.core.suggestions import did_you_mean, nearest
 from headway.inference.vllm.worker import HeadwayWorker
 
 EXTENSION = "headway.inference.vllm.worker.HeadwayWorker"
@@ -105,8 +105,7 @@ def check_arguments(given: dict[str, Any], known: Iterable[str]) -> None:
         if name in OWNED:
             raise UsageError(f"inference.vllm.{name} cannot be set: {OWNED[name]}")
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(nearest(name, names))
             raise UsageError(f"inference.vllm.{name}: this vLLM has no such argument{hint}")
     _check_extension(given.get("worker_extension_cls", EXTENSION))
 
