@@ -1,4 +1,4 @@
-"""Processes that end with their parent, usable cores, free ports, and what "auto" means."""
+"""Processes that end with their parent, usable cores and memory, free ports, and what "auto" means."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ import pytest
 
 from headway.core.devices import resolve_device, resolve_dtype
 from headway.core.errors import UsageError
-from headway.core.processes import PARENT, consecutive_ports, free_port, usable_cores
+from headway.core.processes import PARENT, available_memory, consecutive_ports, free_port, usable_cores
 
 CHILD = """
 import time
@@ -81,3 +81,17 @@ def test_auto_is_the_gpu_with_bfloat16_where_there_is_one() -> None:
         resolve_device("cuda", False)
     assert (resolve_dtype("auto", "cuda"), resolve_dtype("auto", "cpu")) == ("bfloat16", "float32")
     assert resolve_dtype("float32", "cuda") == "float32"
+
+
+def test_available_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    free, total = available_memory(tmp_path)
+    assert 0 < free <= total == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("3000000\n")
+    assert available_memory(tmp_path)[1] == total
+    (tmp_path / "memory.max").write_text("8000000\n")
+    assert available_memory(tmp_path) == (5000000, 8000000)
+    (tmp_path / "memory.stat").write_text("anon 1000000\ninactive_file 2000000\n")
+    assert available_memory(tmp_path) == (7000000, 8000000)
+    (tmp_path / "memory.current").write_text("99000000\n")
+    assert available_memory(tmp_path) == (0, 8000000)

@@ -1,4 +1,4 @@
-"""Processes and what they share of this machine: they end with their parent, count cores, find free ports."""
+"""Processes and what they share of this machine: they end with their parent, find cores, memory and free ports."""
 
 import ipaddress
 import os
@@ -73,6 +73,19 @@ def usable_cores() -> int:
         return cores
 
 
+def available_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Return free and total bytes, within the container's limit where there is one. Needs no package."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = _number("MemAvailable:", Path("/proc/meminfo"), total // 1024) * 1024
+    try:
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such file, or "max": no limit
+        return free, total
+    # Files that were read count as used, too, such as a checkpoint's; the kernel drops them when memory is wanted.
+    used -= _number("inactive_file", cgroup / "memory.stat", 0)
+    return min(free, max(0, limit - used)), min(total, limit)
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     with socket.create_server((host, 0), family=_family(host)) as probe:
         return int(probe.getsockname()[1])
@@ -99,6 +112,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _number(name: str, file: Path, default: int) -> int:
+    """Return the number after `name` in a file of such lines."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return default
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), default)
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -7,6 +7,7 @@ import torch
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.devices import resolve_device, resolve_dtype
 from headway.core.errors import HeadwayError
+from headway.core.processes import available_memory
 from headway.inference.embedded.cpu import library as cpu
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
@@ -49,9 +50,7 @@ def load_service(settings: ServeSettings, folder: Path) -> EmbeddedService:
 def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
-    import psutil
-
-    return int(psutil.virtual_memory().available * _CPU_SHARE)
+    return int(available_memory()[0] * _CPU_SHARE)
 
 
 def size_engine(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headway.core.cache import cache_folder
 from headway.core.devices import query_gpus
-from headway.core.processes import usable_cores
+from headway.core.processes import available_memory, usable_cores
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.packages import torch_build
 from headway.monitor.doctor.pins import release
@@ -72,19 +72,8 @@ def check_resources(output_dir: Path, port: int) -> Iterator[Finding]:
     yield from _proxy()
 
 
-def memory() -> tuple[int, int]:
-    """Return free and total bytes, within the container's limit where there is one."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
-    free = int(available.group(1)) * 1024 if available else total
-    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
-    if limit.isdigit() and used.isdigit():
-        free, total = min(free, int(limit) - int(used)), min(total, int(limit))
-    return free, total
-
-
 def _memory() -> Finding:
-    free, total = memory()
+    free, total = available_memory()
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free < 2 * GIB:
         return Finding("memory", "warning", text, "a small run wants 2 GiB; close other programs")
