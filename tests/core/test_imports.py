@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import UsageError
-from headway.core.imports import load_object
+from headway.core.imports import absolute_path, load_object
 
 
 def test_modules_files_and_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,6 +15,16 @@ def test_modules_files_and_the_current_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
     assert load_object("mine_here:double", "reward")(4) == 8
+
+
+def test_a_file_is_found_from_another_folder_once_its_path_is_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert absolute_path("mine.py:Name") == f"{tmp_path.resolve()}/mine.py:Name"
+    assert absolute_path("~/mine.py:Name") == "/home/me/mine.py:Name"
+    assert absolute_path("package.module:Name") == "package.module:Name"
 
 
 def test_dataclasses_of_a_file_find_their_module(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class SinkMoe(Family):
         "shared_width": "shared_expert_intermediate_size",
         "window": "sliding_window",
     }
-    chat_format = "qwen3"
+    chat_format = "nemotron-3"
 
     def fields_from_hf(self, hf: dict[str, Any]) -> dict[str, Any]:
         fields = super().fields_from_hf(hf)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,9 +14,11 @@ import torch
 from models_common import perturb_norms, random_tokens, run_packed
 from outside_family import SinkMoe, SinkMoeConfig
 
+from headway.cli.main import run as run_command
 from headway.config.inference import ServeSettings
 from headway.core.errors import UsageError
 from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
 from headway.inference.embedded.load import load_service
 from headway.models.build import build_model
@@ -25,8 +28,15 @@ from headway.models.decoder import DecoderLM
 from headway.models.registry import load_config, load_family, register_family
 from headway.models.tiny import resolve_model
 from headway.monitor.metrics import read_metrics
+from headway.rendering.external import available
 
 FAMILY = f"{Path(__file__).parent / 'outside_family.py'}:SinkMoe"
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\n<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""A template that the family's chat format renders, and ours do not: its prompts open the reasoning."""
 SHAPE = SinkMoeConfig(
     "sink_moe", 0, 64, layers=3, heads=4, kv_heads=2, head_dim=16, mlp_width=64, rotary_dim=8, max_len=256,
     experts=4, experts_per_token=2, expert_width=24, normalize_gates=True,
@@ -51,6 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.fill_(1.0)
     path = tmp_path_factory.mktemp("model") / "sink-moe"
     save_checkpoint(model, path, files_from=tiny)
+    tokenizer = path / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": TEMPLATE}))
     return path
 
 
@@ -102,17 +114,18 @@ def test_families_configs_costs_and_chat_formats_are_known_without_torch(folder:
     code = """
 import sys
 from headway.models.costs import parameter_count
-from headway.models.registry import load_config, load_family
+from headway.models.registry import load_config
 from headway.rendering.load import load_renderer
-load_family(sys.argv[1])
-load_renderer(sys.argv[2])
+print(type(load_renderer(sys.argv[2], family=sys.argv[1])).__name__)
 print(parameter_count(load_config(sys.argv[2])))
 assert "torch" not in sys.modules
 """
     done = subprocess.run(
         [sys.executable, "-c", code, FAMILY, str(folder)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and int(done.stdout) == parameter_count(load_config(folder)), done.stderr
+    assert done.returncode == 0, done.stderr
+    renderer = "ExternalRenderer" if available() else "TemplateRenderer"
+    assert done.stdout.split() == [renderer, str(parameter_count(load_config(folder)))]
 
 
 def test_it_is_trained_exported_and_served(folder: Path, tmp_path: Path) -> None:
@@ -132,11 +145,7 @@ def test_it_is_trained_exported_and_served(folder: Path, tmp_path: Path) -> None
         "run.output_dir": tmp_path,
         "run.name": "run",
     }
-    argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "headway.cli.main", "sft", *argv], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    headway("sft", flags, tmp_path)
     paths = RunPaths(tmp_path / "run")
     losses = [line["loss"] for line in read_metrics(paths.metrics / "trainer.jsonl")]
     assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]
@@ -159,6 +168,55 @@ def test_it_is_trained_exported_and_served(folder: Path, tmp_path: Path) -> None
         expected = torch.log_softmax(trained.logits(run_packed(trained, ids, [len(ids)]).hidden_TD), -1)
     expected_N = expected[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(logprobs), expected_N, atol=1e-4, rtol=0)
+
+
+def test_environments_speak_its_chat_format(folder: Path, tmp_path: Path) -> None:
+    """A run from a folder where `model.family` is a relative path; its reply to an opened reasoning is reasoning."""
+    pytest.importorskip("renderers", reason="an optional extra")
+    shutil.copy(FAMILY.rpartition(":")[0], tmp_path / "mine.py")
+    env = {"id": "reverse-text", "workers": {"max": 1}}
+    flags = {
+        "model.path": folder,
+        "model.family": "mine.py:SinkMoe",
+        "seq_len": 96,
+        "max_steps": 2,
+        "orchestrator.batch_size": 4,
+        "orchestrator.group_size": 2,
+        "orchestrator.filters.zero_advantage": "false",
+        "orchestrator.sampling.max_tokens": 6,
+        "orchestrator.envs": json.dumps([env]),
+        "placement.device": "cpu",
+        "run.output_dir": "outputs",
+        "run.name": "run",
+    }
+    headway("rl", flags, tmp_path)
+    paths = RunPaths(tmp_path / "outputs" / "run")
+    replies = [
+        node.message
+        for step in (1, 2)
+        for record in read_rollouts(paths, step)
+        for node in record.episode.traces[0].nodes
+        if node.message and node.message.role == "assistant"
+    ]
+    # A random model may close the reasoning at once, but hardly in every other reply.
+    assert len(replies) == 8 and sum(bool(reply.reasoning) for reply in replies) > 4
+    for name in ("rl", "trainer", "orchestrator", "inference"):
+        text = (paths.config / f"{name}.toml").read_text()
+        assert f'family = "{tmp_path / "mine.py"}:SinkMoe"' in text, text
+
+
+def test_eval_and_env_register_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--url", "http://127.0.0.1:9", "--model", str(folder), "--family", "nowhere.py:SinkMoe")
+    for command in (("eval", "--api", "chat", "--env", "reverse-text"), ("env", "try", "reverse-text")):
+        assert run_command([*command, *model]) == (1 if command[0] == "eval" else 2)
+        assert 'model.family "nowhere.py:SinkMoe" could not be imported: there is no file' in capsys.readouterr().err
+
+
+def headway(command: str, flags: dict[str, Any], cwd: Path) -> None:
+    argv = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    line = [sys.executable, "-m", "headway.cli.main", command, *argv]
+    done = subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 async def serve(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:

@@ -35,6 +35,7 @@ NAME is a name from the list, an import path `module:Name`, or a file `path.py:N
   --task N            which task to play, counted from 0 (0)
   --url URL           the server that plays; without it you do
   --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (tiny)
+  --family CLASS      its model family, as FILE.py:CLASS or MODULE:CLASS, where Headway does not bring it along
   --tokens            show every token, those that the model sampled in green ([brackets] without color)
   --max-tokens N      tokens per reply (64)
   --temperature T     how the model draws (1.0)
@@ -66,8 +67,8 @@ def run(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> Namespace:
-    played = {"task": 0, "url": str, "model": "tiny", "tokens": False, "max_tokens": 64, "temperature": 1.0}
-    parser = OptionParser("env", tasks=3, n=1000, seed=0, **played)
+    played = {"task": 0, "url": str, "tokens": False, "max_tokens": 64, "temperature": 1.0}
+    parser = OptionParser("env", model="tiny", family=str, tasks=3, n=1000, seed=0, **played)
     parser.add_argument("--args", type=environment_argument, action="append", default=[])
     parser.add_argument("-o", dest="output", type=Path)
     options = parser.parse_args(list(join_environment_arguments(argv)))
@@ -169,7 +170,7 @@ async def _watch(name: str, environment: "Environment", task: "Task", options: N
     from headway.rendering.load import load_renderer
 
     assert options.url is not None
-    renderer, engines = load_renderer(resolve_model(options.model)), Engines()
+    renderer, engines = load_renderer(resolve_model(options.model), family=options.family), Engines()
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     try:
         runner = EpisodeRunner(environment, name, renderer, engines)

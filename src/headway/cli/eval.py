@@ -26,6 +26,7 @@ API; its key, where it wants one, is read from OPENAI_API_KEY.
   --env NAME          a name of `headway env list`, `module:Name` or `file.py:Name`; may be given several times
   --args.NAME VALUE   an argument of the last named environment, such as --args.split eval
   --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (tiny)
+  --family CLASS      its model family, as FILE.py:CLASS or MODULE:CLASS, where Headway does not bring it along
   --name NAME         what the server calls the model (policy)
   --api chat          the server speaks only OpenAI's chat API
   --tasks N           tasks per environment (all)
@@ -62,7 +63,7 @@ def run(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> Namespace:
     """Raises UsageError on anything that isn't understood."""
     played = {"tasks": int, "samples": 1, "temperature": 1.0, "max_tokens": int, "concurrency": 64, "timeout": 600.0}
-    parser = OptionParser("eval", model="tiny", name="policy", json=False, **played)
+    parser = OptionParser("eval", model="tiny", family=str, name="policy", json=False, **played)
     parser.add_argument("--url", dest="urls", action="append", default=[])
     parser.add_argument("--env", dest="envs", type=lambda name: (name, {}), action="append", default=[])
     parser.add_argument("--args", type=environment_argument, action=_OfLastEnvironment)
@@ -118,6 +119,7 @@ async def _evaluate(options: Namespace) -> "Round":
         options.urls,
         model=resolve_folder(options.model),
         renderer="auto",
+        family=options.family,
         policy=options.name,
         api=options.api,
         concurrency=options.concurrency,

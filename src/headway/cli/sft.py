@@ -29,7 +29,7 @@ Examples:
 def run(argv: list[str]) -> int:
     from headway.config.loader import load_settings, write_settings
     from headway.config.sft import SftSettings
-    from headway.monitor.dry_run import write_dry_run
+    from headway.monitor.dry_run import with_absolute_paths, write_dry_run
     from headway.monitor.runs import create_run, join_run, open_run
     from headway.trainer.parallel.group import in_group, rank_in_group
 
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         return 0
     paths = join_run(settings.run, "sft") if options.resume or in_group() else create_run(settings.run, "sft")
     if rank_in_group() == 0:
-        write_settings(settings, paths.config / "sft.toml")
+        write_settings(with_absolute_paths(settings, paths), paths.config / "sft.toml")
     if (code := run_ranks("sft", argv, settings, paths)) is not None:
         return code
     from headway.trainer.sft import sft

@@ -33,6 +33,12 @@ def load_object(path: str, what: str) -> Any:
     return found
 
 
+def absolute_path(path: str) -> str:
+    """Write out the folder in `file.py:name`, so that it holds from anywhere; `module:name` stays as it is."""
+    place, _, name = path.rpartition(":")
+    return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else path
+
+
 def _load_module(name: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:  # console scripts do not have the current folder on their path

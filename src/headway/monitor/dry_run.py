@@ -7,6 +7,7 @@ from headway.config.commands import write_process_settings
 from headway.config.loader import write_settings
 from headway.config.rl import RlSettings
 from headway.config.shared import SharedSettings
+from headway.core.imports import absolute_path
 from headway.core.runs import RunPaths
 from headway.monitor.runs import create_run
 
@@ -28,8 +29,10 @@ def write_dry_run(settings: SharedSettings, command: str) -> list[Path]:
 
 
 def with_absolute_paths(settings: S, paths: RunPaths) -> S:
-    """Write out the folders of run and model, so that the settings hold from anywhere."""
-    root, model = paths.root.resolve(), Path(settings.model.path)
+    """Write out the folders of run, model and model family, so that the settings hold from anywhere."""
+    root, model = paths.root.resolve(), settings.model
     run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
-    folder = str(model.resolve()) if model.is_dir() else settings.model.path
-    return settings.model_copy(update={"run": run, "model": settings.model.model_copy(update={"path": folder})})
+    folder = str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
+    family = model.family and absolute_path(model.family)
+    model = model.model_copy(update={"path": folder, "family": family})
+    return settings.model_copy(update={"run": run, "model": model})

@@ -22,13 +22,13 @@ T = TypeVar("T")
 class WorkerPools:
     """Worker pools, closed with the stack."""
 
-    def __init__(self, stack: AsyncExitStack, model: Path, renderer: str) -> None:
-        self._stack, self._model, self._renderer = stack, model, renderer
+    def __init__(self, stack: AsyncExitStack, model: Path, renderer: str, family: str | None = None) -> None:
+        self._stack, self._model, self._renderer, self._family = stack, model, renderer, family
         self._pools: list[EnvPool] = []
         self._lost = 0
 
     async def start(self, settings: EnvSettings) -> EnvPool:
-        pool = EnvPool(settings, model=self._model, renderer=self._renderer)
+        pool = EnvPool(settings, model=self._model, renderer=self._renderer, family=self._family)
         self._stack.push_async_callback(pool.close)
         await pool.start()
         if not pool.tasks:

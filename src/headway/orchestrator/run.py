@@ -91,15 +91,15 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
     options = settings.orchestrator
     if not options.envs:
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
-    model = resolve_folder(settings.model.path)
+    model, renderer, family = resolve_folder(settings.model.path), settings.model.renderer, settings.model.family
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(open_session())
         token = admin_token(paths)
         fleet = Fleet(
             engine_finder(options.engines, paths), lambda url: InferenceClient(url, token=token, session=session)
         )
-        context = Context(lambda: fleet.choose(""), lambda: _renderer(model, settings.model.renderer))
-        pools = WorkerPools(stack, model, settings.model.renderer)
+        context = Context(lambda: fleet.choose(""), lambda: _renderer(model, renderer, family))
+        pools = WorkerPools(stack, model, renderer, family)
         sources = await pools.sources(options, settings.seed, context)
         for source in sources:
             stack.push_async_callback(source.algorithm.close)
@@ -245,7 +245,7 @@ def model_width(folder: Path) -> int:
 
 
 @cache
-def _renderer(model: Path, name: str) -> Renderer:
+def _renderer(model: Path, name: str, family: str | None) -> Renderer:
     from headway.rendering.load import load_renderer
 
-    return load_renderer(model, name)
+    return load_renderer(model, name, family)

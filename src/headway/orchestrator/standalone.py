@@ -48,6 +48,7 @@ async def evaluate(
     *,
     model: Path,
     renderer: str,
+    family: str | None,
     policy: str,
     api: Literal["tokens", "chat"],
     concurrency: int,
@@ -59,7 +60,7 @@ async def evaluate(
     if api == "tokens":
         await endpoints.check()
     async with AsyncExitStack() as stack:
-        envs = await WorkerPools(stack, model, renderer).eval_envs(settings, SamplingSettings())
+        envs = await WorkerPools(stack, model, renderer, family).eval_envs(settings, SamplingSettings())
         finished: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
         advance = stack.enter_context(progress(sum(len(env.tasks) * env.samples for env in envs)))
         work = EvaluationWork(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool, ToolCall
-from headway.models.registry import families
+from headway.models.registry import families, load_family
 from headway.models.tiny_tokenizer import TEMPLATE_MARK
 from headway.rendering.base import Renderer
 from headway.rendering.chatml import STYLES, ChatMLRenderer, with_default_system
@@ -23,12 +23,14 @@ _TOOL = Tool("look", "Look up.", {"type": "object", "properties": {"key": {"type
 _CALL = ToolCall("call_0", "look", '{"key": "x"}')
 
 
-def load_renderer(folder: Path, name: str = "auto") -> Renderer:
-    """Load the renderer `name` for the checkpoint in `folder`.
+def load_renderer(folder: Path, name: str = "auto", family: str | None = None) -> Renderer:
+    """Load the renderer `name` for the checkpoint in `folder`, after registering its `family` (`model.family`).
 
     `auto` takes, in this order: native ChatML in the dialect that agrees with the checkpoint's chat template, the
     `chat_format` of the model's family where it agrees with it, the template itself. `template` insists on the last.
     """
+    if family is not None:
+        load_family(family)
     folder = Path(folder)
     tokenizer = load_tokenizer(folder)
     if name in STYLES:

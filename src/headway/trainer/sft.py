@@ -124,7 +124,7 @@ def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
         raise UsageError(f"seq_len is {settings.seq_len}, but the model's positions end at {longest}")
     rows, skipped = tokenize_rows(
         progress(read_rows(path, data.split), f"reading {name} rows"),
-        load_renderer(folder, settings.model.renderer),
+        load_renderer(folder, settings.model.renderer, settings.model.family),
         seq_len=settings.seq_len,
         train_roles=data.train_roles,
         too_long=data.too_long,

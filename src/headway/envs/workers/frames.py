@@ -24,6 +24,7 @@ class Start(msgspec.Struct, tag=True):
     name: str
     model: str
     renderer: str
+    family: str | None
     tasks: bool
 
 

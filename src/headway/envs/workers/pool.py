@@ -50,6 +50,7 @@ class EnvPool:
         *,
         model: Path,
         renderer: str = "auto",
+        family: str | None = None,
         heartbeat: float = 30.0,
         start_timeout: float = 120.0,
         idle_seconds: float = 30.0,
@@ -58,7 +59,7 @@ class EnvPool:
         self.tasks: list[Task] = []
         self.restarts = 0
         self._settings = settings
-        self._model, self._renderer = model, renderer
+        self._model, self._renderer, self._family = model, renderer, family
         self._heartbeat, self._start_timeout, self._idle_seconds = heartbeat, start_timeout, idle_seconds
         self._workers: list[WorkerProcess] = []
         self._pending: dict[int, PendingEpisode] = {}
@@ -187,7 +188,8 @@ class EnvPool:
     async def _add_worker(self, tasks: bool = False) -> list[Task]:
         settings = self._settings
         worker = WorkerProcess(self, self.name)
-        start = Start(settings.id, settings.args, self.name, str(self._model), self._renderer, tasks)
+        model = str(self._model)
+        start = Start(settings.id, settings.args, self.name, model, self._renderer, self._family, tasks)
         known = await worker.start(start, settings.workers.memory_gb, self._start_timeout)
         if self._closed:
             await worker.stop()

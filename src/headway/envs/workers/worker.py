@@ -82,7 +82,7 @@ class Worker:
         environment.check()
         tasks = list(environment.tasks())
         _check_tasks(start.env, tasks)
-        renderer = load_renderer(Path(start.model), start.renderer)
+        renderer = load_renderer(Path(start.model), start.renderer, start.family)
         await environment.open()
         self._name = start.name
         self._runner = EpisodeRunner(environment, start.name, renderer, self._engines)
