@@ -13,18 +13,7 @@ from typing import Protocol
 
 from headway.core.episodes import Episode, Task
 from headway.core.errors import HeadwayError
-from headway.envs.workers.frames import (
-    Done,
-    Failed,
-    FrameConnection,
-    Ping,
-    Ready,
-    Retiring,
-    Start,
-    Stop,
-    ToWorker,
-    from_worker,
-)
+from headway.envs.workers import frames
 from headway.envs.workers.output import OutputLog
 
 logger = logging.getLogger(__name__)
@@ -46,7 +35,7 @@ class WorkerProcess:
     def __init__(self, owner: Owner, name: str) -> None:
         self._owner = owner
         self._name = name
-        self._connection = FrameConnection(self._received, self._disconnected)
+        self._connection = frames.FrameConnection(self._received, self._disconnected)
         self._ready: asyncio.Future[list[Task]] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._reaping: asyncio.Task[None] | None = None
@@ -63,7 +52,7 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid if self._process else -1
 
-    async def start(self, start: Start, memory_gb: float | None, timeout: float) -> list[Task]:
+    async def start(self, start: frames.Start, memory_gb: float | None, timeout: float) -> list[Task]:
         """Returns the tasks that were asked for. Raises HeadwayError, the process ended, where it can't serve."""
         try:
             await self._spawn(memory_gb)
@@ -82,20 +71,20 @@ class WorkerProcess:
         self.idle_since = time.monotonic()
         return tasks
 
-    def send(self, frame: ToWorker) -> None:
+    def send(self, frame: frames.ToWorker) -> None:
         self._connection.send(frame)
 
     def ping(self, now: float) -> float:
         """Send a heartbeat unless one is unanswered; returns for how long the worker has not answered."""
         if self._pinged is None:
             self._pinged = now
-            self._connection.send(Ping())
+            self._connection.send(frames.Ping())
         return now - self._pinged
 
     async def stop(self) -> None:
         """End in good order, or by force after STOP_SECONDS."""
         self._serving = False
-        self._connection.send(Stop())
+        self._connection.send(frames.Stop())
         await self._reap()
 
     async def kill(self, reason: str) -> None:
@@ -144,16 +133,16 @@ class WorkerProcess:
 
     def _received(self, data: bytes) -> None:
         self._pinged = None
-        match from_worker.decode(data):
-            case Done(number=number, episode=episode):
+        match frames.from_worker.decode(data):
+            case frames.Done(number=number, episode=episode):
                 self.running.discard(number)
                 self.idle_since = time.monotonic()
                 self._owner.finished(self, number, episode)
-            case Ready(tasks=tasks) if not self._ready.done():
+            case frames.Ready(tasks=tasks) if not self._ready.done():
                 self._ready.set_result(tasks)
-            case Failed(message=message) if not self._ready.done():
+            case frames.Failed(message=message) if not self._ready.done():
                 self._ready.set_exception(HeadwayError(message))
-            case Retiring(reason=reason):
+            case frames.Retiring(reason=reason):
                 logger.warning("environment %s: worker %d will be replaced: %s", self._name, self.pid, reason)
                 self.retiring = True
 

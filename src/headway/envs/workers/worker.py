@@ -22,20 +22,7 @@ from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner, as_error, blank_episode
 from headway.envs.registry import load_environment
 from headway.envs.threads import abandoned
-from headway.envs.workers.frames import (
-    Cancel,
-    Done,
-    Failed,
-    FrameConnection,
-    Ping,
-    Pong,
-    Ready,
-    Retiring,
-    Run,
-    Start,
-    Stop,
-    to_worker,
-)
+from headway.envs.workers import frames
 from headway.rendering.load import load_renderer
 
 logger = logging.getLogger(__name__)
@@ -50,8 +37,8 @@ class Worker:
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self._connection = FrameConnection(self._received, self._lost)
-        self._starting: asyncio.Future[Start] = loop.create_future()
+        self._connection = frames.FrameConnection(self._received, self._lost)
+        self._starting: asyncio.Future[frames.Start] = loop.create_future()
         self._stopped = asyncio.Event()
         self._engines = Engines()
         self._episodes: dict[int, asyncio.Task[Episode]] = {}
@@ -65,11 +52,11 @@ class Worker:
         start = await self._starting
         try:
             environment, tasks = await self._open(start)
-            self._connection.send(Ready(tasks if start.tasks else []))
+            self._connection.send(frames.Ready(tasks if start.tasks else []))
         except Exception as error:
             logger.debug("environment %s failed to start", start.env, exc_info=True)
             reason = f'environment "{start.env}" failed to start: {type(error).__name__}: {error}'
-            self._connection.send(Failed(str(error) if isinstance(error, HeadwayError) else reason))
+            self._connection.send(frames.Failed(str(error) if isinstance(error, HeadwayError) else reason))
             self._connection.close()
         else:
             await self._stopped.wait()
@@ -77,7 +64,7 @@ class Worker:
             self._connection.close()
         await self._stopped.wait()
 
-    async def _open(self, start: Start) -> tuple[Environment, list[Task]]:
+    async def _open(self, start: frames.Start) -> tuple[Environment, list[Task]]:
         environment = load_environment(start.env, start.args)
         environment.check()
         tasks = list(environment.tasks())
@@ -102,18 +89,18 @@ class Worker:
             logger.exception("environment %s could not be closed", self._name)
 
     def _received(self, data: bytes) -> None:
-        match to_worker.decode(data):
-            case Run(number=number, request=request) if self._runner is not None:
+        match frames.to_worker.decode(data):
+            case frames.Run(number=number, request=request) if self._runner is not None:
                 task = asyncio.get_running_loop().create_task(self._runner.run(request))
                 task.add_done_callback(partial(self._finished, number, request))
                 self._episodes[number] = task
-            case Cancel(number=number) if number in self._episodes:
+            case frames.Cancel(number=number) if number in self._episodes:
                 self._episodes[number].cancel()
-            case Ping():
-                self._connection.send(Pong())
-            case Start() as start:
+            case frames.Ping():
+                self._connection.send(frames.Pong())
+            case frames.Start() as start:
                 self._starting.set_result(start)
-            case Stop():
+            case frames.Stop():
                 self._stopped.set()
 
     def _finished(self, number: int, request: EpisodeRequest, task: "asyncio.Task[Episode]") -> None:
@@ -127,13 +114,13 @@ class Worker:
         self._report(number, request, episode)
         if not self._retiring and abandoned() >= RETIRE_AT:
             self._retiring = True
-            self._connection.send(Retiring(f"{abandoned()} tool calls have not returned"))
+            self._connection.send(frames.Retiring(f"{abandoned()} tool calls have not returned"))
 
     def _report(self, number: int, request: EpisodeRequest, episode: Episode) -> None:
         try:
-            self._connection.send(Done(number, episode))
+            self._connection.send(frames.Done(number, episode))
         except Exception as error:  # an environment put something into the episode that cannot be sent
-            self._connection.send(Done(number, blank_episode(request, self._name, as_error(error))))
+            self._connection.send(frames.Done(number, blank_episode(request, self._name, as_error(error))))
 
     def _lost(self) -> None:
         self._starting.cancel()
