@@ -1,18 +1,18 @@
 """The embedded engine behind the server's `Engine` interface: requests await results, updates await a step's end."""
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable
 
 from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
+from headway.core.openai import RequestError, new_id
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
-from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, RequestError, Result
+from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, Result
 
 ResultQueue = asyncio.Queue[Item]
 
@@ -127,7 +127,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         sequences = request.sampling_params.n
         if self._in_line + sequences > self._engine.limits.max_running + self._max_waiting:
             raise BusyError(f"the queue is full: {self._max_waiting} requests are waiting; try again later")
-        request_id = request.request_id or f"gen-{random.getrandbits(128):032x}"
+        request_id = request.request_id or new_id("gen")
         if request_id in self._queues:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
         queue: ResultQueue = asyncio.Queue()

@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from headway.core.errors import HeadwayError
-from headway.core.openai import RequestError
+from headway.core.openai import RequestError, new_id
 from headway.core.protocol import EngineState, GenerateRequest, SamplingParams, WeightState, WeightUpdate
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, LoadingError, Mode, Result
 from headway.inference.vllm.adapters import LoadedAdapters
@@ -173,7 +172,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
                 "the server without --inference.vllm.enable_chunked_prefill",
                 "seed",
             )
-        request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
+        request_id = request.request_id or new_id("gen")
         active = ActiveRequest(request, request_id, lambda: self.models().get(request.model, 0))
         self._requests.add(active)
         return active
