@@ -99,3 +99,23 @@ def test_classes_of_the_glossary_exist() -> None:
     named = {word for word in meanings if word[0].isupper() or word.startswith(("next_", "capture_"))}
     assert sorted(named - defined) == []
     assert len(named) > 40
+
+
+@pytest.mark.parametrize("page", ["models.md", "algorithms.md", "training.md"])
+def test_examples_in_python_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.models.ops.registry.OPS", {})  # an example registers an operation
+    names: dict[str, object] = {}
+    for block in blocks(ROOT / "docs" / page, "python"):
+        if '"cuda"' not in block.replace('# device="cuda"', ""):
+            exec(block.replace("/tmp/", f"{tmp_path}/"), names)
+    assert len(names) > 1
+
+
+AVOIDED = ("to the bit", "last words", "in the air", "came of it", "Learned is", "Held back is", "nobody's")
+"""Phrases that the documentation once had; plain ones took their place."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_pages_are_in_plain_words(page: Path) -> None:
+    text = " ".join(page.read_text().split())
+    assert [phrase for phrase in AVOIDED if phrase in text] == []
