@@ -146,7 +146,8 @@ def _by_passes(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSampl
     return out
 
 
-@packed_attention.backend("cuda", takes=lambda q, *_: cuda.in_half(q), trains=True)
+# Not where gradients are wanted: those of cuDNN behind torch's own function are wrong for samples that were padded.
+@packed_attention.backend("cuda", takes=lambda q, *_: cuda.in_half(q) and not torch.is_grad_enabled())
 def _attention_cuda(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
     parts = [
         cuda.long_attention(q, k, v) if ends is None else cuda.varlen_attention(q, k, v, ends, longest)
