@@ -108,7 +108,7 @@ def in_c(x: Tensor, *_: Any) -> bool:
 
 
 def in_triton(x: Tensor, *_: Any) -> bool:
-    return x.is_cuda and _enabled["triton"] and triton_installed() and not torch.compiler.is_compiling()
+    return x.is_cuda and not torch.compiler.is_compiling() and _enabled["triton"] and triton_installed()
 
 
 def in_triton_serving(x: Tensor, *_: Any) -> bool:
