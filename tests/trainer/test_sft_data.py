@@ -133,12 +133,12 @@ def test_a_folder_gives_its_files_in_order_and_knows_splits(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("path", ["", "./nowhere", "nowhere.jsonl", "/nowhere/at/all"])
-def test_a_path_that_is_not_there_is_skipped(path: str) -> None:
+def test_a_path_that_is_not_there_is_refused(path: str) -> None:
     with pytest.raises(UsageError):
         read_rows(path)
 
 
-def test_an_empty_folder_is_skipped(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no"):
         list(read_rows(str(tmp_path)))
 
