@@ -182,7 +182,7 @@ def windowed_model(config: ModelConfig) -> DecoderLM:
         return Block(first, attention, second, GatedMlp(config.width, config.mlp_width))
 
     model = DecoderLM(replace(config, layers=len(layers)), block)
-    init_weights(model, 0.3, seed=1)
+    init_weights(model, 0.15, seed=1)
     return model
 
 
