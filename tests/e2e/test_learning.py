@@ -96,7 +96,7 @@ def tool_user(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def with_tool(model: Path, values: str) -> tuple[str, ...]:
     env = f'[{{id = "{lookup.__file__}:Lookup", args = {{values = "{values}"}}}}]'
-    size = ("--orchestrator.batch_size", "64", "--orchestrator.sampling.max_tokens", "64", "--max_steps", "30")
+    size = ("--orchestrator.batch_size", "64", "--orchestrator.sampling.max_tokens", "64", "--max_steps", "50")
     return ("--model.path", str(model), "--orchestrator.envs", env, "--orchestrator.eval.envs", "[]", *size)
 
 
