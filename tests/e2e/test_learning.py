@@ -89,7 +89,7 @@ def test_distillation(run_rl: RunRl, teacher: str, algorithm: str) -> None:
 def tool_user(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that asks the tool in two conversations of five, gives up in the others, and knows how a tool replies."""
     rows = lookup.demonstrations(10_000, seed=0, giving_up=0.6)
-    # To repeat what the tool said is learned all at once, somewhere between 200 and 600 steps: rounding decides where.
+    # To repeat what the tool said was learned by 300 steps from one warmed-up model, from another only by 600.
     roles = ("--max_steps", "800", "--data.train_roles", '["assistant", "tool"]')
     return warm_up(tmp_path_factory.mktemp("tools"), rows, "--model.path", str(warm_model), *roles)
 
