@@ -13,6 +13,7 @@ import torch
 from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_settings, spool
 
 from headway.config.trainer import CheckpointSettings
+from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.trainer.checkpoints import Checkpoints, superseded
 from headway.trainer.parallel.ranks import joined
@@ -90,6 +91,29 @@ def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
             torch.testing.assert_close(got[name], tensor, rtol=2e-2, atol=2e-2 * float(tensor.abs().max()), msg=name)
         else:
             torch.testing.assert_close(got[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def save_twice(folder: Path) -> None:
+    """Save a step, and again as the end of a run does, while the main rank is slow to mark the first as complete."""
+
+    def slowly(path: Path, content: bytes) -> None:
+        time.sleep(1)
+        write_atomic(path, content)
+
+    settings = small_settings(placement__trainer_ranks=2)
+    with joined(settings) as ranks, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headway.trainer.checkpoints.write_atomic", slowly)
+        checkpoints = Checkpoints(settings, run_paths(folder), ranks)
+        state = build_state(settings, ranks)
+        checkpoints.save(state)
+        checkpoints.save(state)
+        ranks.barrier()
+        checkpoints.wait()
+
+
+def test_ranks_agree_that_a_step_is_saved_already(tmp_path: Path) -> None:
+    run_ranks(2, save_twice, tmp_path)
+    assert run_paths(tmp_path).complete_checkpoints() == [0]
 
 
 def test_which_checkpoints_are_superseded() -> None:

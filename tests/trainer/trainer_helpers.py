@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +143,16 @@ def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    results = [_outcome(pipe) for pipe in pipes]
-    for process in processes:
-        process.join()
-    for failed, value in results:
-        if failed:
-            raise AssertionError(value)
-    return [value for _, value in results]
+    try:
+        results = {}
+        while len(results) < ranks:
+            for pipe in wait(pipe for pipe in pipes if pipe not in results):
+                failed, results[pipe] = _outcome(pipe)
+                assert not failed, results[pipe]
+        return [results[pipe] for pipe in pipes]
+    finally:
+        for process in processes:  # after a failure the others may wait for that rank
+            process.kill() if len(results) < ranks else process.join()
 
 
 def _outcome(pipe: Connection) -> tuple[bool, Any]:

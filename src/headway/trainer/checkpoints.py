@@ -48,6 +48,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._newest: int | None = None
 
     def restore(self, state: TrainState) -> bool:
         """Load the newest complete checkpoint into `state`; False where there is none. Unfinished ones are removed.
@@ -74,13 +75,16 @@ class Checkpoints:
                 f"{folder} is damaged ({_cause(error)}); remove it to continue from the checkpoint before it"
             ) from error
         state.step, state.optimizer.updates, state.bad_steps = marker.step, marker.updates, marker.bad_steps
+        self._newest = step
 
     def save(self, state: TrainState) -> None:
         """Take a copy of the state now and write it in the background, after the one that is being written."""
         self.wait()
-        folder = self._paths.checkpoint(state.step)
-        if (folder / CHECKPOINT_MARKER).is_file():
+        # By memory: the marker may appear on the first rank while another looks for it here, and all must go one way.
+        if state.step == self._newest:
             return
+        self._newest = state.step
+        folder = self._paths.checkpoint(state.step)
         if self._ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
             (folder / FOLDER).mkdir(parents=True)
