@@ -3,7 +3,8 @@ groups of real processes."""
 
 import multiprocessing
 import os
-import socket
+import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import TCPStore
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -30,6 +32,8 @@ from headway.models.tiny import resolve_model
 from headway.trainer.feed import fake_micro_batch
 from headway.transport.rollouts import make_sender
 
+_PATIENCE_SECONDS = 200
+"""After which a rank tells where it hangs; before the time limit of a test."""
 LENGTHS = [[9, 17, 4], [24, 5], [30], [3, 3, 12, 8]]
 
 
@@ -132,27 +136,29 @@ def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `work(*args)` as `ranks` real processes, as torchrun would; what each returned."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "headway.trainer.rl"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Held here, as torchrun does: a port that is free now may be taken when the first rank would listen at it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_be_rank, args=(rank, ranks, port, theirs, work, args))
+        process = context.Process(target=_be_rank, args=(rank, ranks, store.port, theirs, work, args))
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
+    results: dict[Connection, Any] = {}
     try:
-        results = {}
         while len(results) < ranks:
-            for pipe in wait(pipe for pipe in pipes if pipe not in results):
+            for pipe in wait([pipe for pipe in pipes if pipe not in results]):
+                assert isinstance(pipe, Connection)
                 failed, results[pipe] = _outcome(pipe)
                 assert not failed, results[pipe]
         return [results[pipe] for pipe in pipes]
     finally:
-        for process in processes:  # after a failure the others may wait for that rank
-            process.kill() if len(results) < ranks else process.join()
+        for process in processes:
+            if len(results) < ranks:  # the others may wait for a rank that failed
+                process.kill()
+            process.join()
 
 
 def _outcome(pipe: Connection) -> tuple[bool, Any]:
@@ -169,12 +175,23 @@ def _be_rank(rank: int, ranks: int, port: int, pipe: Connection, work: Callable[
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
+    watchdog = threading.Timer(_PATIENCE_SECONDS, lambda: pipe.send((True, f"rank {rank} hangs:\n{_stacks()}")))
+    watchdog.daemon = True
+    watchdog.start()
     try:
-        pipe.send((False, work(*args)))
+        result = (False, work(*args))
     except BaseException:
-        pipe.send((True, traceback.format_exc()))
+        result = (True, traceback.format_exc())
+    watchdog.cancel()
+    pipe.send(result)
+
+
+def _stacks() -> str:
+    """Where every thread of this process is."""
+    return "\n".join("".join(traceback.format_stack(frame)) for frame in sys._current_frames().values())
 
 
 def spool(paths: RunPaths, steps: range, ranks: int = 1, model: str = "tiny") -> None:
