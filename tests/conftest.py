@@ -6,6 +6,10 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import settings
 
+# Torch asks DNS for the name of every address that a process group connects to, 127.0.0.1 too, and waits: five seconds
+# and another try wherever a name server is slow to answer, in the thread that serves the group's store.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Everywhere else every run draws new examples; a submission's verdict must not depend on luck.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
