@@ -154,10 +154,12 @@ def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
                 failed, results[pipe] = _outcome(pipe)
                 assert not failed, results[pipe]
         return [results[pipe] for pipe in pipes]
+    except BaseException:  # the others may wait for a rank that failed, and one that hangs never ends
+        for process in processes:
+            process.kill()
+        raise
     finally:
         for process in processes:
-            if len(results) < ranks:  # the others may wait for a rank that failed
-                process.kill()
             process.join()
 
 
