@@ -1,6 +1,7 @@
 """Run folders: made once, claimed by one, found again."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,44 @@ def test_a_dry_run_writes_the_settings_of_every_process_and_nothing_else(tmp_pat
     create_run(run, "rl")
     with pytest.raises(UsageError, match="already exists"):
         write_dry_run(RlSettings(run=run), "rl")
+
+
+JOIN = """
+import sys
+from pathlib import Path
+from headway.config.shared import RunSettings
+from headway.monitor.runs import join_run
+print("ready", flush=True)
+sys.stdin.readline()
+print(join_run(RunSettings(name="new", output_dir=Path(sys.argv[1])), "train").root)
+"""
+
+
+def test_ranks_that_start_together_get_one_run_which_the_first_creates(tmp_path: Path) -> None:
+    def rank(number: int) -> "subprocess.Popen[str]":
+        environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": "4"}
+        command = [sys.executable, "-c", JOIN, str(tmp_path)]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+    ranks = [rank(number) for number in range(4)]
+    for process in ranks:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    # The last first: all others wait for the first rank, which alone may create the run.
+    results = dict.fromkeys(ranks, "")
+    for process in reversed(ranks):
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in ranks:
+        results[process], errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    assert set(results.values()) == {f"{tmp_path / 'new'}\n"}
+    assert json.loads((tmp_path / "new" / "run.json").read_text())["pid"] == ranks[0].pid
+
+
+def test_ranks_without_a_name_for_their_run_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"2 ranks start together .* give it a --run.name"):
+        join_run(RunSettings(output_dir=tmp_path), "train")

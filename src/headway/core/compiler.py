@@ -40,6 +40,27 @@ def shared_library(
     return library
 
 
+def program(name: str, source: Path) -> Path:
+    """Compile the program of one source, unless it is in the cache under `name`. Returns its path.
+
+    It is static where that can be linked, so that it starts fast and runs in any root. Raises HeadwayError that says
+    why there is none.
+    """
+    compiler = _compiler()
+    options = ["-std=gnu11", "-O2"], ["-static"]
+    built = cache_folder() / name / _digest(compiler, options, [source])
+    if not built.is_file():
+        built.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=built.parent) as folder:
+            made = Path(folder) / built.name
+            try:
+                _call([compiler, *options[0], str(source), *options[1], "-o", str(made)])
+            except HeadwayError:
+                _call([compiler, *options[0], str(source), "-o", str(made)])
+            made.replace(built)
+    return built
+
+
 def _compiler() -> str:
     named = os.environ.get("CC", "").strip()
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)

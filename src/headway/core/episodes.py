@@ -7,7 +7,11 @@ from typing import Any, Literal
 import msgspec
 
 from headway.core.messages import Message
+from headway.core.protocol import RoutedExperts as RoutedExperts
 from headway.core.protocol import SamplingParams
+
+MAX_REWARD = 1e6
+"""Larger rewards would leave float32 when they are squared and summed: they are their environment's mistake."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -15,15 +19,6 @@ class Task(msgspec.Struct, frozen=True):
 
     id: str
     data: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-class RoutedExperts(msgspec.Struct, frozen=True):
-    """The experts that a model chose for tokens `start ..` of a sequence: bytes of a (tokens, layers, k) array."""
-
-    data: bytes
-    shape: tuple[int, int, int]
-    start: int
-    dtype: str
 
 
 class Node(msgspec.Struct, omit_defaults=True):
@@ -53,7 +48,8 @@ class Trace(msgspec.Struct, omit_defaults=True):
     """The messages that one agent of an episode saw and said, and its reward.
 
     `rewards` are the named parts before weighting, `reward` their weighted sum. `rewrites` counts the times
-    a template rewrote history, so that a new branch had to start. `problem` names what agents are compared
+    a template rewrote history, so that a new branch had to start. `notes` are texts for readers of the
+    record: outcomes of tests, a diff. `problem` names what agents are compared
     on when it is not the task itself (a solver's proposed problem).
     """
 
@@ -62,6 +58,7 @@ class Trace(msgspec.Struct, omit_defaults=True):
     reward: float = 0.0
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    notes: dict[str, str] = msgspec.field(default_factory=dict)
     truncated: bool = False
     rewrites: int = 0
     problem: str | None = None

@@ -29,8 +29,24 @@ class Tool(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_openai(cls, tool: dict[str, Any]) -> "Tool":
-        function = tool["function"]
-        return cls(function["name"], function.get("description", ""), function.get("parameters", {}))
+        """Read a tool; null means the default, as clients send it. Raises ValueError on anything malformed."""
+        try:
+            function = tool["function"]
+            read = cls(function["name"], function.get("description") or "", _schema(function.get("parameters")))
+            return msgspec.convert(msgspec.to_builtins(read), cls).check()
+        except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
+            raise ValueError(f"a tool is {{type: function, function: {{name, ...}}}}: {error!r}") from None
+
+    def check(self) -> "Tool":
+        """Raise ValueError unless `parameters` are the JSON schema of an object, as renderers rely on."""
+        properties, required = self.parameters.get("properties"), self.parameters.get("required")
+        if not isinstance(properties or {}, dict) or not all(isinstance(p, dict) for p in (properties or {}).values()):
+            raise ValueError(f"tool {self.name!r}: parameters.properties must map names to schemas")
+        if not isinstance(required or [], list):
+            raise ValueError(f"tool {self.name!r}: parameters.required must be a list of names")
+        if any(not isinstance(kind.get("enum") or [], list) for kind in (properties or {}).values()):
+            raise ValueError(f"tool {self.name!r}: an enum must be a list")
+        return self
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -96,9 +112,13 @@ def _message(value: object) -> Message:
     if isinstance(value, Mapping):
         try:
             return msgspec.convert(msgspec.to_builtins(Message.from_openai(dict(value))), Message)
-        except (KeyError, TypeError, msgspec.ValidationError) as error:
+        except (KeyError, TypeError, AttributeError, msgspec.ValidationError) as error:
             raise ValueError(f"not a chat message: {error!r}") from error
     raise ValueError(f"a message is text, a dict or a Message, not {type(value).__name__}")
+
+
+def _schema(parameters: Any) -> Any:
+    return {} if parameters is None else parameters
 
 
 def _text(content: object) -> str:

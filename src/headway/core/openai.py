@@ -20,19 +20,22 @@ Json = dict[str, Any]
 
 DONE = b"data: [DONE]\n\n"
 """The event that ends a stream."""
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""The code by which agents tell that a conversation has become too long."""
 _UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias")
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 503: "overloaded_error"}
 _FIELD = re.compile(r" - at `\$\.?(.*?)`$")
 
 
 class RequestError(HeadwayError):
-    """The request can't be served as it is; `param` names the field at fault."""
+    """The request can't be served as it is; `param` names the field at fault, `code` is OpenAI's word for it."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
+        self.code = code
 
 
 class StreamOptions(msgspec.Struct):
@@ -68,6 +71,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or not all(stops):
             raise RequestError(f"stop takes up to {MAX_STOPS} strings, none of them empty", "stop")
+        if any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+            raise RequestError(f"a stop string has up to {MAX_STOP_LENGTH} characters", "stop")
         return stops
 
     @property
@@ -136,8 +141,8 @@ class ChatRequest(SamplingFields, kw_only=True):
             return []
         try:
             return [Tool.from_openai(tool) for tool in self.tools or ()]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise RequestError(f"a tool is {{type: function, function: {{name, ...}}}}: {error!r}", "tools") from None
+        except ValueError as error:
+            raise RequestError(str(error), "tools") from None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):

@@ -114,6 +114,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def host_name(header: str) -> str:
+    """Return the name in a Host header (`127.0.0.1:8400`, `[::1]:8400`, `localhost`), without port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
 def _number(name: str, file: Path, default: int) -> int:
     """Return the number after `name` in a file of such lines."""
     try:

@@ -3,6 +3,11 @@
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.byte_planes import pack, unpack
+from headway.core.prefixes import PrefixSummary
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -25,7 +30,20 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
+FinishReason = Literal["stop", "length", "abort", "migrate"]
+"""The reason why a reply ends. "migrate": the engine leaves, and another one can go on after these tokens."""
+FRAMES = "application/x-msgpack-frames"
+"""The media type of streams in binary: each chunk in MessagePack, after its length in four bytes (little endian)."""
+MSGPACK = "application/msgpack"
+"""The media type of replies in binary, which a client of the generate route may accept."""
+
+
 class GenerateRequest(msgspec.Struct, omit_defaults=True):
+    """A request for tokens. The reply of a mixture of experts holds the routed experts of the tokens from
+    `routed_experts_start` on, counted over prompt and output: a conversation's next turn asks for what is new in it.
+    With `stream` a chunk comes every `stream_interval` tokens. Where it `may_migrate`, the client can continue a reply
+    elsewhere: it gets what there is, with finish reason "migrate", when the server is told to stop."""
+
     token_ids: list[int]
     model: str = "policy"
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -33,6 +51,9 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     priority: int = 0
     request_id: str | None = None
     stream: bool = False
+    routed_experts_start: int = 0
+    stream_interval: int = 1
+    may_migrate: bool = False
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
@@ -48,22 +69,44 @@ class Logprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
-class RoutedExpertsBody(msgspec.Struct):
-    """A (tokens, layers, k) array as base64, for tokens `start ..` of prompt plus output."""
+class RoutedExperts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The experts that a model chose for tokens `start ..` of a sequence: bytes of a (tokens, layers, k) array.
 
-    data: str
+    JSON has the bytes as base64. With `packed` they are those of `core.byte_planes`, else the array's own.
+    """
+
+    data: bytes
     shape: tuple[int, int, int]
     start: int
     dtype: str
+    packed: bool = False
+
+    @property
+    def end(self) -> int:
+        """The first token after these."""
+        return self.start + self.shape[0]
+
+    @classmethod
+    def of(cls, experts: NDArray[np.integer], start: int, *, packed: bool) -> "RoutedExperts":
+        tokens, layers, k = experts.shape
+        data = pack(experts) if packed else np.ascontiguousarray(experts).tobytes()
+        return cls(data, (tokens, layers, k), start, experts.dtype.name, packed)
+
+    def array(self) -> NDArray[np.integer]:
+        """Return the array (tokens, layers, k). Raises ValueError where the bytes are not those of such an array."""
+        if self.packed:
+            return unpack(self.data, self.dtype, self.shape)
+        out: NDArray[np.integer] = np.frombuffer(self.data, dtype=np.dtype(self.dtype)).reshape(self.shape)
+        return out
 
 
 class GenerateChoice(msgspec.Struct, omit_defaults=True):
     index: int
     token_ids: list[int]
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: FinishReason
     logprobs: Logprobs | None = None
     versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
-    routed_experts: RoutedExpertsBody | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 class Usage(msgspec.Struct):
@@ -74,6 +117,8 @@ class Usage(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct, omit_defaults=True):
+    """A reply. The binary form leaves `prompt_token_ids` out: it grows by the new tokens only."""
+
     request_id: str
     choices: list[GenerateChoice]
     usage: Usage
@@ -83,21 +128,24 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
 
 
 class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
-    """The tokens that one choice grew by. `versions`, in the last chunk, covers the whole choice."""
+    """Tokens that one choice grew by. `versions`, in the last chunk and in all of a binary stream, covers the choice
+    so far; `routed_experts`, in the last chunk, all of it."""
 
     index: int
     token_ids: list[int]
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    routed_experts: RoutedExperts | None = None
 
 
 class GenerateChunk(msgspec.Struct, omit_defaults=True):
-    """One event of a streamed generate call."""
+    """One event of a streamed generate call. `error`, in a binary stream, ends it."""
 
     request_id: str
     choices: list[GenerateChunkChoice]
     model: str = "policy"
+    error: "ErrorInfo | None" = None
 
 
 class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,7 +165,7 @@ class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
 class WeightUpdate(msgspec.Struct, omit_defaults=True):
     """The body of POST /weights and the trainer's announcement of a version.
 
-    `transport` has a `type` ("filesystem", "point_to_point", "shared_memory") and what that one needs to fetch
+    `transport` has a `type` ("filesystem", "point_to_point", "http", "shared_memory") and what that one needs to fetch
     the tensors. `adapter` names the LoRA adapter that is updated; None updates the base weights. An engine that
     can't reproduce `probe` with what it received refuses the version.
     """
@@ -159,6 +207,8 @@ class EngineState(msgspec.Struct):
     generated_tokens: int = 0
     paused: bool = False
     adapters: dict[str, int] = msgspec.field(default_factory=dict)
+    prefixes: PrefixSummary | None = None
+    """The prefixes in its cache, where the caller asks for them (`GET /state?prefixes=1`) and the engine knows."""
 
 
 class ErrorInfo(msgspec.Struct):

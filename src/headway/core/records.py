@@ -111,7 +111,7 @@ def rollout_lines(path: Path, longest: int) -> Iterator[bytes]:
 def rollout_step(name: str) -> int | None:
     """Return the step whose records the file of this name holds; None for another file."""
     match = _ROLLOUTS.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and int(match[1]) < 2**31 else None
 
 
 def recorded_steps(paths: RunPaths) -> list[int]:

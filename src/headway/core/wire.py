@@ -7,18 +7,25 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.byte_planes import LARGEST_ELEMENT, pack, unpack
+
 Message = TypeVar("Message")
 Array = NDArray[Any]
 
 
 class _RawArray(msgspec.Struct, array_like=True):
+    """`packed`: the bytes are those of `core.byte_planes`, as for all integers over several axes (routed experts)."""
+
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+    packed: bool = False
 
 
 def _encode_array(value: object) -> _RawArray:
     if isinstance(value, np.ndarray):
+        if value.ndim > 1 and value.dtype.kind in "iu" and value.dtype.itemsize <= LARGEST_ELEMENT:
+            return _RawArray(value.dtype.str, value.shape, pack(value), packed=True)
         return _RawArray(value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
     raise TypeError(f"cannot send a {type(value).__name__}")
 
@@ -30,6 +37,8 @@ def _decode_array(kind: Any, value: object) -> Array:
         raise ValueError("arrays of objects are refused")
     if expected is not None and dtype != expected:
         raise ValueError(f"expected an array of {expected}, got {dtype}")
+    if raw.packed:
+        return unpack(raw.data, raw.dtype, raw.shape)
     # The copy makes the array writable, which torch wants of memory that it shares.
     return np.frombuffer(raw.data, dtype=dtype).reshape(raw.shape).copy()
 
