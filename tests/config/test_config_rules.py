@@ -1,9 +1,14 @@
 """Settings that make no sense together are refused, and the refusal says what to change."""
 
+from pathlib import Path
+
 import pytest
 
+from headway.config.commands import process_settings
 from headway.config.loader import load_settings
+from headway.config.orchestrator import OrchestrateSettings
 from headway.config.rl import RlSettings
+from headway.config.trainer import TrainSettings
 from headway.core.errors import UsageError
 
 TEACHER = "--orchestrator.algorithm.teacher.base_url"
@@ -54,7 +59,22 @@ REFUSED = [
         ["--orchestrator.envs", '[{id = "a", curriculum = {type = "difficulty", hard_share = 0.95}}]'],
         "orchestrator.envs.0.curriculum.hard_share and easy_share must not add up to more than 1",
     ),
-    (["--trainer.replicas=2"], "--trainer.replicas must divide placement.trainer_ranks, which is 1 (got 2)"),
+    (
+        ["--trainer.parallel.replicate=2"],
+        "--trainer.parallel.replicate must divide placement.trainer_ranks, which is 1 (got 2)",
+    ),
+    (
+        ["--trainer.parallel.expert=4", "--trainer.parallel.replicate=2", "--placement.trainer_ranks=4"],
+        "--trainer.parallel.expert must divide placement.trainer_ranks / trainer.parallel.replicate, which is 2",
+    ),
+    (
+        ["--trainer.parallel.context=2"],
+        "--trainer.parallel.context must divide placement.trainer_ranks / trainer.parallel.replicate, which is 1",
+    ),
+    (
+        ["--placement.data_ranks=4", "--placement.trainer_ranks=4", "--trainer.parallel.context=2"],
+        "--placement.data_ranks must be placement.trainer_ranks / trainer.parallel.context, which is 2 (got 4)",
+    ),
     (["--trainer.activations.offload"], '--trainer.activations.offload needs checkpoint = "selective" or "full"'),
     (["--trainer.loss.type=icepop", "--trainer.loss.low=9"], "--trainer.loss.low must be at most high, which is 5.0"),
     (
@@ -76,6 +96,15 @@ def test_nonsense_is_refused_with_the_setting_to_change(argv: list[str], reason:
     assert "\n" not in str(caught.value)
 
 
+def test_the_orchestrator_packs_for_the_ranks_that_read_different_data() -> None:
+    argv = ["--placement.trainer_ranks=8", "--trainer.parallel.context=4", "--trainer.parallel.replicate=2"]
+    parts = process_settings(load_settings(RlSettings, argv).settings)
+    orchestrator, trainer = parts["orchestrator"], parts["trainer"]
+    assert isinstance(orchestrator, OrchestrateSettings)
+    assert isinstance(trainer, TrainSettings)
+    assert orchestrator.placement.batch_parts == trainer.data_ranks == 2
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -83,9 +112,28 @@ def test_nonsense_is_refused_with_the_setting_to_change(argv: list[str], reason:
         ["--orchestrator.algorithm.type=opd", f"{TEACHER}=http://gpu7:9/v1", "--orchestrator.group_size=1"],
         ["--orchestrator.batch_size=32", "--orchestrator.group_size=8"],
         ["--orchestrator.max_lag=0"],
-        ["--trainer.replicas=2", "--placement.trainer_ranks=4"],
+        ["--trainer.parallel.replicate=2", "--trainer.parallel.expert=2", "--placement.trainer_ranks=4"],
         ["--orchestrator.envs", '[{id = "a"}, {id = "a", name = "b"}]'],
     ],
 )
 def test_sense_is_accepted(argv: list[str]) -> None:
     load_settings(RlSettings, argv)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--trainer.optim.lr", "inf"], "trainer.optim.lr"),
+        (["--max_steps", "1" * 23], "max_steps"),
+        (["--orchestrator.engines", '["ftp://x"]'], "orchestrator.engines"),
+    ],
+)
+def test_values_that_no_run_can_use_are_refused(flags: list[str], name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        load_settings(RlSettings, flags)
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 2000 + "]" * 2000)
+    with pytest.raises(UsageError, match="nested"):
+        load_settings(RlSettings, ["@", str(tmp_path / "deep.toml")])

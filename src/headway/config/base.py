@@ -5,7 +5,9 @@ from pydantic_core import PydanticCustomError
 
 
 class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True, allow_inf_nan=False
+    )
 
 
 def broken_rule(field: str, reason: str) -> PydanticCustomError:

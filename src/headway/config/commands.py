@@ -25,7 +25,16 @@ PROCESSES: dict[str, type[Settings]] = {
 
 
 def process_settings(settings: RlSettings) -> dict[str, Settings]:
-    """Divide the settings of a run among its processes, by name."""
+    """Divide the settings of a run among its processes, by name.
+
+    One exporter serves the whole run, that of its supervisor: two processes cannot listen at one port.
+    """
+    tracking = settings.tracking.model_copy(update={"prometheus_port": None})
+    settings = settings.model_copy(update={"tracking": tracking})
+    if settings.trainer.parallel.context > 1:
+        # The orchestrator does not see the trainer's settings.
+        placement = settings.placement.model_copy(update={"data_ranks": settings.data_ranks})
+        settings = settings.model_copy(update={"placement": placement})
     return {
         name: kind.model_validate({field: getattr(settings, field) for field in kind.model_fields})
         for name, kind in PROCESSES.items()

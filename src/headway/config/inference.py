@@ -25,13 +25,30 @@ class InferenceSettings(Settings):
     """Tokens per block of the embedded engine's KV cache. vLLM chooses its own."""
     kv_memory_gb: float | None = Field(default=None, gt=0)
     """Memory of the KV cache. Default: a share of what is free; on GPUs vLLM takes its own share."""
+    kv_host_memory_gb: float = Field(default=0.0, ge=0)
+    """Host memory for KV blocks that the cache had to give up, for long conversations in turns: 0 for none. vLLM's own
+    offload on GPUs."""
+    kv_store: str | None = None
+    """Folder of KV blocks that engines share and that outlives them. It gets what goes to host memory, which must not
+    be 0. Embedded engine only."""
+    kv_store_gb: float = Field(default=10.0, gt=0)
+    """Size of that folder; what was used longest ago is removed."""
     prefix_cache: bool = True
     """Reuse KV blocks of equal prefixes."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Default: all cores."""
+    compute: Literal["dtype", "fp8"] | None = None
+    """Precision in which the engines compute the products of linear layers. Default: the trainer's, `model.compute`.
+    Weights are sent in `model.dtype` and quantized as they arrive."""
     vllm: dict[str, Any] = {}
     """Any argument of vLLM's engine under its own name, such as gpu_memory_utilization. These win over the settings
     above; what this vLLM does not know is refused with the nearest name."""
+
+    @model_validator(mode="after")
+    def _store_below_host_memory(self) -> Self:
+        if self.kv_store is not None and not self.kv_host_memory_gb:
+            raise broken_rule("kv_store", "needs kv_host_memory_gb above 0: blocks pass through host memory")
+        return self
 
     @model_validator(mode="after")
     def _one_token_per_sequence(self) -> Self:
@@ -49,3 +66,13 @@ class ServeSettings(SharedSettings):
 
     inference: InferenceSettings = InferenceSettings()
     """The server of the policy."""
+
+    @model_validator(mode="after")
+    def _implementation_allows_fp8(self) -> Self:
+        if self.inference.compute == "fp8" and self.model.implementation == "transformers":
+            raise broken_rule("inference.compute", 'must be "dtype" with model.implementation = "transformers"')
+        return self
+
+    @property
+    def serves_fp8(self) -> bool:
+        return (self.inference.compute or self.model.compute) == "fp8"

@@ -67,6 +67,8 @@ def read_layer(path: Path) -> dict[str, Tree]:
         raise UsageError(f"{path}: is not text in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: is not valid TOML: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path}: is nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"{str(path)!r} cannot be a file: {error}") from None
     return {key: to_tree(value, str(path)) for key, value in content.items()}

@@ -79,6 +79,9 @@ class WorkerSettings(Settings):
     """Episodes that one worker runs at a time."""
     memory_gb: float | None = Field(default=None, gt=0)
     """Memory limit of one worker."""
+    pass_env: list[str] = []
+    """Environment variables that workers get beside the usual ones, such as a judge's `OPENAI_API_KEY`: by default they
+    get PATH, HOME, locale, Python's, proxies and the like, and none that looks like a secret."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -188,7 +191,7 @@ class OrchestratorSettings(Settings):
     """Functions that may refuse a group before it is trained: `module:name` or `file.py:name`."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during the run."""
-    engines: list[str] = []
+    engines: list[Annotated[str, Field(pattern=r"^https?://[^/\s]+")]] = []
     """Base URLs of engines. Default: those that the run starts."""
     max_error_share: float = Field(default=0.9, gt=0, le=1)
     """Stop when more than this share of the last 256 episodes failed."""

@@ -2,7 +2,9 @@
 
 import re
 
-SETTINGS: dict[str, str] = {}
+SETTINGS: dict[str, str] = {
+    "trainer.replicas": "trainer.parallel.replicate",
+}
 """Former to present dotted names, of settings or of whole sections; `N` stands for the index of a list's item."""
 VALUES: dict[tuple[str, str], str] = {
     ("weights.type", "collective"): "point_to_point",

@@ -6,6 +6,8 @@ from pydantic import model_validator
 
 from headway.config.algorithms import Opd, Sft
 from headway.config.base import broken_rule
+from headway.config.control import ControlSettings
+from headway.config.deployment import DeploymentSettings
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.orchestrator import LIVE_TEACHER, OrchestrateSettings, OrchestratorSettings
 from headway.config.trainer import TrainerSettings, TrainSettings
@@ -20,6 +22,10 @@ class RlSettings(TrainSettings, OrchestrateSettings, ServeSettings):
     """The orchestrator."""
     inference: InferenceSettings = InferenceSettings()
     """The servers of the policy."""
+    control: ControlSettings = ControlSettings()
+    """The service by which processes on other hosts join the run."""
+    deployment: DeploymentSettings = DeploymentSettings()
+    """The machines of the run."""
 
     @model_validator(mode="after")
     def _teachers_are_elsewhere(self) -> Self:

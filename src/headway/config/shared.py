@@ -61,22 +61,45 @@ class LoraSettings(Settings):
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input while training."""
     targets: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1
+        default=[
+            *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+            *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"),
+            *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+        ],
+        min_length=1,
     )
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers that get an adapter, as far as the model has them. `experts`: all routed experts of
+    every layer, each with its own of this rank. Of latent attention, `kv_b_proj` is left out: vLLM would ignore it."""
 
 
 class ModelSettings(Settings):
     path: str = "tiny"
-    """A checkpoint folder, or the name of a built-in: tiny, tiny-llama, tiny-moe."""
+    """A checkpoint folder or a built-in: tiny, tiny-llama, tiny-moe, tiny-glm4-moe, tiny-gpt-oss, tiny-hybrid."""
     family: str | None = None
     """Class of a model family that Headway does not bring along, as FILE.py:CLASS or MODULE:CLASS (docs/models.md)."""
+    implementation: Literal["headway", "transformers"] = "headway"
+    """Whose code runs the model. transformers: Hugging Face's own, for causal models that no family here is of; slower,
+    and without context and expert parallelism (docs/models.md)."""
     renderer: str = "auto"
     """Renderer of messages to tokens: auto, template, a ChatML style, or a format of the `renderers` package."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of computation. auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
+    compute: Literal["dtype", "fp8"] = "dtype"
+    """Precision of the products of linear layers. dtype: that of `dtype`. fp8: FP8 with block scales; master weights,
+    the head, routers, norms and attention stay as they are (docs/precision.md)."""
     lora: LoraSettings | None = None
     """Train an adapter instead of all weights."""
+
+    @model_validator(mode="after")
+    def _one_implementation(self) -> Self:
+        if self.family is not None and self.implementation == "transformers":
+            raise broken_rule(
+                "family", 'is a class of Headway\'s, which model.implementation = "transformers" leaves out'
+            )
+        if self.compute == "fp8" and self.implementation == "transformers":
+            raise broken_rule("compute", 'must be "dtype" with model.implementation = "transformers"')
+        return self
 
 
 class PlacementSettings(Settings):
@@ -87,10 +110,14 @@ class PlacementSettings(Settings):
     engines: int = Field(default=1, ge=1)
     """Inference servers that the run starts."""
 
+    data_ranks: int | None = Field(default=None, ge=1)
+    """Parts that each batch is packed into; None: one for each trainer rank, or for each group of ranks that share
+    sequences (`trainer.parallel.context`), which `headway rl` tells the orchestrator."""
+
     @property
-    def data_ranks(self) -> int:
-        """Ranks that read different parts of a batch: every rank of the trainer, as long as none share a sequence."""
-        return self.trainer_ranks
+    def batch_parts(self) -> int:
+        """Parts that the orchestrator packs each batch into."""
+        return self.data_ranks or self.trainer_ranks
 
 
 class FilesystemRollouts(Settings):
@@ -123,6 +150,18 @@ class PointToPointWeights(Settings):
     """Address at which the trainer listens for engines."""
 
 
+class HttpWeights(Settings):
+    """Over HTTP from the hosts of the trainer, with the run's token."""
+
+    type: Literal["http"] = "http"
+    host: str | None = None
+    """Address at which each host of the trainer serves. Default: the one that the run's other hosts reach."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port; 0 picks a free one."""
+    keep_last: int = Field(default=2, ge=1)
+    """Published versions kept on disk, at least two."""
+
+
 class SharedMemoryWeights(Settings):
     """Through shared memory of one host, or of one GPU."""
 
@@ -130,7 +169,9 @@ class SharedMemoryWeights(Settings):
 
 
 RolloutTransport = Annotated[FilesystemRollouts | ZmqRollouts, Field(discriminator="type")]
-WeightTransport = Annotated[FilesystemWeights | PointToPointWeights | SharedMemoryWeights, Field(discriminator="type")]
+WeightTransport = Annotated[
+    FilesystemWeights | PointToPointWeights | HttpWeights | SharedMemoryWeights, Field(discriminator="type")
+]
 
 
 class SharedSettings(Settings):
@@ -150,7 +191,7 @@ class SharedSettings(Settings):
     """Transport of weights to the engines."""
     seq_len: int = Field(default=2048, ge=8)
     """Longest sequence, in tokens, that is served and trained; also the size of a packed micro-batch."""
-    max_steps: int = Field(default=100, ge=1)
+    max_steps: int = Field(default=100, ge=1, lt=2**31)
     """Optimizer steps of the run."""
     seed: int = 0
     """Seed of everything random."""

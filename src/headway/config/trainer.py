@@ -181,7 +181,8 @@ class ActivationSettings(Settings):
     checkpoint: Literal["off", "selective", "full"] = "off"
     """Which activations are recomputed in the backward pass instead of kept."""
     attention_layers: int | None = Field(default=None, ge=0)
-    """With "selective": in how many layers attention's output is kept; None: all. The others compute it again."""
+    """With "selective": in how many layers attention's output is kept, and rows that other ranks sent to the experts
+    here; None: all. The others compute and exchange again."""
     offload: bool = False
     """Keep checkpointed activations in CPU memory."""
 
@@ -210,6 +211,28 @@ class FakeData(Settings):
     """Mean of log-normal sample lengths; None: one sequence of seq_len per micro-batch."""
 
 
+class ParallelSettings(Settings):
+    """Dimensions over which the trainer's ranks are laid out (docs/scaling.md); what is left shards the weights."""
+
+    replicate: int = Field(default=1, ge=1)
+    """Replicate over this many groups and shard within each (hybrid sharding)."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share each sequence: for samples whose activations do not fit one rank."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks that share the experts of each layer, among those of one copy of the weights: for mixtures of experts."""
+
+
+class ExpertSettings(Settings):
+    """Mixtures of experts (docs/scaling.md)."""
+
+    balance: Literal["off", "bias", "loss"] = "off"
+    """How tokens are spread evenly. bias: routers' selection biases move after every step; loss: an auxiliary loss."""
+    bias_rate: float = Field(default=1e-3, gt=0)
+    """With "bias": what is added to the bias of experts below the mean load, and taken from those above it."""
+    loss_weight: float = Field(default=1e-3, gt=0)
+    """With "loss": weight of the auxiliary loss, which is 1 in each layer where the load is even."""
+
+
 class TrainerSettings(Settings):
     optim: Optimizer = AdamW()
     """The optimizer."""
@@ -223,8 +246,10 @@ class TrainerSettings(Settings):
     """Memory for recomputation."""
     optimizer_on_cpu: bool = False
     """Keep the optimizer's state in CPU memory."""
-    replicas: int = Field(default=1, ge=1)
-    """Replicate over this many groups and shard within each (hybrid sharding)."""
+    parallel: ParallelSettings = ParallelSettings()
+    """How ranks divide weights, sequences and experts."""
+    experts: ExpertSettings = ExpertSettings()
+    """How the load of experts is balanced."""
     head_chunk: int = Field(default=1024, ge=1)
     """Tokens per chunk of the LM head, which never holds more logits than that."""
     compile: bool = False
@@ -248,17 +273,64 @@ class TrainSettings(SharedSettings):
     """The trainer."""
 
     @property
+    def data_ranks(self) -> int:
+        """Parts of a batch: the ranks that share sequences read the same."""
+        return self.placement.trainer_ranks // self.trainer.parallel.context
+
+    @property
     def shard_ranks(self) -> int:
-        """Data ranks that share one copy of the weights."""
-        return self.placement.data_ranks // self.trainer.replicas
+        """Parts of the data that ranks with one copy of the weights read."""
+        parallel = self.trainer.parallel
+        return self.placement.trainer_ranks // (parallel.replicate * parallel.context)
 
     @model_validator(mode="after")
-    def _replicas_divide_ranks(self) -> Self:
-        ranks, replicas = self.placement.trainer_ranks, self.trainer.replicas
-        if ranks % replicas:
+    def _dimensions_divide_ranks(self) -> Self:
+        ranks, parallel = self.placement.trainer_ranks, self.trainer.parallel
+        if ranks % parallel.replicate:
             raise broken_rule(
-                "trainer.replicas", f"must divide placement.trainer_ranks, which is {ranks} (got {replicas})"
+                "trainer.parallel.replicate",
+                f"must divide placement.trainer_ranks, which is {ranks} (got {parallel.replicate})",
             )
+        copy = ranks // parallel.replicate
+        for name in ("context", "expert"):
+            if copy % (size := getattr(parallel, name)):
+                raise broken_rule(
+                    f"trainer.parallel.{name}",
+                    f"must divide placement.trainer_ranks / trainer.parallel.replicate, which is {copy} (got {size})",
+                )
+        if self.placement.data_ranks not in (None, self.data_ranks):
+            raise broken_rule(
+                "placement.data_ranks",
+                f"must be placement.trainer_ranks / trainer.parallel.context, which is {self.data_ranks} "
+                f"(got {self.placement.data_ranks}); leave it out",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_no_router(self) -> Self:
+        if self.model.lora is not None and self.trainer.experts.balance != "off":
+            raise broken_rule("trainer.experts.balance", 'must be "off" with model.lora: routers are not trained then')
+        return self
+
+    @model_validator(mode="after")
+    def _implementation_allows(self) -> Self:
+        if self.model.implementation == "headway":
+            return self
+        trainer = self.trainer
+        used = {
+            "parallel.context": trainer.parallel.context > 1,
+            "parallel.expert": trainer.parallel.expert > 1,
+            "experts.balance": trainer.experts.balance != "off",
+            "activations.checkpoint": trainer.activations.checkpoint == "selective",
+            "compile": trainer.compile,
+        }
+        for name, wanted in used.items():
+            if wanted:
+                instead = '; use "full" or "off"' if name == "activations.checkpoint" else ""
+                raise broken_rule(
+                    f"trainer.{name}",
+                    'needs Headway\'s own code of the model, and model.implementation is "transformers"' + instead,
+                )
         return self
 
     @model_validator(mode="after")
