@@ -1,6 +1,6 @@
-"""Attention within packed samples, for training and whole prefills."""
+"""Attention and recurrences within packed samples, for training and whole prefills."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,8 @@ from torch import Tensor
 from headway.core.errors import HeadwayError
 from headway.models import ops
 from headway.models.ops.attention import QKV, PackedSamples
-from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan
+from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence
+from headway.models.sparse_attention import choose_positions, chosen_mask
 
 _QUERIES = 1024
 """Queries at a time where attention is masked: what they don't see is then mostly left out."""
@@ -23,8 +24,25 @@ class PackedPlan(PackedSamples, AttentionPlan):
             raise HeadwayError(f"the plan is for {self.tokens} tokens, not {len(q_THD)}")
         if self._plain(layer):
             return ops.packed_attention(q_THD, k_TKD, v_TKD, self)
+        if layer.chosen is not None:
+            each = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD, layer.chosen)), strict=True)
+            return torch.cat([part for q, k, v, at in each for part in _over_chosen(q, k, v, at, layer)])
         samples = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
         return torch.cat([part for q, k, v in samples for part in _windows(q, k, v, layer)])
+
+    def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
+        if self.longest <= count:
+            return None
+        samples = zip(*(torch.split(x, self.lengths) for x in (*scores, self.positions)), strict=True)
+        parts = [
+            choose_positions(IndexScores(q[None], k[None], weights[None]), k[None], positions[None], count)[0]
+            for q, k, weights, positions in samples
+        ]
+        return torch.cat(parts)
+
+    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Every sample starts anew, and its state is dropped at its end."""
+        return recurrence(inputs, self.lengths, None)[0]
 
     def attend_forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer
@@ -42,13 +60,14 @@ class PackedPlan(PackedSamples, AttentionPlan):
 
     def _plain(self, layer: AttentionLayer) -> bool:
         """Tell if `layer` wants full causal attention of these samples, none of which its window cuts."""
-        return layer.plain or (layer.sinks is None and layer.scale is None and (layer.window or 0) >= self.longest)
+        return layer.unmasked_plain and (layer.window is None or layer.window >= self.longest)
 
 
 def masked_attention(
     q_BQHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1RS: Tensor, layer: AttentionLayer
 ) -> Tensor:
-    """Attention with a mask that is added to scores, and the layer's sinks and scale, in plain torch: (B, Q, H, D).
+    """Attention with a mask that is added to scores, and the layer's sinks, scale and soft cap, in plain torch:
+    (B, Q, H, D) for values of size D.
 
     Query heads that share a key head are rows of one matrix, so that keys need no repeating: R = H / K heads of Q
     queries. A sink is the score of one more key, whose value is zero.
@@ -61,10 +80,14 @@ def masked_attention(
         k_BKSD, v_BKSD = (F.pad(x, (0, 0, 0, 1)) for x in (k_BKSD, v_BKSD))
         sinks = layer.sinks.to(q.dtype).view(1, kv_heads, -1, 1).expand(grouped).reshape(batch, kv_heads, -1, 1)
         mask_B1RS = torch.cat([mask_B1RS.expand(-1, kv_heads, -1, -1), sinks], -1)
-    out = F.scaled_dot_product_attention(
-        q.reshape(batch, kv_heads, -1, dim), k_BKSD, v_BKSD, attn_mask=mask_B1RS, scale=layer.scale
-    )
-    return out.view(*grouped, dim).permute(0, 3, 1, 2, 4).reshape(q_BQHD.shape)
+    q_BKRD = q.reshape(batch, kv_heads, -1, dim)
+    if layer.softcap is None:
+        out = F.scaled_dot_product_attention(q_BKRD, k_BKSD, v_BKSD, attn_mask=mask_B1RS, scale=layer.scale)
+    else:
+        scores = q_BKRD @ k_BKSD.transpose(-1, -2) * (dim**-0.5 if layer.scale is None else layer.scale)
+        scores = layer.softcap * torch.tanh(scores / layer.softcap) + mask_B1RS
+        out = scores.softmax(-1, dtype=torch.float32).to(v_BKSD.dtype) @ v_BKSD
+    return out.view(*grouped, -1).permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, -1)
 
 
 def visible_mask(
@@ -89,4 +112,16 @@ def _windows(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layer: AttentionLayer)
         first = 0 if layer.window is None else max(0, start + 1 - layer.window)
         mask = visible_mask(places[None, start:end], places[first:end], layer.window, heads_per_kv, q_nHD.dtype)
         k, v = (x[first:end].transpose(0, 1).unsqueeze(0) for x in (k_nKD, v_nKD))
+        yield masked_attention(q_nHD[None, start:end], k, v, mask, layer)[0]
+
+
+def _over_chosen(
+    q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, chosen_nk: Tensor, layer: AttentionLayer
+) -> Iterator[Tensor]:
+    """Attention within one sample over the chosen positions, some queries at a time."""
+    heads_per_kv = q_nHD.shape[1] // k_nKD.shape[1]
+    for start in range(0, len(q_nHD), _QUERIES):
+        end = min(start + _QUERIES, len(q_nHD))
+        mask = chosen_mask(chosen_nk[start:end], end, q_nHD.dtype).repeat(1, 1, heads_per_kv, 1)
+        k, v = (x[:end].transpose(0, 1).unsqueeze(0) for x in (k_nKD, v_nKD))
         yield masked_attention(q_nHD[None, start:end], k, v, mask, layer)[0]

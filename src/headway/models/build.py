@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.layers.block import Block, RunBlock
+from headway.models.layers.block import RunBlock
+from headway.models.layers.norm import RMSNorm
 from headway.models.ops.linear import tune_matmul
 from headway.models.registry import find_family
 
@@ -30,12 +31,10 @@ def build_model(
     activations are recomputed in training; None: they are kept.
     """
     with torch.device("meta"):
-        model = DecoderLM(config, find_family(config.family).block)
-    model.model.embed_tokens.compute_dtype = compute_dtype
+        model = find_family(config.family).model(config)
+    model.compute_in(compute_dtype)
     if recompute is not None:
-        for layer, block in enumerate(model.layers):
-            assert isinstance(block, Block)
-            block.recompute = recompute(layer)
+        model.recompute_blocks(recompute)
     _allocate(model, torch.device(device), dtype)
     if torch.device(device).type == "meta":
         return model
@@ -47,15 +46,35 @@ def build_model(
 
 
 def init_weights(model: nn.Module, spread: float, seed: int) -> None:
-    """Set norms to 1, biases to 0, and the rest to normal numbers around 0."""
+    """Set norms to scale nothing, biases to 0, and the rest to normal numbers around 0."""
+    neutral = {f"{name}.weight": m.neutral for name, m in model.named_modules() if isinstance(m, RMSNorm)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            elif name.endswith(".bias"):
+            if name.rpartition(".")[2] in _RECURRENT:
+                fill_recurrent(parameter, name.rpartition(".")[2])
+            elif name.endswith("bias"):
                 parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(neutral.get(name, 1.0))
             else:
                 fill_normal(parameter, spread, f"{seed}/{name}")
+
+
+_RECURRENT = ("A_log", "dt_bias", "D")
+"""Parameters of recurrent mixers with one number per head."""
+
+
+def fill_recurrent(tensor: Tensor, name: str) -> None:
+    """Spread over the heads how fast they forget, as Mamba-2 does: rates of 1 to 16, steps of 0.001 to 0.1."""
+    share = torch.linspace(0, 1, len(tensor), dtype=torch.float64)
+    if name == "A_log":
+        values = (1 + 15 * share).log()
+    elif name == "dt_bias":
+        step = 0.001 * 100**share
+        values = step + torch.log(-torch.expm1(-step))  # softplus of this is the step
+    else:
+        values = torch.ones_like(share)
+    tensor.copy_(values)
 
 
 def fill_normal(tensor: Tensor, spread: float, key: str) -> None:
@@ -78,8 +97,14 @@ def _seed(key: str) -> int:
 
 
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the parameters memory. `nn.Module.to` and `to_empty` would import torch's compiler to do it, which takes a
-    process seconds."""
+    """Give the parameters memory, in float32 those that their module names so. `nn.Module.to` and `to_empty` would
+    import torch's compiler to do it, which takes a process seconds."""
     for module in model.modules():
+        precise = getattr(module, "float32_parameters", ())
         for name, unset in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(torch.empty(unset.shape, dtype=dtype, device=device)))
+            own = torch.float32 if name in precise else dtype
+            memory = torch.empty(unset.shape, dtype=own, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=unset.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            # Computed when the module was built; an unset model keeps it for later.
+            setattr(module, name, buffer if device.type == "meta" else buffer.to(device))

@@ -1,31 +1,25 @@
 """The shape of a decoder: what all families share. A family with more to say subclasses `ModelConfig`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from headway.core.errors import UsageError
-
-DEFAULT_ROPE_THETA = 10_000.0
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Stretches rotary frequencies beyond the trained context: by Llama 3's rule, or all alike (linear)."""
-
-    type: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_len: int = 8192
+from headway.models.rotary import DEFAULT_ROPE_THETA, RopeParameters, RopeScaling, rope_from_hf, rope_to_hf
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """`family` is Hugging Face's `model_type`. `rotary_dim` numbers of a head are rotated; None means all of them.
 
+    `attention_bias` is that of queries, keys and values, and of the output, unless `output_bias` says otherwise. Layers
+    `window_layers` attend within a sliding window of `window` tokens. `softcap` bounds attention's scores x softly, by
+    softcap * tanh(x / softcap), `logit_softcap` the logits. Embeddings are multiplied by `embedding_scale`.
+
     `dense_layers` are the layers of a mixture-of-experts model that have a plain MLP instead of experts. `mlp_width` is
-    that of plain MLPs, `expert_width` of each expert. `eos_ids` end a sequence.
+    that of plain MLPs, `expert_width` of each expert, `shared_expert_width` of the experts that every token passes,
+    together. A token's experts come from `groups_per_token` of `expert_groups`; `gate_scale` multiplies its gates.
+    `eos_ids` end a sequence.
     """
 
     family: str
@@ -43,11 +37,22 @@ class ModelConfig:
     tied: bool = False
     max_len: int = 2048
     attention_bias: bool = False
+    output_bias: bool | None = None
     mlp_bias: bool = False
+    activation: str = "silu"
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
     normalize_gates: bool = False
+    gate_scale: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    shared_expert_width: int = 0
     dense_layers: tuple[int, ...] = ()
     initializer_range: float = 0.02
     bos_id: int | None = None
@@ -61,8 +66,27 @@ class ModelConfig:
             raise UsageError(f"rotary positions need an even size of at most {self.head_dim} (got {rotated})")
         if self.experts and not 0 < self.experts_per_token <= self.experts:
             raise UsageError(f"experts_per_token must be 1 to {self.experts} (got {self.experts_per_token})")
+        self._check_groups()
         if self.experts and self.expert_width < 1:
             raise UsageError(f"experts need a width of at least 1 (got {self.expert_width})")
+
+    def _check_groups(self) -> None:
+        groups, kept = self.expert_groups, self.groups_per_token
+        if groups == kept == 1 or not self.experts:
+            return
+        if not 0 < kept <= groups or self.experts % groups or self.experts < 2 * groups:
+            raise UsageError(f"{self.experts} experts cannot be chosen from {kept} of {groups} groups of 2 or more")
+        if self.experts_per_token > kept * (self.experts // groups):
+            raise UsageError(f"{kept} groups of {self.experts // groups} have no {self.experts_per_token} experts")
+
+    @property
+    def rope(self) -> RopeParameters:
+        """The rotary positions of layers that have none of their own."""
+        return RopeParameters(self.rope_theta, self.rotary_dim or self.head_dim, self.rope_scaling)
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of `layer`; None: it attends to all tokens before."""
+        return self.window if layer in self.window_layers else None
 
     def sparse(self, layer: int) -> bool:
         """Tell whether `layer` has experts."""
@@ -81,6 +105,7 @@ HF_NAMES = {
     "tied": "tie_word_embeddings",
     "max_len": "max_position_embeddings",
     "attention_bias": "attention_bias",
+    "activation": "hidden_act",
     "initializer_range": "initializer_range",
     "bos_id": "bos_token_id",
     "pad_id": "pad_token_id",
@@ -88,15 +113,14 @@ HF_NAMES = {
 """Fields of `ModelConfig` and their names in config.json, as all families have them."""
 
 
-SCALING_NAMES = {
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_len": "original_max_position_embeddings",
-}
-"""Those of `RopeScaling`, where its type is llama3."""
-
-
-def fields_from_hf(hf: dict[str, Any], config: type[ModelConfig], names: Mapping[str, str]) -> dict[str, Any]:
+def fields_from_hf(
+    hf: dict[str, Any],
+    config: type[ModelConfig],
+    names: Mapping[str, str],
+    *,
+    theta: float = DEFAULT_ROPE_THETA,
+    rope_ignored: Collection[str] = (),
+) -> dict[str, Any]:
     """Read fields under their `names` in config.json; those with a default may be absent, others raise KeyError."""
     hf = {name: value for name, value in hf.items() if value is not None}
     hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
@@ -104,42 +128,13 @@ def fields_from_hf(hf: dict[str, Any], config: type[ModelConfig], names: Mapping
     optional = {field.name for field in fields(config) if field.default is not MISSING}
     found = {field: hf[name] for field, name in names.items() if name in hf or field not in optional}
     eos = hf.get("eos_token_id", ())
-    return found | rope_from_hf(hf) | {"eos_ids": (eos,) if isinstance(eos, int) else tuple(eos)}
+    rope = rope_from_hf(hf, theta=theta, ignored=rope_ignored)
+    return found | rope | {"eos_ids": (eos,) if isinstance(eos, int) else tuple(eos)}
 
 
 def fields_to_hf(config: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
     """Write what `fields_from_hf` reads."""
     eos = config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None
-    other = {"attention_dropout": 0.0, "eos_token_id": eos, "hidden_act": "silu", "use_cache": True}
-    return {name: getattr(config, field) for field, name in names.items()} | other | rope_to_hf(config)
-
-
-def rope_from_hf(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read rotary settings: transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters with both."""
-    parameters = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    theta = parameters.get("rope_theta", hf.get("rope_theta", DEFAULT_ROPE_THETA))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta}
-    if kind not in ("linear", "llama3"):
-        raise UsageError(f"rotary scaling {kind!r} is not supported (known: default, linear, llama3)")
-    names = SCALING_NAMES if kind == "llama3" else {}
-    scaling = RopeScaling(kind, parameters["factor"], **{field: parameters[name] for field, name in names.items()})
-    return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Write rotary settings for transformers 4 and 5."""
-    scaling = config.rope_scaling
-    if scaling is None:
-        parameters: dict[str, Any] = {"rope_type": "default"}
-    else:
-        parameters = {"rope_type": scaling.type, "factor": scaling.factor}
-        if scaling.type == "llama3":
-            parameters |= {name: getattr(scaling, field) for field, name in SCALING_NAMES.items()}
-    old = {} if scaling is None else {"rope_scaling": parameters}
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_theta": config.rope_theta, **parameters},
-        **old,
-    }
+    other = {"attention_dropout": 0.0, "eos_token_id": eos, "use_cache": True}
+    own = {name: getattr(config, field) for field, name in names.items()}
+    return own | other | rope_to_hf(config.rope, config.head_dim)

@@ -6,8 +6,12 @@ from typing import Literal
 
 from headway.config.shared import LoraSettings
 from headway.models.config import ModelConfig
-from headway.models.family import BlockShape
+from headway.models.family import BlockShape, KvCache, LayerCache
+from headway.models.recurrent import RecurrentState
 from headway.models.registry import find_family
+
+MOST_SNAPSHOTS = 2
+"""Recurrent states that an engine keeps for prefixes, at most, for each sequence that it can run."""
 
 
 def block_shapes(config: ModelConfig) -> list[BlockShape]:
@@ -28,24 +32,66 @@ def active_parameter_count(config: ModelConfig) -> int:
 
 
 def adapter_count(config: ModelConfig, lora: LoraSettings) -> int:
-    """Count the weights of an adapter on the plain linear layers."""
+    """Count the weights of an adapter, on the linear layers and experts that it targets."""
     sides = sum(
         inputs + outputs
         for block in block_shapes(config)
         for name, (inputs, outputs) in block.linears.items()
-        if name in lora.targets
+        if name.rpartition(".")[2] in lora.targets
     )
+    if "experts" in lora.targets:
+        sides += sum(block.experts * block.expert_sides for block in block_shapes(config))
     return lora.rank * sides
+
+
+def layer_caches(config: ModelConfig) -> list[LayerCache]:
+    """List what each layer keeps while serving."""
+    family = find_family(config.family)
+    return [family.cache(config, layer) for layer in range(config.layers)]
 
 
 def kv_bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
     """Bytes that one token takes in the KV cache, over all layers."""
-    return number_bytes * sum(block.cache.numbers for block in block_shapes(config))
+    return number_bytes * sum(cache.numbers for cache in layer_caches(config) if isinstance(cache, KvCache))
 
 
-def activation_numbers(config: ModelConfig, recompute: Literal["off", "selective", "full"]) -> int:
-    """Numbers per token that the largest block keeps for the backward pass."""
-    return max(_activations(config, block, recompute) for block in block_shapes(config))
+def state_bytes_per_sequence(config: ModelConfig, number_bytes: int) -> int:
+    """Bytes that the recurrent states of one sequence take, over all layers."""
+    return sum(cache.bytes(number_bytes) for cache in layer_caches(config) if isinstance(cache, RecurrentState))
+
+
+def kept_numbers(config: ModelConfig, block: BlockShape, recompute: Literal["off", "selective", "full"]) -> int:
+    """Numbers per token that a block keeps for the backward pass."""
+    if recompute == "full":
+        return config.width
+    if recompute == "selective":
+        return config.width + block.attended_width + block.experts  # the router's logits
+    if isinstance(block.cache, RecurrentState):
+        # The stream, its norms and the projections; what passes the convolution and, in float32, the rest; the MLP.
+        return 4 * config.width + 10 * block.cache.tail[1] + 3 * block.mlp_width
+    # The stream before each stage and what its norm makes of it; rotated queries and keys, values, attention's output;
+    # the gate, what it gates and their product.
+    kept = 4 * config.width + 2 * block.query_width + block.key_value_width + 3 * block.mlp_width
+    if find_family(config.family).qk_norm:  # whose gradient needs queries and keys from before it
+        kept += block.query_width + block.key_value_width // 2
+    return kept + 2 * block.experts_per_token * config.width  # a row per token and expert, before and after
+
+
+def working_numbers(config: ModelConfig, block: BlockShape, *, recomputes: bool) -> tuple[int, int, int]:
+    """Numbers that a block holds in its backward pass: per token for attention, per row of the MLP's portion for the
+    MLP, and per token around the latter."""
+    width, queries, keys = config.width, block.query_width, block.key_value_width
+    dispatched = 2 * block.experts_per_token * width
+    # Gradients of queries, keys and values, the first also in float32; of attention's output; of the stream.
+    attention = 2 * width + 4 * queries + keys
+    if isinstance(block.cache, RecurrentState):
+        # Parts of chunks and their gradients, in float32, and the states between them.
+        return 2 * width + 24 * block.cache.tail[1], 3 * block.mlp_width + dispatched, 3 * width
+    mlp = 3 * block.mlp_width + dispatched
+    if not recomputes:
+        return attention, mlp, 2 * width
+    attention += 2 * width + 3 * queries + keys + keys // 2
+    return attention, 2 * mlp, 3 * width + 2 * queries
 
 
 def serving_numbers(config: ModelConfig) -> int:
@@ -60,12 +106,19 @@ class StepFlops:
 
     def __init__(self, config: ModelConfig, *, frozen: bool = False) -> None:
         passes = 2 if frozen else 3
-        self._per_token = passes * 2 * active_parameter_count(config)
+        blocks = block_shapes(config)
+        products = sum(block.state_products for block in blocks)
+        self._per_token = passes * 2 * active_parameter_count(config) + 3 * 2 * products
         self._per_row = passes * 2 * config.vocab_size * config.width
         # Scores and their weighted sum: 2 products of the head size per pair of tokens and head.
         self._per_pair: Counter[int | None] = Counter()
-        for block in block_shapes(config):
-            self._per_pair[block.cache.window] += 3 * 2 * 2 * block.query_width
+        for block in blocks:
+            if not isinstance(block.cache, KvCache):
+                continue
+            widths = block.query_width + block.attended_width
+            self._per_pair[block.most_keys or block.cache.window] += 3 * 2 * widths
+            # Scores of an indexer have no gradients.
+            self._per_pair[None] += 2 * block.index_width
 
     def count(self, lengths: Sequence[int], rows: int) -> float:
         """Count those of samples of these `lengths`, `rows` of whose tokens have a loss."""
@@ -78,12 +131,3 @@ def _pairs(length: int, window: int | None) -> float:
     if window is None or length <= window:
         return length * length / 2
     return window * length - window * window / 2
-
-
-def _activations(config: ModelConfig, block: BlockShape, recompute: Literal["off", "selective", "full"]) -> int:
-    if recompute == "full":
-        return config.width
-    if recompute == "selective":
-        return config.width + block.query_width
-    # Inputs and outputs of the norms, projections, rotations, attention and the MLP's three products.
-    return 6 * config.width + 3 * block.query_width + 2 * block.cache.numbers + 4 * block.mlp_width

@@ -1,6 +1,6 @@
 """The decoder that all families are made of: embedding, blocks, final norm, head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,23 +8,29 @@ from torch import Tensor, nn
 from headway.models import ops
 from headway.models.adapters.bank import AdapterBank
 from headway.models.config import ModelConfig
-from headway.models.layers.block import Block
+from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.experts import expert_counts
 from headway.models.layers.linear import Linear
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import RotaryTable
 from headway.models.packed import ModelOutput, PackedTokens
+from headway.models.rotary import RopeParameters
 
 
 class Embedding(nn.Embedding):
-    """Starts the stream, in `compute_dtype` or the weight's own: all later layers compute in the stream's precision."""
+    """Starts the stream, in `compute_dtype` or the weight's own: all later layers compute in the stream's precision.
+    Every number is multiplied by `scale`."""
 
     compute_dtype: torch.dtype | None = None
 
+    def __init__(self, vocab_size: int, width: int, scale: float = 1.0) -> None:
+        super().__init__(vocab_size, width)
+        self.scale = scale
+
     def forward(self, token_ids_T: Tensor) -> Tensor:
         x_TD = super().forward(token_ids_T)
-        return x_TD if self.compute_dtype is None else x_TD.to(self.compute_dtype)
+        x_TD = x_TD if self.compute_dtype is None else x_TD.to(self.compute_dtype)
+        return x_TD if self.scale == 1 else x_TD * torch.tensor(self.scale, dtype=x_TD.dtype)
 
     def reset_parameters(self) -> None:
         """Leave the weight unset, as all layers here do. To draw it on the meta device, torch would import its
@@ -34,11 +40,11 @@ class Embedding(nn.Embedding):
 class Decoder(nn.Module):
     """Embedding, blocks and final norm. Blocks get the stream and one shared context."""
 
-    def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], Block]) -> None:
+    def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], Block], norm: type[RMSNorm]) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.width)
+        self.embed_tokens = Embedding(config.vocab_size, config.width, config.embedding_scale)
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.layers))
-        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.norm = norm(config.width, config.norm_eps)
 
     def forward(
         self, token_ids_T: Tensor, context: ForwardContext, given_TLk: Tensor | None = None
@@ -53,30 +59,57 @@ class Decoder(nn.Module):
 
 
 class DecoderLM(nn.Module):
-    """A causal language model over packed tokens. Families say what a block is. Parameters have the names of Hugging
+    """A causal language model over packed tokens. Families say what a block is, of which class the final norm is, and
+    which rotary positions layers choose from (None: those of the config alone). Parameters have the names of Hugging
     Face's checkpoints, except that experts are stacked."""
 
-    def __init__(self, config: ModelConfig, block: Callable[[ModelConfig, int], Block]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        block: Callable[[ModelConfig, int], Block],
+        *,
+        norm: type[RMSNorm] = RMSNorm,
+        ropes: Sequence[RopeParameters] | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, block)
+        self.model = Decoder(config, block, norm)
         self.lm_head = None if config.tied else Linear(config.width, config.vocab_size)
         self.adapters: AdapterBank | None = None
-        self.rotary = RotaryTable(config)
+        self.rotary = [RotaryTable(rope, config.max_len) for rope in ((config.rope,) if ropes is None else ropes)]
 
     @property
     def layers(self) -> nn.ModuleList:
         """The blocks: what sharding, checkpointing and compilation wrap."""
         return self.model.layers
 
+    @property
+    def stream_modules(self) -> list[nn.Module]:
+        """The modules that make the stream: the embedding, each block, and the final norm or what ends with it."""
+        return [self.model.embed_tokens, *self.model.layers, self.model.norm]
+
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """Compute in another precision than that of the weights, which None stands for."""
+        self.model.embed_tokens.compute_dtype = dtype
+
+    def recompute_blocks(self, recompute: Callable[[int], RunBlock | None]) -> None:
+        """Run each block as `recompute` says for its number; None: its activations are kept."""
+        for layer, block in enumerate(self.layers):
+            assert isinstance(block, Block)
+            block.recompute = recompute(layer)
+
     def forward(self, tokens: PackedTokens) -> ModelOutput:
-        cos, sin = self.rotary.gather(tokens.positions_T)
+        rotary = [table.gather(tokens.positions_T) for table in self.rotary]
         gate = None if self.adapters is None else self.adapters.gate(tokens.adapters_T, tokens.token_ids_T.device)
         given = None if tokens.routed_experts_TLk is None else tokens.routed_experts_TLk.long()
-        hidden_TD, experts = self.model(tokens.token_ids_T, ForwardContext(tokens.plan, cos, sin, gate), given)
-        if not self.config.experts:
-            return ModelOutput(hidden_TD)
-        return ModelOutput(hidden_TD, *self._routing(experts))
+        context = ForwardContext(tokens.plan, rotary, gate, tokens.chosen_positions)
+        hidden_TD, experts = self.model(tokens.token_ids_T, context, given)
+        output = ModelOutput(hidden_TD)
+        if self.config.experts:
+            output = ModelOutput(hidden_TD, self._routing(experts), self.config.experts)
+        if context.chosen_positions:
+            output.chosen_positions = {n: at for n, at in context.chosen_positions.items() if at is not None}
+        return output
 
     def head_weight(self) -> Tensor:
         """(vocab, width); the embedding's where tied."""
@@ -87,14 +120,21 @@ class DecoderLM(nn.Module):
         weights' precision, unless gradients are wanted: torch has none of such a product."""
         weight_VD = self.head_weight()
         if hidden_ND.is_cuda and not torch.is_grad_enabled():
-            return torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32, out=out)
+            logits_NV = torch.mm(hidden_ND, weight_VD.t(), out_dtype=torch.float32, out=out)
+            return logits_NV if self.config.logit_softcap is None else self._capped(logits_NV, out)
         logits_NV = ops.linear(hidden_ND, weight_VD).float()
+        if self.config.logit_softcap is not None:
+            return self._capped(logits_NV, out)
         return logits_NV if out is None else out.copy_(logits_NV)
 
-    def _routing(self, experts: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Experts used (T, layers, k), -1 in dense layers, and tokens per expert (layers, experts)."""
+    def _capped(self, logits_NV: Tensor, out: Tensor | None) -> Tensor:
+        cap = self.config.logit_softcap
+        assert cap is not None
+        capped_NV = cap * torch.tanh(logits_NV / cap)
+        return capped_NV if out is None else out.copy_(capped_NV)
+
+    def _routing(self, experts: list[Tensor | None]) -> Tensor:
+        """Experts used (T, layers, k), -1 in dense layers."""
         used = next(e for e in experts if e is not None)
         absent = torch.full_like(used, -1)
-        by_layer = [absent if e is None else e for e in experts]
-        load = [expert_counts(e.flatten(), self.config.experts) for e in by_layer]
-        return torch.stack(by_layer, 1), torch.stack(load)
+        return torch.stack([absent if e is None else e for e in experts], 1)

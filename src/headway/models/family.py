@@ -1,56 +1,109 @@
 """A family of models: everything Headway knows about it, in one object."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headway.core.errors import UsageError
 from headway.models.config import HF_NAMES, ModelConfig, fields_from_hf, fields_to_hf
+from headway.models.recurrent import RecurrentState
+from headway.models.rotary import DEFAULT_ROPE_THETA, RopeParameters
 
 if TYPE_CHECKING:
+    from headway.models.decoder import DecoderLM
+    from headway.models.layers.attention import Attention
     from headway.models.layers.block import Block
+    from headway.models.layers.mlp import FeedForward
+    from headway.models.layers.norm import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """The tensor called `name` in the checkpoint is `parameter[at]` here."""
+    """The tensor called `name` in the checkpoint is `parameter[at]` here, with the last two axes swapped where it is
+    `transposed`."""
 
     name: str
     at: tuple[int | slice, ...] = ()
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
 class KvCache:
-    """Keys and values that a layer keeps of a token while serving; of the last `window` tokens, if that is set."""
+    """Keys and values that a layer keeps of a token while serving; of the last `window` tokens, if that is set.
+
+    `value_dim` is the size of a value head, None: that of a key head. `values_in_keys`: values are the first numbers of
+    keys, and nothing is stored twice (latent attention). `index_dim` is the size of one more key per token, by which
+    sparse attention chooses the tokens that it attends to; 0: there is none.
+    """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    value_dim: int | None = None
+    values_in_keys: bool = False
+    index_dim: int = 0
+
+    @property
+    def value_size(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def numbers(self) -> int:
         """Numbers kept per token."""
-        return 2 * self.kv_heads * self.head_dim
+        values = 0 if self.values_in_keys else self.value_size
+        return self.kv_heads * (self.head_dim + values) + self.index_dim
+
+
+NO_KEYS = KvCache(0, 0)
+"""The cache of a layer that keeps no keys."""
+
+LayerCache = KvCache | RecurrentState | None
+"""What a layer keeps while serving: something of every token, a state of every sequence, or nothing."""
 
 
 @dataclass(frozen=True)
 class BlockShape:
     """The sizes of one block, from which FLOPs and bytes follow (`headway.models.costs`).
 
-    `linears` are (inputs, outputs) by the name that adapters target; `vectors` counts the weights of norms and biases;
-    `query_width` is heads x head size; `mlp_width` is how many numbers the MLP computes for a token. Every token passes
-    `experts_per_token` of `experts`, each of `expert_weights`.
+    `linears` are (inputs, outputs) by the name that adapters target, after a path where two layers share it; `vectors`
+    counts the weights of norms and biases; `query_width` is heads x head size; `mlp_width` is how many numbers the MLP
+    computes for a token. Every token passes `experts_per_token` of `experts`, each of `expert_weights`;
+    `router_weights` choose them, or what to attend to. `expert_sides` adds up the inputs and outputs of one expert's
+    matrices, which adapters have beside them.
+
+    Where keys and values of every head are computed from what is cached, `value_width` is heads x size of a value.
+    Sparse attention sees at most `most_keys` tokens, after it has scored all by queries of `index_width` numbers.
+    A recurrent mixer has `conv_weights` in its convolution; a token meets its state in `state_products` products.
     """
 
     linears: Mapping[str, tuple[int, int]]
     vectors: int
     query_width: int
     mlp_width: int
-    cache: KvCache
+    cache: LayerCache
     router_weights: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_weights: int = 0
+    expert_sides: int = 0
+    value_width: int | None = None
+    most_keys: int | None = None
+    index_width: int = 0
+    conv_weights: int = 0
+    state_products: int = 0
+
+    @property
+    def key_value_width(self) -> int:
+        """Numbers of a token's keys and values in training: where nothing projects to them alone (latent attention),
+        every query head has its own."""
+        if "k_proj" in self.linears and "v_proj" in self.linears:
+            return self.linears["k_proj"][1] + self.linears["v_proj"][1]
+        return self.query_width + self.attended_width
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of attention's output."""
+        return self.query_width if self.value_width is None else self.value_width
 
     @property
     def weights(self) -> int:
@@ -64,7 +117,41 @@ class BlockShape:
 
     @property
     def _always_used(self) -> int:
-        return sum(inputs * outputs for inputs, outputs in self.linears.values()) + self.router_weights
+        linears = sum(inputs * outputs for inputs, outputs in self.linears.values())
+        return linears + self.router_weights + self.conv_weights
+
+
+READ_KEYS = frozenset({"eos_token_id", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
+"""Entries of config.json that every family reads, beside its `names`."""
+FIXED_KEYS: Mapping[str, Any] = {"attention_dropout": 0.0, "is_encoder_decoder": False, "chunk_size_feed_forward": 0}
+"""Entries that would change what is computed, and the one value that is implemented."""
+IGNORED_KEYS = frozenset(
+    [
+        "_attn_implementation",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "id2label",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pretraining_tp",
+        "problem_type",
+        "quantization_config",
+        "return_dict",
+        "router_aux_loss_coef",
+        "torch_dtype",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    ]
+)
+"""Entries that do not change logits: names, outputs, losses of another trainer, and how weights are stored, which
+whoever reads these minds."""
 
 
 class Family:
@@ -76,25 +163,50 @@ class Family:
 
     model_type: str
     """Its name in config.json."""
+    aliases: tuple[str, ...] = ()
+    """Other names in config.json of models that are computed alike; what is written has the family's own."""
     architecture: str
     """Hugging Face's class, for exported checkpoints."""
     config_class: type[ModelConfig] = ModelConfig
     hf_names: Mapping[str, str] = {}
     """Fields of its config and their names in config.json, beside those that all families have."""
+    examples = ""
+    """Models of the family, for the table of families in docs/models.md."""
+    notes = ""
+    """What sets it apart, for the same table."""
     chat_format: str | None = None
     """The format of the `renderers` package that is tried for its chat template."""
     gguf_architecture: str | None = None
     """llama.cpp's name for it, where GGUF files of it can be read."""
     gguf_interleaved_rotary = False
     """llama.cpp stores the two halves of each rotary head interleaved."""
-    qk_norm = False
-    """Queries and keys are normalized per head before they are rotated."""
+    qk_norm: bool | Literal["all"] = False
+    """Queries and keys are normalized before they are rotated: per head, or over all heads at once."""
+    block_norms = 2
+    """Norms of the stream in a block."""
+    hf_defaults: Mapping[str, Any] = {}
+    """Values of entries that config.json may lack, where these are not the defaults of our fields."""
+    hf_reads: Collection[str] = ()
+    """Entries of config.json that its own `fields_from_hf` reads, beside `hf_names`."""
+    hf_fixed: Mapping[str, Any] = {}
+    """Entries that would change what is computed, and the one value of each that the family implements."""
+    hf_ignored: Collection[str] = ()
+    """Entries that do not change what is computed, beside those that no family minds."""
+    hf_absent: Collection[str] = ()
+    """Fields that all families have, but this one has no entry for."""
+    activations: Collection[str] = ("silu",)
+    """Activations of its MLPs."""
+    rope_theta = DEFAULT_ROPE_THETA
+    """The base of rotary frequencies where config.json names none."""
+    rope_ignored: Collection[str] = ()
+    """Entries of `rope_parameters` that do not change what the family computes."""
 
     def config_from_hf(self, hf: dict[str, Any]) -> ModelConfig:
         """Read config.json as transformers 4 or 5 writes it. Raises UsageError for what is not supported."""
         try:
             self.check_hf(hf)
-            return self.config_class(family=self.model_type, **self.fields_from_hf(hf))
+            given = {name: value for name, value in hf.items() if value is not None}
+            return self.config_class(family=self.model_type, **self.fields_from_hf({**self.hf_defaults, **given}))
         except KeyError as error:
             raise UsageError(f"it lacks {error.args[0]!r}") from None
 
@@ -104,72 +216,161 @@ class Family:
         return dict(sorted((names | self.fields_to_hf(config)).items()))
 
     def check_hf(self, hf: dict[str, Any]) -> None:
-        """Raise UsageError for settings that this family's blocks do not implement."""
-        if hf.get("hidden_act", "silu") != "silu":
-            raise UsageError(f"activation {hf['hidden_act']!r} is not supported (only silu)")
-        if hf.get("use_sliding_window"):
-            raise UsageError("sliding-window attention is not supported; set use_sliding_window to false")
+        """Raise UsageError for an entry of config.json that this family would ignore or does not implement."""
+        fixed = {**FIXED_KEYS, **self.hf_fixed}
+        read = {*READ_KEYS, *self.names.values(), *self.hf_reads}
+        for key, value in hf.items():
+            if value is None or key in IGNORED_KEYS or key in self.hf_ignored:
+                continue
+            if key in fixed:
+                if value != fixed[key]:
+                    raise UsageError(
+                        f"{key} {value!r} is not supported by the family {self.model_type!r} (only {fixed[key]!r})"
+                    )
+            elif key not in read:
+                raise UsageError(
+                    f"the family {self.model_type!r} would ignore {key} = {value!r}; if it does not change what the "
+                    "model computes, remove it from config.json"
+                )
+        activation = self.names["activation"]
+        if hf.get(activation) is not None and hf[activation] not in self.activations:
+            raise self._unsupported(activation, hf[activation], ", ".join(self.activations))
+
+    def _unsupported(self, key: str, value: Any, known: str) -> UsageError:
+        return UsageError(f"{key} {value!r} is not supported by the family {self.model_type!r} (only {known})")
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Fields of its config and their names in config.json."""
+        names = {**HF_NAMES, **self.hf_names}
+        return {field: name for field, name in names.items() if field not in self.hf_absent}
 
     def fields_from_hf(self, hf: dict[str, Any]) -> dict[str, Any]:
         """The config's fields; a KeyError means that config.json lacks that entry."""
-        return fields_from_hf(hf, self.config_class, {**HF_NAMES, **self.hf_names})
+        return fields_from_hf(hf, self.config_class, self.names, theta=self.rope_theta, rope_ignored=self.rope_ignored)
 
     def fields_to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        return fields_to_hf(config, {**HF_NAMES, **self.hf_names})
+        return fields_to_hf(config, self.names)
+
+    def model(self, config: ModelConfig) -> "DecoderLM":
+        """Build a model; its weights are unset."""
+        from headway.models.decoder import DecoderLM  # torch
+
+        return DecoderLM(config, self.block, norm=self.norm_class(), ropes=self.ropes(config))
 
     def block(self, config: ModelConfig, layer: int) -> "Block":
         """Build block number `layer`; its weights are unset."""
-        from headway.models.layers.block import make_block  # torch
+        from headway.models.layers.block import Block  # torch
 
-        return make_block(config, layer, qk_norm=self.qk_norm)
+        input_norm, post_attention_norm = self.stream_norm(config), self.stream_norm(config)
+        return Block(input_norm, self.attention(config, layer), post_attention_norm, self.feed_forward(config, layer))
+
+    def attention(self, config: ModelConfig, layer: int) -> "Attention":
+        """Build the first stage of block number `layer`."""
+        from headway.models.layers.attention import SelfAttention
+
+        return SelfAttention(config, layer, **self.attention_options(config, layer))
+
+    def attention_options(self, config: ModelConfig, layer: int) -> dict[str, Any]:
+        """The options of `SelfAttention` that layer number `layer` takes."""
+        return {"qk_norm": self.qk_norm, "norm": self.norm_class(), "window": config.window_of(layer)}
+
+    def feed_forward(self, config: ModelConfig, layer: int) -> "FeedForward":
+        """Build the second stage: a gated MLP, or a mixture of experts in the layers that `config` says."""
+        from headway.models.layers.experts import SparseMlp
+        from headway.models.layers.mlp import GatedMlp
+
+        if config.sparse(layer):
+            return SparseMlp(config)
+        return GatedMlp(config.width, config.mlp_width, config.mlp_bias, config.activation)
+
+    def norm_class(self) -> "type[RMSNorm]":
+        """The class of norms in blocks and of the final one."""
+        from headway.models.layers.norm import RMSNorm
+
+        return RMSNorm
+
+    def stream_norm(self, config: ModelConfig) -> "RMSNorm":
+        return self.norm_class()(config.width, config.norm_eps)
+
+    def ropes(self, config: ModelConfig) -> Sequence[RopeParameters]:
+        """The rotary positions that layers choose from (`SelfAttention.rotary`)."""
+        return (config.rope,)
 
     def checkpoint_tensors(self, parameter: str, config: ModelConfig) -> list[CheckpointTensor]:
-        """The tensors of a checkpoint that the parameter of this name is made of."""
+        """The tensors of a checkpoint that the parameter of this name is made of, as they are written. A parameter that
+        is made of several is also read whole, under its own name."""
         return [CheckpointTensor(parameter)]
 
-    def cache(self, config: ModelConfig, layer: int) -> KvCache:
-        """Describe what layer number `layer` keeps of a token while serving."""
-        return KvCache(config.kv_heads, config.head_dim)
+    def own_name(self, name: str, config: ModelConfig) -> str:
+        """The name here of a parameter that a checkpoint holds whole."""
+        return name
+
+    def skips_tensor(self, name: str, config: ModelConfig) -> bool:
+        """Tell whether a tensor of a checkpoint belongs to a part of the model that is not computed here."""
+        return False
+
+    def cache(self, config: ModelConfig, layer: int) -> LayerCache:
+        """Describe what layer number `layer` keeps while serving."""
+        return KvCache(config.kv_heads, config.head_dim, config.window_of(layer))
 
     def block_shape(self, config: ModelConfig, layer: int) -> BlockShape:
         """The sizes of block number `layer`."""
         width, queries, keys = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
         linears = {"q_proj": (width, queries), "k_proj": (width, keys), "v_proj": (width, keys)}
         linears["o_proj"] = (queries, width)
-        vectors = 2 * width + config.attention_bias * (queries + 2 * keys + width) + self.qk_norm * 2 * config.head_dim
+        output_bias = config.attention_bias if config.output_bias is None else config.output_bias
+        norms = queries + keys if self.qk_norm == "all" else self.qk_norm * 2 * config.head_dim
+        biases = config.attention_bias * (queries + 2 * keys) + output_bias * width
+        vectors = self.block_norms * width + biases + norms
         cache = self.cache(config, layer)
         if config.sparse(layer):
+            if shared := config.shared_expert_width:
+                linears |= {"gate_proj": (width, shared), "up_proj": (width, shared), "down_proj": (shared, width)}
             return BlockShape(
                 linears,
                 vectors,
                 queries,
-                config.experts_per_token * config.expert_width,
+                config.experts_per_token * config.expert_width + shared,
                 cache,
                 router_weights=config.experts * width,
                 experts=config.experts,
                 experts_per_token=config.experts_per_token,
                 expert_weights=3 * width * config.expert_width,
+                expert_sides=2 * width + 3 * config.expert_width,
             )
         mlp = config.mlp_width
         linears |= {"gate_proj": (width, mlp), "up_proj": (width, mlp), "down_proj": (mlp, width)}
         return BlockShape(linears, vectors + config.mlp_bias * (2 * mlp + width), queries, mlp, cache)
 
 
-def split_experts(parameter: str, config: ModelConfig) -> list[CheckpointTensor]:
-    """The tensors of stacked experts (gate above up): three matrices of each in the checkpoint. Empty for other
-    parameters."""
+def renamed(parameter: str, names: Mapping[str, str]) -> str:
+    """Replace the parts of a parameter's name that checkpoints call otherwise."""
+    for ours, theirs in names.items():
+        parameter = parameter.replace(ours, theirs)
+    return parameter
+
+
+def split_experts(
+    parameter: str,
+    config: ModelConfig,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[CheckpointTensor]:
+    """The tensors of stacked experts (gate above up): three matrices of each in the checkpoint, by their `names`.
+    Empty for other parameters."""
     prefix, found, projection = parameter.partition(".mlp.experts.")
     if not found:
         return []
+    gate, up, down = names
     width, experts = config.expert_width, [f"{prefix}.mlp.experts.{e}" for e in range(config.experts)]
     if projection == "down_proj":
-        return [CheckpointTensor(f"{expert}.down_proj.weight", (e,)) for e, expert in enumerate(experts)]
-    gate, up = slice(0, width), slice(width, 2 * width)
+        return [CheckpointTensor(f"{expert}.{down}.weight", (e,)) for e, expert in enumerate(experts)]
+    gates, ups = slice(0, width), slice(width, 2 * width)
     return [
         tensor
         for e, expert in enumerate(experts)
         for tensor in (
-            CheckpointTensor(f"{expert}.gate_proj.weight", (e, gate)),
-            CheckpointTensor(f"{expert}.up_proj.weight", (e, up)),
+            CheckpointTensor(f"{expert}.{gate}.weight", (e, gates)),
+            CheckpointTensor(f"{expert}.{up}.weight", (e, ups)),
         )
     ]

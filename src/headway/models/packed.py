@@ -1,5 +1,6 @@
 """The input and output of a model: tokens packed along one flat axis T, and the plan by which they attend."""
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from headway.models import ops
 from headway.models.ops.attention import QKV
 from headway.models.ops.qk_norm_rope import Norms
+from headway.models.ops.routed_experts import expert_counts
 
 AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of queries, keys, values and sinks (None for a layer without them)."""
@@ -20,17 +22,42 @@ class AttentionLayer:
 
     `window`: a token sees itself and the `window - 1` tokens before it; None: all before it. `sinks` (H,): a logit per
     query head that adds to the softmax's denominator alone (GPT-OSS). `scale` multiplies scores; None: 1 / √head size.
+    `softcap` then bounds each score x softly: softcap * tanh(x / softcap) (Gemma 2). `chosen` (T, k): the positions of
+    its own sample that each token sees, as `AttentionPlan.choose` returns them.
     """
 
     index: int
     window: int | None = None
     sinks: Tensor | None = None
     scale: float | None = None
+    softcap: float | None = None
+    chosen: Tensor | None = None
 
     @property
     def plain(self) -> bool:
         """Full causal attention with the usual scale, as all kernels compute it."""
-        return self.window is None and self.sinks is None and self.scale is None
+        return self.window is None and self.unmasked_plain
+
+    @property
+    def unmasked_plain(self) -> bool:
+        """Plain, apart from a window."""
+        return self.sinks is None and self.scale is None and self.softcap is None and self.chosen is None
+
+
+class IndexScores(NamedTuple):
+    """The base of sparse attention's choice: queries of J heads (T, J, D), one key per token (T, D), and the heads'
+    weights (T, J). A key's score is the weighted sum of its products with the queries, as far as these are positive."""
+
+    q_TJD: Tensor
+    k_TD: Tensor
+    weights_TJ: Tensor
+
+
+States = tuple[Tensor, ...]
+"""What a recurrent layer carries from one part of its samples to the next: tensors with a row per sample."""
+Recurrence = Callable[[Sequence[Tensor], Sequence[int], States | None], tuple[Tensor, States]]
+"""A recurrence over samples of given lengths, end to end, from the samples' states (None: from the start). Returns its
+outputs (T, …) and the states after each sample. Any cutting of samples into parts gives the same, part by part."""
 
 
 class Rope(NamedTuple):
@@ -50,9 +77,23 @@ class AttentionPlan:
     the rest with something faster.
     """
 
+    takes_latent_keys = False
+    """Latent attention brings its compressed keys, one head of them, and values that are part of them, as a cache keeps
+    them. Otherwise it brings the keys and values of every head."""
+
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
         """Causal attention of T queries (H heads) over keys (K heads, H a multiple of K): (T, H, D)."""
         raise NotImplementedError(f"{type(self).__name__} must override attend")
+
+    def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
+        """The `count` positions of its sample, up to its own, that each token scores highest in layer number `layer`,
+        (T, count): -1 where there are fewer, and None where no token has more than `count` to choose from."""
+        raise NotImplementedError(f"{type(self).__name__} has no sparse attention")
+
+    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Run the recurrence of layer number `layer` over `inputs` (T, …): its outputs. The plan knows where samples
+        begin, where their states come from, and where these go."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
 
     def attend_pre_rope(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Rope, layer: AttentionLayer) -> Tensor:
         """`attend` with queries and keys as they were projected, before their norms and rotary positions."""
@@ -85,7 +126,8 @@ class AttentionPlan:
 class PackedTokens:
     """`routed_experts` (T, layers, k) tells MoE layers which experts to use; rows of -1 leave it to the router.
 
-    `adapters` (T,) is each token's index into the adapter bank, -1 for none.
+    `adapters` (T,) is each token's index into the adapter bank, -1 for none. `chosen_positions` are, by layer, the
+    positions (T, k) that sparse attention is to attend to; rows of -1 leave it to the layer.
     """
 
     token_ids_T: Tensor
@@ -93,16 +135,25 @@ class PackedTokens:
     plan: AttentionPlan
     routed_experts_TLk: Tensor | None = None
     adapters_T: Tensor | None = None
+    chosen_positions: Mapping[int, Tensor] | None = None
 
 
 @dataclass(slots=True)
 class ModelOutput:
     """`hidden` is after the final norm; the caller applies the head (in chunks, or to sampled rows only).
 
-    For MoE models `routed_experts` (T, layers, k) are the experts used and `expert_load` (layers, experts) the
-    tokens each got.
+    For MoE models `routed_experts` (T, layers, k) are those used of the `experts` of a layer, -1 in dense layers.
+    `chosen_positions` are those of layers whose sparse attention left tokens out.
     """
 
     hidden_TD: Tensor
     routed_experts_TLk: Tensor | None = None
-    expert_load_LE: Tensor | None = None
+    experts: int = 0
+    chosen_positions: Mapping[int, Tensor] | None = None
+
+    @property
+    def expert_load_LE(self) -> Tensor | None:  # noqa: N802 - named as tensors are
+        """Count the tokens that each expert got, (layers, experts)."""
+        if self.routed_experts_TLk is None:
+            return None
+        return torch.stack([expert_counts(used.flatten(), self.experts) for used in self.routed_experts_TLk.unbind(1)])

@@ -11,7 +11,7 @@ from headway.models.decoder import DecoderLM
 
 def last_rms(x_TD: Tensor) -> Tensor:
     """The root mean square of the last token's stream, in float32."""
-    return x_TD[-1].detach().float().square().mean().sqrt()
+    return x_TD.flatten(0, -2)[-1].detach().float().square().mean().sqrt()
 
 
 @contextmanager
@@ -20,10 +20,9 @@ def watched_stream(model: DecoderLM) -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append(last_rms(output[0] if isinstance(output, tuple) else output))
+        seen.append(last_rms(output if isinstance(output, Tensor) else output[0]))
 
-    decoder = model.model
-    handles = [place.register_forward_hook(note) for place in (decoder.embed_tokens, *decoder.layers, decoder.norm)]
+    handles = [module.register_forward_hook(note) for module in model.stream_modules]
     try:
         yield seen
     finally:

@@ -7,11 +7,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from headway.core.cache import cache_folder
 from headway.core.errors import UsageError
 from headway.models import tiny_tokenizer as tokenizer
 from headway.models.config import ModelConfig
+from headway.models.families.glm4_moe import Glm4MoeConfig
+from headway.models.families.gpt_oss import GptOssConfig
+from headway.models.families.qwen3_5 import Qwen35Config
 from headway.models.registry import load_family
 
 TINY = ModelConfig(
@@ -28,7 +32,13 @@ TINY = ModelConfig(
     max_len=2048,
 )
 
-BUILT_IN = {
+
+def _as_family(config: type[ModelConfig], **changes: Any) -> ModelConfig:
+    """The tiny shape, as a family's own config."""
+    return config(**(vars(TINY) | changes))
+
+
+BUILT_IN: dict[str, ModelConfig] = {
     "tiny": TINY,
     "tiny-llama": replace(TINY, family="llama", tied=False),
     "tiny-moe": replace(
@@ -39,6 +49,43 @@ BUILT_IN = {
         experts_per_token=2,
         expert_width=64,
         normalize_gates=True,
+    ),
+    "tiny-glm4-moe": _as_family(
+        Glm4MoeConfig,
+        family="glm4_moe",
+        layers=2,
+        tied=False,
+        rotary_dim=16,
+        experts=8,
+        experts_per_token=2,
+        expert_width=64,
+        shared_expert_width=64,
+        dense_layers=(0,),
+        qk_norm=True,
+    ),
+    "tiny-gpt-oss": _as_family(
+        GptOssConfig,
+        family="gpt_oss",
+        layers=2,
+        tied=False,
+        attention_bias=True,
+        normalize_gates=True,
+        experts=8,
+        experts_per_token=2,
+        expert_width=64,
+        mlp_width=64,
+        window=32,
+        window_layers=(0,),
+    ),
+    "tiny-hybrid": _as_family(
+        Qwen35Config,
+        family="qwen3_5_text",
+        rotary_dim=8,
+        linear_layers=(0, 1),
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=32,
+        linear_value_dim=32,
     ),
 }
 """Shapes, by name; the tokenizer fills in vocabulary and special ids."""

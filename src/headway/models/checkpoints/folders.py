@@ -14,7 +14,9 @@ from torch import Tensor
 from headway.core.errors import HeadwayError
 from headway.core.files import atomic_directory
 from headway.models.build import build_model
-from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
+from headway.models.checkpoints.quantized import unpacked
+from headway.models.checkpoints.tensors import float32_tensors, hf_layout, hf_tensors, load_hf_tensors
+from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.registry import config_to_hf, load_config
 
@@ -35,10 +37,16 @@ COMPANIONS = (
 
 
 def load_model(
-    folder: Path | str, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    folder: Path | str,
+    *,
+    config: ModelConfig | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> DecoderLM:
-    """Load the model of a checkpoint folder. Raises HeadwayError that names what does not fit."""
-    model = build_model(load_config(folder), device=device, dtype=dtype, seed=None)
+    """Load the model of a checkpoint folder; `config` is its own, where the caller has it. Raises HeadwayError that
+    names what does not fit."""
+    config = load_config(folder) if config is None else config
+    model = build_model(config, device=device, dtype=dtype, seed=None)
     try:
         load_hf_tensors(model, read_tensors(folder))
     except SafetensorError as error:
@@ -49,8 +57,12 @@ def load_model(
 
 
 def read_tensors(folder: Path | str) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors of a checkpoint folder, file by file."""
-    for file in _weight_files(Path(folder)):
+    """Iterate over the tensors of a checkpoint folder, file by file. Quantized ones are unpacked."""
+    yield from unpacked(_stored_tensors(Path(folder)), _quantization(Path(folder)))
+
+
+def _stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in _weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (a safe_open is no dict)
                 yield name, tensors.get_tensor(name)
@@ -67,19 +79,22 @@ def save_checkpoint(
 ) -> None:
     """Write `folder`, whole or not at all, so that transformers can load it; an old one is replaced.
 
-    `dtype` None keeps the parameters' own. Tokenizer files are copied from `files_from`. Where parameters are
-    sharded over ranks, every rank calls this and one has `write`; the others only help to gather.
+    `dtype` None keeps the parameters' own; what must stay in float32 does. Tokenizer files are copied from
+    `files_from`. Where parameters are sharded over ranks, every rank calls this and one has `write`; the others only
+    help to gather.
     """
     if not write:
         for _ in hf_tensors(model):
             pass
         return
     dtype = dtype or model.head_weight().dtype
-    layout = [(name, shape.numel() * dtype.itemsize) for name, shape in hf_layout(model)]
+    precise = float32_tensors(model)
+    dtypes = {name: torch.float32 if name in precise else dtype for name, _ in hf_layout(model)}
+    layout = [(name, shape.numel() * dtypes[name].itemsize) for name, shape in hf_layout(model)]
     with atomic_directory(Path(folder)) as aside:
         config = config_to_hf(model.config) | {"dtype": str(dtype).removeprefix("torch.")}
         (aside / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
-        tensors = ((name, tensor.to("cpu", dtype)) for name, tensor in hf_tensors(model))
+        tensors = ((name, tensor.to("cpu", dtypes[name])) for name, tensor in hf_tensors(model))
         _write_shards(aside, tensors, _shards(layout, shard_bytes))
         # safetensors makes files that only their owner can read; these are no more secret than the config.
         for file in aside.glob("*.safetensors"):
@@ -93,6 +108,16 @@ def copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def _quantization(folder: Path) -> dict[str, Any] | None:
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    found: dict[str, Any] | None = msgspec.json.decode(config.read_bytes(), type=dict[str, Any]).get(
+        "quantization_config"
+    )
+    return found
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,7 +1,8 @@
 """Weights as a stream of tensors under Hugging Face's names, out of a model and into one."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from headway.core.errors import HeadwayError
 from headway.models.decoder import DecoderLM
 from headway.models.family import CheckpointTensor
 from headway.models.registry import find_family
-from headway.models.sharded import fill_sharded, gathered, is_sharded
+from headway.models.sharded import fill_part, gathered, is_sharded
+
+logger = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 8
 
@@ -25,7 +28,7 @@ def hf_layout(model: DecoderLM) -> list[tuple[str, torch.Size]]:
     layout = []
     for name, parameter in base_parameters(model):
         whole = torch.empty(parameter.shape, device="meta")
-        layout += [(tensor.name, whole[tensor.at].shape) for tensor in checkpoint_tensors(model, name)]
+        layout += [(tensor.name, part_of(whole, tensor).shape) for tensor in checkpoint_tensors(model, name)]
     return layout
 
 
@@ -37,16 +40,31 @@ def hf_tensors(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in base_parameters(model):
         whole = gathered(parameter)
         for tensor in checkpoint_tensors(model, name):
-            yield tensor.name, whole[tensor.at] if tensor.at else whole
+            yield tensor.name, part_of(whole, tensor)
+
+
+def float32_tensors(model: DecoderLM) -> set[str]:
+    """Names of the checkpoint's tensors that stay in float32, whatever precision the others have."""
+    own = [
+        f"{path}.{name}" for path, module in model.named_modules() for name in getattr(module, "float32_parameters", ())
+    ]
+    present = dict(base_parameters(model))
+    return {tensor.name for name in own if name in present for tensor in checkpoint_tensors(model, name)}
+
+
+def part_of(whole: Tensor, tensor: CheckpointTensor) -> Tensor:
+    """View the part of a parameter that a checkpoint's tensor holds, as it lies there."""
+    part = whole[tensor.at] if tensor.at else whole
+    return part.transpose(-2, -1) if tensor.transposed else part
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The destination of a checkpoint's tensor: `view` is its memory in `parameter`, until the parameter is moved.
+    """The destination of a checkpoint's `tensor`: `view` is its memory in `parameter`, until the parameter is moved.
     For a `sharded` parameter the view has the shape only."""
 
     parameter: nn.Parameter
-    at: tuple[int | slice, ...]
+    tensor: CheckpointTensor
     view: Tensor
     sharded: bool
 
@@ -58,8 +76,7 @@ def hf_targets(model: DecoderLM) -> dict[str, Target]:
         sharded = is_sharded(parameter)
         whole = torch.empty(parameter.shape, device="meta") if sharded else parameter.data
         for tensor in checkpoint_tensors(model, name):
-            view = whole[tensor.at] if tensor.at else whole
-            targets[tensor.name] = Target(parameter, tensor.at, view, sharded)
+            targets[tensor.name] = Target(parameter, tensor, part_of(whole, tensor), sharded)
     return targets
 
 
@@ -68,46 +85,48 @@ def load_hf_tensors(
 ) -> None:
     """Copy a checkpoint's tensors, in any order, into the model's parameters; one that shares their memory stays.
 
+    A rank touches only what it holds of sharded parameters: tensors that are mapped from files are not read otherwise.
     `targets` are the model's own, where the caller has them. Raises HeadwayError that names missing, extra and
     misshapen tensors; the model then holds a mix of old and new.
     """
     missing = dict(hf_targets(model) if targets is None else targets)
     problems = _Problems()
-    staged = _ShardedParameters()
+    family, skipped = find_family(model.config.family), list[str]()
     with torch.no_grad():
-        for name, tensor in tensors:
+        for name, tensor in _as_written(model, tensors, missing.keys()):
             target = missing.pop(name, None)
             if target is None:
-                if not _ignorable(name, model):
+                if family.skips_tensor(name, model.config):
+                    skipped.append(name)
+                elif not _ignorable(name, model):
                     problems.extra.append(name)
             elif tensor.shape != (view := target.view).shape:
                 problems.misshapen.append(f"{name} {tuple(tensor.shape)}, expected {tuple(view.shape)}")
             elif target.sharded:
-                staged.add(target, tensor)
+                fill_part(target.parameter, target.tensor.at, part_of(tensor, replace(target.tensor, at=())))
             elif view.data_ptr() != tensor.data_ptr():
                 view.copy_(tensor)
     problems.missing += missing
     problems.raise_any()
+    if skipped:
+        logger.info("left out %d tensors of parts that are not computed here: %s", len(skipped), _some(skipped))
 
 
-@dataclass(slots=True)
-class _ShardedParameters:
-    """Sharded parameters, assembled on the CPU until whole; then each rank keeps its own share."""
-
-    wholes: dict[int, Tensor] = field(default_factory=dict)
-    filled: dict[int, int] = field(default_factory=dict)
-
-    def add(self, target: Target, tensor: Tensor) -> None:
-        parameter = target.parameter
-        key = id(parameter)
-        if key not in self.wholes:
-            self.wholes[key] = torch.empty(parameter.shape, dtype=parameter.dtype)
-        whole = self.wholes[key]
-        whole[target.at].copy_(tensor)
-        self.filled[key] = self.filled.get(key, 0) + tensor.numel()
-        if self.filled[key] == whole.numel():
-            fill_sharded(parameter, whole)
-            del self.wholes[key]
+def _as_written(
+    model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], expected: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Cut parameters that came whole, under the model's own names, into the tensors that checkpoints have of them."""
+    own: dict[str, nn.Parameter] | None = None
+    for name, tensor in tensors:
+        if name in expected:
+            yield name, tensor
+            continue
+        own = dict(base_parameters(model)) if own is None else own
+        ours = find_family(model.config.family).own_name(name, model.config)
+        if ours in own and tensor.shape == own[ours].shape:
+            yield from ((part.name, part_of(tensor, part)) for part in checkpoint_tensors(model, ours))
+        else:
+            yield name, tensor
 
 
 @dataclass(slots=True)

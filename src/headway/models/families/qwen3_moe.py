@@ -9,12 +9,17 @@ from headway.models.family import CheckpointTensor, Family, split_experts
 class Qwen3Moe(Family):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    examples = "Qwen3-30B-A3B, Qwen3-235B-A22B"
+    notes = "experts stacked; dense layers in between; router replay, as in all families with experts"
     hf_names = {
         "experts": "num_experts",
         "experts_per_token": "num_experts_per_tok",
         "expert_width": "moe_intermediate_size",
         "normalize_gates": "norm_topk_prob",
     }
+    hf_reads = ("num_local_experts", "num_experts", "decoder_sparse_step", "mlp_only_layers")
+    hf_fixed = {"use_sliding_window": False}
+    hf_ignored = ("sliding_window", "max_window_layers")
     chat_format = "qwen3"
     qk_norm = True
 

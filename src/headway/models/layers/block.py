@@ -1,14 +1,12 @@
-"""One decoder block in two stages: attention, then a feed-forward, each normed before and added to the stream."""
+"""One decoder block in two stages, attention and a feed-forward, each with norms around it and added to the stream."""
 
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from headway.models.config import ModelConfig
-from headway.models.layers.attention import SelfAttention
+from headway.models.layers.attention import Attention
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.experts import SparseMlp
-from headway.models.layers.mlp import FeedForward, GatedMlp
+from headway.models.layers.mlp import FeedForward
 from headway.models.layers.norm import RMSNorm
 
 RunBlock = Callable[["Block", Tensor, ForwardContext, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -22,11 +20,14 @@ class Block(nn.Module):
     is how the block runs where its activations are not kept; `build_model` sets it.
     """
 
+    # Without a value: one of the class would hide a module that is set here on a block.
+    recompute: RunBlock | None
+
     def __init__(
-        self, input_norm: RMSNorm, attention: SelfAttention, post_attention_norm: RMSNorm, feed_forward: FeedForward
+        self, input_norm: nn.Module, attention: Attention, post_attention_norm: RMSNorm, feed_forward: FeedForward
     ) -> None:
         super().__init__()
-        self.recompute: RunBlock | None = None
+        self.recompute = None
         self.input_layernorm = input_norm
         self.self_attn = attention
         self.post_attention_layernorm = post_attention_norm
@@ -41,15 +42,25 @@ class Block(nn.Module):
         """
         if self.recompute is not None:
             return self.recompute(self, x_TD, context, given_Tk)
+        return self.run(x_TD, context, given_Tk)
+
+    def run(
+        self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run both stages, and keep their activations."""
         return self.feed_forward(x_TD, self.mix(x_TD, context), context, given_Tk)
 
     def mix(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """Run the first stage, between tokens. Returns what it adds to the stream."""
-        return self.mixed(self.self_attn.attend(self.input_layernorm(x_TD), context), context)
+        return self.mixed_norm(self.self_attn(self.input_layernorm(x_TD), context))
+
+    def mixed_norm(self, mixed_TD: Tensor) -> Tensor:
+        """Norm what the first stage adds to the stream, in blocks that do."""
+        return mixed_TD
 
     def mixed(self, attended_THD: Tensor, context: ForwardContext) -> Tensor:
         """Run the end of the first stage, row by row, from the output of attention."""
-        return self.self_attn.output(attended_THD, context)
+        return self.mixed_norm(self.self_attn.output(attended_THD, context))
 
     def feed_forward(
         self,
@@ -72,12 +83,54 @@ class Block(nn.Module):
         return x_TD + out_TD, used_Tk
 
 
-def make_block(config: ModelConfig, layer: int, *, qk_norm: bool) -> Block:
-    """Build a block like Llama's: a gated MLP, or a mixture of experts in the layers that `config` says."""
-    sparse = config.sparse(layer)
-    return Block(
-        RMSNorm(config.width, config.norm_eps),
-        SelfAttention(config, layer, qk_norm=qk_norm),
-        RMSNorm(config.width, config.norm_eps),
-        SparseMlp(config) if sparse else GatedMlp(config.width, config.mlp_width, config.mlp_bias),
-    )
+class SandwichBlock(Block):
+    """Each stage is normed before and after (Gemma, AFMoE)."""
+
+    def __init__(self, norm: Callable[[], RMSNorm], attention: Attention, feed_forward: FeedForward) -> None:
+        super().__init__(norm(), attention, norm(), feed_forward)
+        self.pre_feedforward_layernorm = norm()
+        self.post_feedforward_layernorm = norm()
+
+    def mixed_norm(self, mixed_TD: Tensor) -> Tensor:
+        normed_TD: Tensor = self.post_attention_layernorm(mixed_TD)
+        return normed_TD
+
+    def feed_forward(
+        self,
+        x_TD: Tensor,
+        mixed_TD: Tensor,
+        context: ForwardContext,
+        given_Tk: Tensor | None = None,
+        *,
+        grad_only: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the second stage. Its last norm needs the values of what it norms, so that `grad_only` saves nothing."""
+        x_TD, normed_TD = self.pre_feedforward_layernorm.add_and_norm(x_TD, mixed_TD)
+        out_TD, used_Tk = self.mlp(normed_TD, context, given_Tk)
+        return x_TD + self.post_feedforward_layernorm(out_TD), used_Tk
+
+
+class PostNormBlock(Block):
+    """Each stage is normed after it, and not before (OLMo 2)."""
+
+    def __init__(self, norm: Callable[[], RMSNorm], attention: Attention, feed_forward: FeedForward) -> None:
+        super().__init__(nn.Identity(), attention, norm(), feed_forward)
+        self.post_feedforward_layernorm = norm()
+
+    def mixed_norm(self, mixed_TD: Tensor) -> Tensor:
+        normed_TD: Tensor = self.post_attention_layernorm(mixed_TD)
+        return normed_TD
+
+    def feed_forward(
+        self,
+        x_TD: Tensor,
+        mixed_TD: Tensor,
+        context: ForwardContext,
+        given_Tk: Tensor | None = None,
+        *,
+        grad_only: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the second stage. Its norm needs the values of what it norms, so that `grad_only` saves nothing."""
+        x_TD = x_TD + mixed_TD
+        out_TD, used_Tk = self.mlp(x_TD, context, given_Tk)
+        return x_TD + self.post_feedforward_layernorm(out_TD), used_Tk

@@ -1,23 +1,29 @@
 """Values that all layers of a forward pass share, computed once."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from headway.models.layers.rope import Rotary
 from headway.models.packed import AttentionPlan
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """`cos` and `sin` are (T, 1, head size), for rotary positions; `sin` carries the sign of the rotation.
+    """`rotary` are the rotary positions, one for each of the family's `ropes`; a layer knows the number of its own.
 
     `adapter_gate` scales the adapters' ranks per token (see `layers.linear`); None switches adapters off.
+
+    `given_positions` and `chosen_positions` are, by layer, the positions that sparse attention is told to attend to,
+    and those that it did: layers add the latter, and later ones may share them.
 
     A plain object and not bare tensors, so that FSDP, which casts a block's tensor arguments to a lower precision,
     leaves the rotary tables alone.
     """
 
     plan: AttentionPlan
-    cos: Tensor
-    sin: Tensor
+    rotary: Sequence[Rotary]
     adapter_gate: Tensor | float | None = None
+    given_positions: Mapping[int, Tensor] | None = None
+    chosen_positions: dict[int, Tensor | None] = field(default_factory=dict)

@@ -1,5 +1,7 @@
 """Mixture of experts in four steps: route, dispatch, grouped matrix products, combine."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -9,54 +11,84 @@ from torch import Tensor, nn
 from headway.models import ops
 from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.mlp import FeedForward
+from headway.models.layers.linear import Linear
+from headway.models.layers.mlp import FeedForward, GatedMlp
+from headway.models.layers.tape import Tape, taped_linear
+from headway.models.ops.choose_experts import Choice
+from headway.models.ops.fp8 import Fp8Blocks
+from headway.models.ops.fp8_experts import fp8_grouped_linear
+from headway.models.ops.routed_experts import sort_choices, sum_choices
+from headway.models.sharded import local_part
+
+GatedActivation = Callable[[Tensor], Tensor]
+"""From the rows of a gate-and-up projection, (N, 2 * width), to the input of the last one, (N, width)."""
+Regularizer = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Returns gates (T, k) with the gradient of a loss added, of logits (T, experts) and chosen experts (T, k)."""
 
 
 class ExpertRouter(nn.Module):
     """Scores every expert, picks the k best of a token, and makes their scores its gates.
 
-    `score`: softmax over all experts, or the sigmoid of each (DeepSeek-V3). `normalize`: the gates of a token add up
-    to 1; `scale` then multiplies them. `selection_bias` gives the router a parameter that is added to scores to pick
-    experts, and to nothing else: whoever balances the load sets it, no gradient does.
+    `score`: softmax over all experts, or the sigmoid of each (DeepSeek-V3). `bias` adds a parameter to the logits;
+    `logit_cap` bounds them softly: cap * tanh(logits / cap). `selection_bias` gives the router a parameter that is
+    added to scores to pick experts, and to nothing else: whoever balances the load sets it, no gradient does. Or they
+    set `regularizer`.
+
+    The config says the rest: experts may lie in groups, of which only the best serve a token; gates add up to 1 where
+    they are normalized (softmax and normalized is a softmax over the chosen alone, as GPT-OSS has it), and are then
+    scaled.
     """
+
+    float32_parameters = ("e_score_correction_bias",)
+    """Kept and sent in float32 whatever the model's precision: bfloat16 would round away what tells experts apart."""
 
     def __init__(
         self,
         config: ModelConfig,
         *,
         score: Literal["softmax", "sigmoid"] = "softmax",
-        scale: float = 1.0,
+        bias: bool = False,
         selection_bias: bool = False,
+        logit_cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.k, self.normalize = config.experts_per_token, config.normalize_gates
-        self.score, self.scale = score, scale
+        self.choice = Choice(
+            config.experts_per_token,
+            score,
+            config.normalize_gates,
+            config.gate_scale,
+            config.expert_groups,
+            config.groups_per_token,
+        )
+        self.logit_cap = logit_cap
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
+        self.bias = nn.Parameter(torch.empty(config.experts)) if bias else None
         self.e_score_correction_bias = nn.Parameter(torch.empty(config.experts)) if selection_bias else None
+        self.regularizer: Regularizer | None = None
+        self.tape: Tape | None = None
 
     def forward(self, x_TD: Tensor, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gates and experts, (T, k). Given choices (-1: choose freely) are gated by the live router's scores."""
-        scores_TE = self._scores(F.linear(x_TD, self.weight.to(x_TD.dtype)))
-        bias_E = self.e_score_correction_bias
-        experts_Tk = (scores_TE if bias_E is None else scores_TE.detach() + bias_E).topk(self.k, dim=-1).indices
-        if given_Tk is not None:
-            experts_Tk = torch.where(given_Tk < 0, experts_Tk, given_Tk)
-        gates_Tk = scores_TE.gather(-1, experts_Tk)
-        if self.normalize:
-            gates_Tk = gates_Tk / gates_Tk.sum(-1, keepdim=True)
-        if self.scale != 1:
-            gates_Tk = gates_Tk * self.scale
+        # Sigmoids of many experts lie so close together that their logits, too, are computed in float32.
+        logits_TE = self._logits(x_TD.float() if self.choice.score == "sigmoid" else x_TD)
+        gates_Tk, experts_Tk = ops.choose_experts(logits_TE, self.e_score_correction_bias, given_Tk, self.choice)
+        if self.regularizer is not None:
+            gates_Tk = self.regularizer(gates_Tk, logits_TE, experts_Tk)
         return gates_Tk.to(x_TD.dtype), experts_Tk
 
-    def _scores(self, logits_TE: Tensor) -> Tensor:
-        """Scores in float32."""
-        if self.score == "sigmoid":
-            return logits_TE.float().sigmoid()
-        return F.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
+        logits_TE = taped_linear(x_TD, self.weight.to(x_TD.dtype), bias_E, self.tape)
+        if self.logit_cap is None:
+            return logits_TE
+        return self.logit_cap * torch.tanh(logits_TE / self.logit_cap)
 
 
 class TokenDispatcher(Protocol):
-    """Brings tokens to the experts of this rank, and results back to the tokens."""
+    """Brings tokens to the experts of this rank, and results back to the tokens. What it gets from other ranks goes to
+    the tape, where one is set."""
+
+    tape: Tape | None
 
     def dispatch(self, x_TD: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor, Any]:
         """One row per token and choice of an expert that is here, sorted by expert; how many rows each of these got;
@@ -73,62 +105,200 @@ class LocalDispatcher:
 
     def __init__(self, experts: int) -> None:
         self.experts = experts
+        self.tape: Tape | None = None
 
     def dispatch(self, x_TD: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        flat_N = experts_Tk.flatten()
-        order_N = flat_N.argsort(stable=True)
-        counts_E = expert_counts(flat_N, self.experts)
+        order_N, counts_E = sort_choices(experts_Tk, self.experts)
         return x_TD[order_N // experts_Tk.shape[1]], counts_E, order_N
 
     def combine(self, rows_ND: Tensor, gates_Tk: Tensor, dispatched: Tensor) -> Tensor:
-        back_N = torch.empty_like(dispatched)
-        back_N[dispatched] = torch.arange(len(dispatched), device=dispatched.device)
-        rows_TkD = rows_ND[back_N].view(*gates_Tk.shape, -1)
-        return (rows_TkD * gates_Tk.unsqueeze(-1)).sum(1)
+        return sum_choices(rows_ND, gates_Tk, dispatched)
+
+
+def silu_halves(x_NM: Tensor) -> Tensor:
+    """silu(gate) * up, the gates left of the ups."""
+    return ops.gated_silu(*x_NM.chunk(2, dim=-1))
+
+
+def clamped_swiglu(alpha: float, limit: float) -> GatedActivation:
+    """GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1), both bounded by `limit`; gates and ups take turns."""
+    return partial(_clamped_swiglu, alpha=alpha, limit=limit)
+
+
+def _clamped_swiglu(x_NM: Tensor, alpha: float, limit: float) -> Tensor:
+    gate_NM, up_NM = x_NM[..., ::2].clamp(max=limit), x_NM[..., 1::2].clamp(-limit, limit)
+    return gate_NM * torch.sigmoid(alpha * gate_NM) * (up_NM + 1)
+
+
+def relu_squared(x_NM: Tensor) -> Tensor:
+    """relu(x)², of experts without a gate (Nemotron-H)."""
+    return F.relu(x_NM).square()
 
 
 class Experts(nn.Module):
-    """All experts' gated MLPs, stacked. `gate_up_proj` (E, 2 * width of an expert, D), `down_proj` (E, D, width)."""
+    """All experts' gated MLPs, stacked. `gate_up_proj` (E, 2 * width of an expert, D), `down_proj` (E, D, width), and
+    with `bias` one row per expert beside each.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Adapters of all slots lie beside each weight as in `Linear`, for each expert by itself: A (E, ranks, in) and B
+    (E, ranks, out).
+    """
+
+    def __init__(self, config: ModelConfig, *, activation: GatedActivation = silu_halves, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.experts, 2 * config.expert_width, config.width))
+        experts, width, mlp_width = config.experts, config.width, config.expert_width
+        self.activation = activation
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * mlp_width, width))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * mlp_width)) if bias else None
+        self.down_proj = nn.Parameter(torch.empty(experts, width, mlp_width))
+        self.down_proj_bias = nn.Parameter(torch.empty(experts, width)) if bias else None
+        self.lora_gate_up_proj_A: nn.Parameter | None = None
+        self.lora_gate_up_proj_B: nn.Parameter | None = None
+        self.lora_down_proj_A: nn.Parameter | None = None
+        self.lora_down_proj_B: nn.Parameter | None = None
+        self.fp8 = False
+        self.quantized: dict[str, Fp8Blocks] = {}
+
+    @property
+    def plain(self) -> bool:
+        """True for SiLU-gated experts without biases, as `ops.routed_experts` computes them."""
+        return self.activation is silu_halves and self.down_proj_bias is None and not self.fp8
+
+    @property
+    def adapted(self) -> bool:
+        return self.lora_down_proj_A is not None
+
+    def forward(self, rows_ND: Tensor, counts_E: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
+        """`rows` lie in the order of their experts; expert e has the next `counts[e]` of them. `adapter_gate` scales
+        ranks as in `Linear`, by row."""
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        wide_NM = expert_linear(rows_ND, self._operand("gate_up_proj"), self.gate_up_proj_bias, ends_E, fp8=self.fp8)
+        gate = adapter_gate
+        wide_NM = add_adapter(wide_NM, rows_ND, self.lora_gate_up_proj_A, self.lora_gate_up_proj_B, gate, ends_E)
+        hidden_NM = self.activation(wide_NM)
+        out_ND = expert_linear(hidden_NM, self._operand("down_proj"), self.down_proj_bias, ends_E, fp8=self.fp8)
+        return add_adapter(out_ND, hidden_NM, self.lora_down_proj_A, self.lora_down_proj_B, gate, ends_E)
+
+    def _operand(self, name: str) -> Tensor | Fp8Blocks:
+        weight: Tensor | Fp8Blocks = self.quantized.get(name) or getattr(self, name)
+        return weight
+
+
+class PlainExperts(nn.Module):
+    """Experts without a gate: `up_proj` (E, width of an expert, D), an activation, `down_proj` (E, D, width)."""
+
+    def __init__(self, config: ModelConfig, *, activation: Callable[[Tensor], Tensor] = relu_squared) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up_proj = nn.Parameter(torch.empty(config.experts, config.expert_width, config.width))
         self.down_proj = nn.Parameter(torch.empty(config.experts, config.width, config.expert_width))
 
     def forward(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """`rows` lie in the order of their experts; expert e has the next `counts[e]` of them."""
+        """Compute rows that lie in the order of their experts, as `Experts` does."""
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        gate, up = ops.grouped_linear(rows_ND, self.gate_up_proj, ends_E).chunk(2, dim=-1)
-        return ops.grouped_linear(ops.gated_silu(gate, up), self.down_proj, ends_E)
+        hidden_NM = self.activation(expert_linear(rows_ND, self.up_proj, None, ends_E))
+        return expert_linear(hidden_NM, self.down_proj, None, ends_E)
+
+
+def expert_linear(
+    rows_NI: Tensor,
+    weight_EOI: Tensor | Fp8Blocks,
+    bias_EO: Tensor | None,
+    ends_E: Tensor,
+    *,
+    fp8: bool = False,
+) -> Tensor:
+    """Apply every row's own expert: the rows of expert e end at `ends[e]`."""
+    weight_EOI = weight_EOI if isinstance(weight_EOI, Fp8Blocks) else local_part(weight_EOI)
+    if fp8 or isinstance(weight_EOI, Fp8Blocks):
+        out_NO = fp8_grouped_linear(rows_NI, weight_EOI, ends_E)
+    else:
+        out_NO = ops.grouped_linear(rows_NI, weight_EOI, ends_E)
+    if bias_EO is None:
+        return out_NO
+    bias_EO = local_part(bias_EO)
+    numbers_N = torch.arange(len(rows_NI), dtype=ends_E.dtype, device=ends_E.device)
+    # Rows beyond the last end are a dispatcher's padding; they get some bias, and nobody reads them.
+    owners_N = torch.searchsorted(ends_E, numbers_N, right=True).clamp_(max=len(bias_EO) - 1)
+    return out_NO + bias_EO.to(out_NO.dtype)[owners_N]
+
+
+def add_adapter(
+    out_NO: Tensor,
+    rows_NI: Tensor,
+    a_ERI: Tensor | None,
+    b_ERO: Tensor | None,
+    gate: Tensor | float | None,
+    ends_E: Tensor,
+) -> Tensor:
+    """Add what the adapters of every row's own expert compute; without adapters or a gate, nothing."""
+    if a_ERI is None or b_ERO is None or gate is None:
+        return out_NO
+    ranks_NR = ops.grouped_linear(rows_NI, local_part(a_ERI), ends_E) * gate
+    return out_NO + ops.grouped_linear(ranks_NR.to(out_NO.dtype), local_part(b_ERO).transpose(-2, -1), ends_E)
 
 
 class SparseMlp(FeedForward):
     """Routed experts, and `shared_experts` that every token goes through, where a family has them.
 
-    A family brings a router of its own; whoever shards experts over ranks replaces `dispatcher`.
+    A family brings a router and experts of its own; whoever shards experts over ranks replaces `dispatcher`.
     """
 
     splits_rows = False
 
     def __init__(
-        self, config: ModelConfig, *, router: ExpertRouter | None = None, shared_experts: FeedForward | None = None
+        self,
+        config: ModelConfig,
+        *,
+        router: ExpertRouter | None = None,
+        experts: Experts | PlainExperts | None = None,
+        shared_experts: FeedForward | None = None,
     ) -> None:
         super().__init__()
         self.dispatcher: TokenDispatcher = LocalDispatcher(config.experts)
         self.gate = ExpertRouter(config) if router is None else router
-        self.experts = Experts(config)
+        self.experts = Experts(config) if experts is None else experts
         self.shared_experts = shared_experts
 
     def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mixed output and the experts used, (T, k)."""
         gates_Tk, experts_Tk = self.gate(x_TD, given_Tk)
-        rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, experts_Tk)
-        out_TD = self.dispatcher.combine(self.experts(rows_ND, counts_E), gates_Tk, dispatched)
+        out_TD = self._mix(x_TD, gates_Tk, experts_Tk, context.adapter_gate)
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts(x_TD, context)[0]
         return out_TD, experts_Tk
 
+    def _mix(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: Tensor | float | None) -> Tensor:
+        experts = self.experts
+        if isinstance(experts, Experts) and experts.adapted and adapter_gate is not None:
+            return self._mix_adapted(x_TD, gates_Tk, experts_Tk, adapter_gate)
+        if isinstance(self.dispatcher, LocalDispatcher) and isinstance(experts, Experts) and experts.plain:
+            return ops.routed_experts(x_TD, gates_Tk, experts_Tk, experts.gate_up_proj, experts.down_proj)
+        rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, experts_Tk)
+        return self.dispatcher.combine(experts(rows_ND, counts_E), gates_Tk, dispatched)
 
-def expert_counts(experts_N: Tensor, experts: int) -> Tensor:
-    """Rows per expert, (E,). A one-hot sum and not bincount, which makes the host wait for a GPU."""
-    return (experts_N.unsqueeze(-1) == torch.arange(experts, device=experts_N.device)).sum(0)
+    def _mix_adapted(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: Tensor | float) -> Tensor:
+        rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, experts_Tk)
+        if isinstance(adapter_gate, Tensor) and adapter_gate.dim() == 2:
+            # Each token has an adapter of its own, which goes with it to its experts.
+            adapter_gate = self.dispatcher.dispatch(adapter_gate, experts_Tk)[0]
+        return self.dispatcher.combine(self.experts(rows_ND, counts_E, adapter_gate), gates_Tk, dispatched)
+
+
+class SigmoidGatedMlp(GatedMlp):
+    """A shared expert whose output every token scales by a sigmoid of its own (Qwen2-MoE, Qwen3-Next)."""
+
+    def __init__(self, width: int, mlp_width: int) -> None:
+        super().__init__(width, mlp_width)
+        self.gate = Linear(width, 1)
+
+    def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, None]:
+        return self.gate(x_TD).sigmoid() * super().forward(x_TD, context)[0], None
+
+    def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
+        """The gate needs the values that it scales, so nothing is saved."""
+        return self(x_TD, context)[0]  # type: ignore[no-any-return]  # modules have no types
+
+
+def sparse_mlp_of(block: nn.Module) -> SparseMlp | None:
+    """Find the experts of a block, whatever its stages are called; None for a block without any."""
+    return next((module for module in block.modules() if isinstance(module, SparseMlp)), None)

@@ -1,13 +1,16 @@
 """The one linear layer: a weight, and a bank of low-rank adapters beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.ops.fp8 import Fp8Blocks
+from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears
 from headway.models.ops.linear import prefers_fused
+from headway.models.ops.registry import cast, in_triton
 
 
 class Linear(nn.Module):
@@ -19,7 +22,7 @@ class Linear(nn.Module):
     fixed shape. Without a gate the layer is the base layer and pays nothing.
 
     All parameters may be of a higher precision than the input: they are cast here, and their gradients come in their
-    own precision.
+    own precision. With `fp8` the weight's products are in FP8 (`headway.models.fp8`), those of adapters never.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -29,11 +32,18 @@ class Linear(nn.Module):
         self.lora_A: nn.Parameter | None = None
         self.lora_B: nn.Parameter | None = None
         self.adapter_dropout = 0.0
+        self.fp8, self.takes_fp8 = False, True
+        self.quantized: Fp8Blocks | None = None
+
+    @property
+    def operand(self) -> Tensor | Fp8Blocks:
+        """The weight as products in FP8 take it: quantized once, or to be quantized in every pass."""
+        return self.weight if self.quantized is None else self.quantized
 
     def forward(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
         if isinstance(adapter_gate, float) and (outs := _lora_linears([self], x_TI, adapter_gate)):
             return outs[0]
-        out_TO = ops.linear(x_TI, self.weight, self.bias)
+        out_TO = self._fp8(x_TI) if self.fp8 else ops.linear(x_TI, self.weight, self.bias)
         if adapter_gate is None or self.lora_A is None or self.lora_B is None:
             return out_TO
         if self.training and self.adapter_dropout:
@@ -46,25 +56,53 @@ class Linear(nn.Module):
         if isinstance(adapter_gate, float) and (outs := _lora_linears([self], x_TI, adapter_gate, grad_only=True)):
             return outs[0]
         if adapter_gate is None and self.bias is None:
-            return ops.linear_grad_only(x_TI, self.weight)
+            return self._fp8(x_TI, grad_only=True) if self.fp8 else ops.linear_grad_only(x_TI, self.weight)
         return self(x_TI, adapter_gate)  # type: ignore[no-any-return]  # modules have no types
+
+    def _fp8(self, x_TI: Tensor, *, grad_only: bool = False) -> Tensor:
+        out_TO = fp8_linears(x_TI, [self.operand], grad_only)
+        return out_TO if self.bias is None else out_TO + cast(self.bias, out_TO.dtype)
 
 
 def _lora_linears(
     linears: Sequence[Linear], x_TI: Tensor, scale: float, *, grad_only: bool = False
 ) -> Sequence[Tensor] | None:
     """The output of each as one operation, where all have an adapter to train beside a frozen weight."""
-    weights, downs, ups = [], [], []
+    fused = _fp8_lora(linears, x_TI, scale, grad_only=grad_only)
+    if fused is not None:
+        return torch.split(fused, [len(linear.weight) for linear in linears], dim=-1)
+    if (parts := _lora_parts(linears)) is None:
+        return None
+    return ops.lora_linears(x_TI, [linear.weight for linear in linears], *parts, scale, grad_only)
+
+
+def _fp8_lora(
+    linears: Sequence[Linear],
+    x_TI: Tensor,
+    scale: float,
+    *,
+    grad_only: bool = False,
+    joined: Fp8Blocks | None = None,
+) -> Tensor | None:
+    """The outputs in FP8, side by side, where the layers are all in FP8 and have adapters to train."""
+    if not all(linear.fp8 for linear in linears) or (parts := _lora_parts(linears)) is None:
+        return None
+    weights = [linear.operand for linear in linears] if joined is None else [joined]
+    return fp8_lora_linears(x_TI, weights, *parts, scale, grad_only)
+
+
+def _lora_parts(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """A and B of each layer, where all have an adapter to train beside a frozen weight."""
+    downs, ups = list[Tensor](), list[Tensor]()
     for linear in linears:
         dropped = linear.training and linear.adapter_dropout
         if linear.lora_A is None or linear.lora_B is None or linear.bias is not None or dropped:
             return None
         if linear.weight.requires_grad:
             return None
-        weights.append(linear.weight)
         downs.append(linear.lora_A)
         ups.append(linear.lora_B)
-    return ops.lora_linears(x_TI, weights, downs, ups, scale, grad_only)
+    return downs, ups
 
 
 class FusedProjections:
@@ -73,36 +111,51 @@ class FusedProjections:
 
     def __init__(self, *linears: Linear) -> None:
         self.joined: Tensor | None = None
-        self._linears = linears
+        self.fp8 = False
+        self.quantized: Fp8Blocks | None = None
+        self.linears = linears
         self._sizes = [linear.weight.shape[0] for linear in linears]
         self._biased = any(linear.bias is not None for linear in linears)
 
     def __call__(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
         """The output of each."""
+        if self.fp8:
+            return torch.split(self.fused(x_TI, adapter_gate), self._sizes, dim=-1)
         if adapter_gate is None and (joined := self.serving()) is not None:
             return torch.split(ops.linear(x_TI, joined), self._sizes, dim=-1)
-        if isinstance(adapter_gate, float) and (outs := _lora_linears(self._linears, x_TI, adapter_gate)):
+        if isinstance(adapter_gate, float) and (outs := _lora_linears(self.linears, x_TI, adapter_gate)):
             return outs
         if adapter_gate is None and not self._biased:
-            return ops.linears(x_TI, [linear.weight for linear in self._linears])
-        return [linear(x_TI, adapter_gate) for linear in self._linears]
+            return ops.linears(x_TI, [linear.weight for linear in self.linears])
+        return [linear(x_TI, adapter_gate) for linear in self.linears]
 
     def prefers_fused(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> bool:
         """Tell if `fused` is the faster way, in training."""
-        return adapter_gate is None and not self._biased and prefers_fused(x_TI, self._linears[0].weight)
+        if self.fp8:
+            return in_triton(x_TI) and not torch.is_inference_mode_enabled()
+        return adapter_gate is None and not self._biased and prefers_fused(x_TI, self.linears[0].weight)
 
-    def fused(self, x_TI: Tensor) -> Tensor:
+    def fused(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
         """The outputs side by side in one tensor."""
-        return ops.fused_linears(x_TI, [linear.weight for linear in self._linears])
+        if not self.fp8:
+            return ops.fused_linears(x_TI, [linear.weight for linear in self.linears])
+        if adapter_gate is None and not self._biased:
+            own = [linear.operand for linear in self.linears] if self.quantized is None else [self.quantized]
+            return fp8_linears(x_TI, own)
+        if isinstance(adapter_gate, float):
+            out_TO = _fp8_lora(self.linears, x_TI, adapter_gate, joined=self.quantized)
+            if out_TO is not None:
+                return out_TO
+        return torch.cat([linear(x_TI, adapter_gate) for linear in self.linears], -1)
 
     def join(self) -> None:
-        """Move the weights together, unless they are. Layers with a bias stay as they are."""
-        if self._biased:
+        """Move the weights together, unless they are. Layers with a bias or in FP8 stay as they are."""
+        if self._biased or self.fp8:
             return
-        if self.joined is not None and self.joined.data_ptr() == self._linears[0].weight.data_ptr():
+        if self.joined is not None and self.joined.data_ptr() == self.linears[0].weight.data_ptr():
             return
-        self.joined = torch.cat([linear.weight.data for linear in self._linears])
-        for linear, part in zip(self._linears, torch.split(self.joined, self._sizes), strict=True):
+        self.joined = torch.cat([linear.weight.data for linear in self.linears])
+        for linear, part in zip(self.linears, torch.split(self.joined, self._sizes), strict=True):
             linear.weight.data = part
 
     def serving(self) -> Tensor | None:
@@ -111,4 +164,11 @@ class FusedProjections:
         joined = self.joined
         if joined is None or not torch.is_inference_mode_enabled():
             return None
-        return joined if joined.data_ptr() == self._linears[0].weight.data_ptr() else None
+        return joined if joined.data_ptr() == self.linears[0].weight.data_ptr() else None
+
+
+def fused_projections(model: nn.Module) -> Iterator[FusedProjections]:
+    """Find the projections of a model's layers, which modules hold under the name `projections`."""
+    for module in model.modules():
+        if isinstance(projections := getattr(module, "projections", None), FusedProjections):
+            yield projections

@@ -1,10 +1,27 @@
-"""The second stage of a block: its interface, and the gated MLP of dense layers."""
+"""The second stage of a block: its interface, and the MLPs of dense layers."""
 
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": relu_squared,
+}
+"""By their names in config.json."""
 
 
 class FeedForward(nn.Module):
@@ -29,8 +46,11 @@ class FeedForward(nn.Module):
 
 
 class GatedMlp(FeedForward):
-    def __init__(self, width: int, mlp_width: int, bias: bool = False) -> None:
+    """activation(gate) * up, by name."""
+
+    def __init__(self, width: int, mlp_width: int, bias: bool = False, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = Linear(width, mlp_width, bias)
         self.up_proj = Linear(width, mlp_width, bias)
         self.down_proj = Linear(mlp_width, width, bias)
@@ -45,6 +65,28 @@ class GatedMlp(FeedForward):
 
     def hidden(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """The input of the last layer."""
+        if self.activation != "silu":
+            gate_TM, up_TM = self.projections(x_TD, context.adapter_gate)
+            return ACTIVATIONS[self.activation](gate_TM) * up_TM
         if self.projections.prefers_fused(x_TD, context.adapter_gate):
-            return ops.gated_silu(self.projections.fused(x_TD))
+            return ops.gated_silu(self.projections.fused(x_TD, context.adapter_gate))
         return ops.gated_silu(*self.projections(x_TD, context.adapter_gate))
+
+
+class Mlp(FeedForward):
+    """Two layers with an activation between them, without a gate (Nemotron)."""
+
+    def __init__(self, width: int, mlp_width: int, bias: bool = False, activation: str = "relu2") -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.up_proj = Linear(width, mlp_width, bias)
+        self.down_proj = Linear(mlp_width, width, bias)
+
+    def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, None]:
+        hidden_TM = self.activation(self.up_proj(x_TD, context.adapter_gate))
+        return self.down_proj(hidden_TM, context.adapter_gate), None
+
+    def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
+        """The last product is not computed."""
+        hidden_TM = self.activation(self.up_proj(x_TD, context.adapter_gate))
+        return self.down_proj.grad_only(hidden_TM, context.adapter_gate)

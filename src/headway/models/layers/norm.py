@@ -1,4 +1,4 @@
-"""Root-mean-square norm."""
+"""Root-mean-square norms."""
 
 import torch
 from torch import Tensor, nn
@@ -9,14 +9,32 @@ from headway.models import ops
 class RMSNorm(nn.Module):
     """Normalize the last axis; the weight may be of a higher precision than the input."""
 
+    neutral = 1.0
+    """The weight that scales nothing, with which training from scratch starts."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size))
 
+    @property
+    def scale(self) -> Tensor:
+        """The factors of the normalized numbers."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.scale, self.eps)
 
     def add_and_norm(self, stream_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The stream with `delta` added to it, and the norm of that: between two stages of a block."""
-        return ops.add_rms_norm(stream_TD, delta_TD, self.weight, self.eps)
+        return ops.add_rms_norm(stream_TD, delta_TD, self.scale, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """The factor is 1 + weight (Gemma, Qwen3-Next)."""
+
+    neutral = 0.0
+
+    @property
+    def scale(self) -> Tensor:
+        return 1 + self.weight

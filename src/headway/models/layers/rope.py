@@ -5,7 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from headway.models.config import ModelConfig, RopeScaling
+from headway.models.rotary import RopeParameters, RopeScaling
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and signed sin, (T, 1, rotary size) in float32, as `ops.rope` takes them."""
 
 
 class RotaryTable:
@@ -14,16 +17,16 @@ class RotaryTable:
     Not a module with buffers: a model built on the meta device and materialized later would lose them.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    def __init__(self, rope: RopeParameters, max_len: int) -> None:
+        self._rope, self._max_len = rope, max_len
+        self._tables: dict[torch.device, Rotary] = {}
 
-    def gather(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, (T, 1, rotary size) in float32, as `ops.rope` takes them."""
+    def gather(self, positions_T: Tensor) -> Rotary:
+        """cos and signed sin of these positions."""
         cos, sin = self.table(positions_T.device)
         return cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
 
-    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def table(self, device: torch.device) -> Rotary:
         """cos and signed sin of all positions, (positions, rotary size)."""
         tables = self._tables.get(device)
         if tables is None:
@@ -31,31 +34,48 @@ class RotaryTable:
         return tables
 
     @torch.inference_mode(False)
-    def _build(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        frequencies = inverse_frequencies(self._config)
-        angles = torch.arange(self._config.max_len, dtype=torch.float32)[:, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
+    def _build(self, device: torch.device) -> Rotary:
+        angles = torch.arange(self._max_len, dtype=torch.float32)[:, None] * inverse_frequencies(self._rope)
+        factor = 1.0 if self._rope.scaling is None else self._rope.scaling.rotary_factor
+        cos, sin = angles.cos() * factor, angles.sin() * factor
         return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    size = config.rotary_dim or config.head_dim
-    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
+def pairs_to_halves(x: Tensor) -> Tensor:
+    """Reorder heads whose neighbours are rotated together (DeepSeek) to those that `ops.rope` takes: two halves."""
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+
+
+def inverse_frequencies(rope: RopeParameters) -> Tensor:
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling
+    if scaling is None or scaling.type == "dynamic":
         return frequencies
-    return frequencies / scaling.factor if scaling.type == "linear" else _stretch_low(frequencies, scaling)
+    if scaling.type == "linear":
+        return frequencies / scaling.factor
+    kept_share = _kept_by_wavelength(frequencies, scaling) if scaling.type == "llama3" else _kept_by_turns(rope)
+    return kept_share * frequencies + (1 - kept_share) * frequencies / scaling.factor
 
 
-def _stretch_low(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3: slow frequencies are stretched by the factor, fast ones kept, those between interpolated."""
-    wavelengths = 2 * math.pi / frequencies
-    low = scaling.original_max_len / scaling.low_freq_factor
-    high = scaling.original_max_len / scaling.high_freq_factor
-    stretched = frequencies / scaling.factor
-    kept_share = (scaling.original_max_len / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    between = (1 - kept_share) * stretched + kept_share * frequencies
-    return torch.where(wavelengths > low, stretched, torch.where(wavelengths < high, frequencies, between))
+def _kept_by_wavelength(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3's share of each frequency that stays: by how often its wave fits into the trained context."""
+    waves = scaling.original_max_len * frequencies / (2 * math.pi)
+    return ((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+
+
+def _kept_by_turns(rope: RopeParameters) -> Tensor:
+    """YaRN's: 1 up to the frequency that turns `beta_fast` times within the trained context, 0 from `beta_slow` on, and
+    between these linear in the frequency's number."""
+    scaling = rope.scaling
+    assert scaling is not None
+
+    def number_of(turns: float) -> float:
+        return rope.dim * math.log(scaling.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = number_of(scaling.beta_fast), number_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    numbers = torch.arange(rope.dim // 2, dtype=torch.float32)
+    return 1 - ((numbers - low) / (max(high - low, 0) or 0.001)).clamp(0, 1)

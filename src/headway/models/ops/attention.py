@@ -97,11 +97,14 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 @Op
 def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
-    """Attention of T queries (H heads) over the keys (K heads, H a multiple of K) of their samples: (T, H, D)."""
+    """Attention of T queries (H heads) over the keys (K heads, H a multiple of K) of their samples: (T, H, D).
+
+    Values may have another size than keys, which is then D.
+    """
     if samples.tokens == samples.longest * len(samples.lengths):
         shape = (len(samples.lengths), samples.longest)
         batch = [x.view(*shape, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD)]
-        return _causal(*batch).reshape(q_THD.shape)
+        return _causal(*batch).flatten(0, 1)
     if samples.tokens <= _SHORT * len(samples.lengths):
         rows, back = samples.buckets
         return torch.cat([_causal(q_THD[at], k_TKD[at], v_TKD[at]).flatten(0, 1) for at in rows])[back]
@@ -130,24 +133,28 @@ def packed_attention_backward(
     return dq, dk, dv
 
 
-def has_passes(x_THD: Tensor) -> bool:
+def has_passes(q_THD: Tensor, v_TKD: Tensor) -> bool:
     """Tell if the two passes have kernels of their own for heads like these."""
-    return cuda.in_half(x_THD) and x_THD.shape[-1] <= 128 and x_THD.shape[-1] % 8 == 0
+    size = q_THD.shape[-1]
+    return cuda.in_half(q_THD) and size <= 128 and size % 8 == 0 and v_TKD.shape[-1] == size
 
 
-def in_flash(q_THD: Tensor, k_TKD: Tensor, samples: PackedSamples) -> bool:
+def in_flash(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> bool:
     long = samples.longest >= flash.FROM
-    return long and has_passes(q_THD) and flash.works(q_THD, k_TKD, packed=len(samples.lengths) > 1)
+    return long and has_passes(q_THD, v_TKD) and flash.works(q_THD, k_TKD, packed=len(samples.lengths) > 1)
 
 
-@packed_attention.backend("cuda", takes=lambda q, *_: torch.is_grad_enabled() and has_passes(q), trains=True)
+@packed_attention.backend("cuda", takes=lambda q, k, v, *_: torch.is_grad_enabled() and has_passes(q, v), trains=True)
 def _by_passes(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
     out: Tensor = _ByPasses.apply(samples, q_THD, k_TKD, v_TKD)  # type: ignore[no-untyped-call]  # torch has no types here
     return out
 
 
 # Not where gradients are wanted: for samples of 4,200 tokens and more they were wrong here (H200, torch 2.11).
-@packed_attention.backend("cuda", takes=lambda q, *_: cuda.in_half(q) and not torch.is_grad_enabled())
+@packed_attention.backend(
+    "cuda",
+    takes=lambda q, k, v, *_: cuda.in_half(q) and q.shape[-1] == v.shape[-1] and not torch.is_grad_enabled(),
+)
 def _attention_cuda(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
     parts = [
         cuda.long_attention(q, k, v) if ends is None else cuda.varlen_attention(q, k, v, ends, longest)
@@ -156,7 +163,7 @@ def _attention_cuda(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: Packed
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@packed_attention_forward.backend("flash", takes=lambda q, k, v, samples: in_flash(q, k, samples))
+@packed_attention_forward.backend("flash", takes=in_flash)
 def _flash_forward(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -164,7 +171,7 @@ def _flash_forward(
 
 
 @packed_attention_backward.backend(
-    "flash", takes=lambda grad, qkv, out, kept, samples: in_flash(qkv[0], qkv[1], samples)
+    "flash", takes=lambda grad, qkv, out, kept, samples: in_flash(qkv[0], qkv[1], qkv[2], samples)
 )
 def _flash_backward(
     grad_THD: Tensor, qkv: QKV, out_THD: Tensor, kept: tuple[Tensor, ...], samples: PackedSamples
@@ -172,7 +179,7 @@ def _flash_backward(
     return flash.flash_backward(grad_THD, qkv, out_THD, kept, samples.ends, samples.longest)
 
 
-@packed_attention_forward.backend("cuda", takes=lambda q, *_: has_passes(q))
+@packed_attention_forward.backend("cuda", takes=lambda q, k, v, *_: has_passes(q, v))
 def _forward_cuda(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -184,7 +191,7 @@ def _forward_cuda(
     return parts[0] if len(parts) == 1 else torch.cat(parts), tuple(x for _, kept in passes for x in kept)
 
 
-@packed_attention_backward.backend("cuda", takes=lambda grad, qkv, *_: has_passes(qkv[0]))
+@packed_attention_backward.backend("cuda", takes=lambda grad, qkv, *_: has_passes(qkv[0], qkv[2]))
 def _backward_cuda(
     grad_THD: Tensor, qkv: QKV, out_THD: Tensor, kept: tuple[Tensor, ...], samples: PackedSamples
 ) -> QKV:

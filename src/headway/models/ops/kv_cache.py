@@ -35,7 +35,11 @@ def qk_norm_rope_to_cache(
     return q_THD
 
 
-@write_cache.backend("c", takes=in_c)
+def _alike_in_c(k_TKD: Tensor, v_TKD: Tensor, *_: Any) -> bool:
+    return in_c(k_TKD) and k_TKD.shape == v_TKD.shape
+
+
+@write_cache.backend("c", takes=_alike_in_c)
 def _write_cache_c(k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor, keys_SKD: Tensor, values_SKD: Tensor) -> None:
     k_TKD, v_TKD = dense_rows(k_TKD), dense_rows(v_TKD)
     tokens, kv_heads, size = k_TKD.shape

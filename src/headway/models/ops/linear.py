@@ -139,12 +139,12 @@ class _LoraLinears(torch.autograd.Function):
         ctx: Any, x_TI: Tensor, scale: float, grad_only: bool, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
-        ranks_TR = _scaled_product(x_TI, _stacked(downs).T, scale)
+        ranks_TR = scaled_product(x_TI, stacked(downs).T, scale)
         ctx.save_for_backward(x_TI, ranks_TR, *tensors)
         ctx.scale = scale
         if grad_only:
             return tuple(x_TI.new_empty(len(x_TI), len(weight)) for weight in weights)
-        parts = zip(weights, ups, _parts(ranks_TR, downs), strict=True)
+        parts = zip(weights, ups, rank_parts(ranks_TR, downs), strict=True)
         return tuple((own_TR @ up).addmm_(x_TI, cast(weight, x_TI.dtype).T) for weight, up, own_TR in parts)
 
     @staticmethod
@@ -152,13 +152,13 @@ class _LoraLinears(torch.autograd.Function):
         x_TI, ranks_TR, *tensors = ctx.saved_tensors
         count = len(tensors) // 3
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
-        grad_ups = [own_TR.T @ grad for own_TR, grad in zip(_parts(ranks_TR, downs), grads, strict=True)]
+        grad_ups = [own_TR.T @ grad for own_TR, grad in zip(rank_parts(ranks_TR, downs), grads, strict=True)]
         grad_ranks_TR = torch.empty_like(ranks_TR)
-        for grad, up, own_TR in zip(grads, ups, _parts(grad_ranks_TR, downs), strict=True):
-            _scaled_product(grad, up.T, ctx.scale, out=own_TR)
+        for grad, up, own_TR in zip(grads, ups, rank_parts(grad_ranks_TR, downs), strict=True):
+            scaled_product(grad, up.T, ctx.scale, out=own_TR)
         grad_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            grad_x = _summed_products(grads, weights, grad_ranks_TR @ _stacked(downs))
+            grad_x = _summed_products(grads, weights, grad_ranks_TR @ stacked(downs))
         grad_downs = torch.split(grad_ranks_TR.T @ x_TI, [len(down) for down in downs])
         return grad_x, None, None, None, *[None] * count, *grad_downs, *grad_ups
 
@@ -194,7 +194,7 @@ def _summed_products(grads: Tensors, weights: Tensors, total: Tensor | None = No
     return total
 
 
-def _scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
     """scale * left @ right, also into some columns of a wider matrix: no pass over the result by itself."""
     if out is None:
         out = left.new_empty(len(left), right.shape[1])
@@ -216,10 +216,10 @@ def _joined(weights: Tensors, dtype: torch.dtype) -> Tensor:
     return table
 
 
-def _stacked(matrices: Tensors) -> Tensor:
+def stacked(matrices: Tensors) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
-def _parts(ranks_TR: Tensor, downs: Tensors) -> Tensors:
+def rank_parts(ranks_TR: Tensor, downs: Tensors) -> Tensors:
     """The columns of each layer's ranks."""
     return torch.split(ranks_TR, [len(down) for down in downs], dim=1)

@@ -56,8 +56,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
         inside = at < high
         block = tl.load(blocks + at // SIZE, mask=inside, other=0).to(tl.int64)
         slot = (block * SIZE + at % SIZE) * kv_stride + kv_head * DIM
-        k_dn = tl.load(keys + slot[None, :] + d[:, None], mask=inside[None, :] & (d < DIM)[:, None], other=0.0)
-        scores = tl.dot(q_md, k_dn, input_precision="ieee") * scale
+        k_nd = tl.load(keys + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+        scores = tl.dot(q_md, tl.trans(k_nd), input_precision="ieee") * scale
         scores = tl.where(inside[None, :] & (at[None, :] <= reach[:, None]), scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         # A query that sees none of these keys has no maximum to subtract.
@@ -115,7 +115,8 @@ def paged_attention(
     # In float32 products are unrolled into single multiplications, so that large tiles would be very long programs.
     decoding, half = tiles.queries == 1, q_THD.dtype is not torch.float32
     splits, width = tiles.splits, max(_LEAST, triton.next_power_of_2(dim))
-    keys = _LEAST if not half else 32 if decoding or width > 128 else 64
+    small = decoding and half and width <= 64
+    keys = _LEAST if not half else 32 if width > 128 else 128 if decoding and not small else 64
     parts = stats = out
     if splits > 1:
         parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
@@ -124,7 +125,7 @@ def paged_attention(
         q_THD, keys_SKD, values_SKD, table, tiles.rows, tiles.tokens, tiles.positions, tiles.counts, out, parts,
         stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), keys_SKD.stride(0), table.stride(0), heads, GROUP=group, DIM=dim,
         SIZE=block_size, SPLITS=splits, ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width,
-        KEYS=keys, num_stages=3, num_warps=2 if decoding and half else 4,
+        KEYS=keys, num_stages=3, num_warps=2 if small else 4,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(len(tiles.rows), heads)](

@@ -1,0 +1,91 @@
+"""The gated delta rule: linear attention whose state decays, and corrects what it holds (arXiv:2412.06464)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay, precision
+from headway.models.ops.registry import Op
+
+_EPS = 1e-6
+
+
+@Op
+def gated_delta_rule(
+    q_TKD: Tensor,
+    k_TKD: Tensor,
+    v_THV: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    lengths: Sequence[int],
+    initial_SHDV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run S_t = exp(decay) S_{t-1} + k ⊗ beta (v - k·exp(decay) S_{t-1}) and out = q·S_t over samples of `lengths`,
+    end to end, each from its own initial state (None: zeros). Returns outputs like `v`, and final states in float32.
+
+    Queries and keys are scaled to length 1, queries also by 1 / √D; each of their K heads serves H / K heads.
+    """
+    heads, size, value_size = v_THV.shape[1], q_TKD.shape[2], v_THV.shape[2]
+    dtype = precision(v_THV)
+    q = _unit(q_TKD.to(dtype)) * size**-0.5
+    k = _unit(k_TKD.to(dtype))
+    if q.shape[1] != heads:
+        q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    if initial_SHDV is None:
+        initial_SHDV = q.new_zeros(len(lengths), heads, size, value_size)
+    initial_SHDV, v, decay, beta = (x.to(dtype) for x in (initial_SHDV, v_THV, decay_TH, beta_TH))
+    if len(lengths) == len(q):
+        out, final = _token(initial_SHDV, q, k, v, decay, beta)
+        return out.to(v_THV.dtype), final.float()
+
+    def recur(chunks: SampleChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+        if chunks.size == 1:
+            at = chunks.tokens[:, 0]
+            out, state = _token(state, *(x.index_select(0, at) for x in (q, k, v, decay, beta)))
+            return out.unsqueeze(1), state
+        return _chunks(chunks, q, k, v, decay, beta, state)
+
+    out, final = cut_samples(lengths, q.device).run(initial_SHDV, recur)
+    return out.to(v_THV.dtype), final.float()
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+
+
+def _token(
+    state_BHDV: Tensor, q_BHD: Tensor, k_BHD: Tensor, v_BHV: Tensor, decay_BH: Tensor, beta_BH: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each sequence."""
+    state = state_BHDV * decay_BH.exp()[..., None, None]
+    held = (k_BHD.unsqueeze(-2) @ state).squeeze(-2)
+    correction = (v_BHV - held) * beta_BH.unsqueeze(-1)
+    state = state + k_BHD.unsqueeze(-1) * correction.unsqueeze(-2)
+    return (q_BHD.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _chunks(
+    chunks: SampleChunks, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Within a chunk, corrections depend on those before them: a triangular system, solved once for the values and for
+    what the state before the chunk would have answered (the WY form)."""
+    q, k, v = (chunks.gather(x) for x in (q, k, v))
+    beta, total = chunks.gather_real(beta).unsqueeze(-1), chunks.gather_real(decay).cumsum(-1)
+    between, since = pairwise_decay(total), total.exp().unsqueeze(-1)
+    system = (beta * k) @ k.transpose(-1, -2) * between
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat((beta * v, beta * since * k), -1), upper=False, unitriangular=True
+    )
+    values, answers = solved.split([v.shape[-1], k.shape[-1]], -1)
+    keys_left = (k * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2)
+    kept = total[..., -1].exp()[..., None, None]
+    corrections: list[Tensor] = []
+
+    def update(at: slice, state: Tensor) -> Tensor:
+        corrections.append(values[at] - answers[at] @ state)
+        return kept[at] * state + keys_left[at] @ corrections[-1]
+
+    before, final = chunks.carry(state, update)
+    out = (q * since) @ before + (q @ k.transpose(-1, -2) * between) @ torch.cat(corrections)
+    return out.transpose(1, 2), final

@@ -1,0 +1,66 @@
+"""The scan of Mamba-2: a linear recurrence whose state decays per head (state space duality, arXiv:2405.21060)."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay, precision
+from headway.models.ops.registry import Op
+
+
+@Op
+def ssd_scan(
+    x_THP: Tensor,
+    step_TH: Tensor,
+    rate_H: Tensor,
+    b_TGN: Tensor,
+    c_TGN: Tensor,
+    lengths: Sequence[int],
+    initial_SHNP: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run S_t = exp(step rate) S_{t-1} + b ⊗ (step x) and out = c·S_t over samples of `lengths`, end to end, each from
+    its own initial state (None: zeros). Returns outputs and final states, both in float32.
+
+    `rate` is negative; each of the G groups of `b` and `c` serves H / G heads.
+    """
+    heads, size = x_THP.shape[1], b_TGN.shape[2]
+    dtype = precision(x_THP)
+    step = step_TH.to(dtype)
+    b, c = (x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (b_TGN, c_TGN))
+    decay, x = step * rate_H, x_THP.to(dtype) * step.unsqueeze(-1)
+    if initial_SHNP is None:
+        initial_SHNP = x.new_zeros(len(lengths), heads, size, x.shape[2])
+    initial_SHNP = initial_SHNP.to(dtype)
+    if len(lengths) == len(x):
+        out, final = _token(initial_SHNP, x, decay, b, c)
+        return out.float(), final.float()
+
+    def recur(chunks: SampleChunks, state: Tensor) -> tuple[Tensor, Tensor]:
+        if chunks.size == 1:
+            at = chunks.tokens[:, 0]
+            out, state = _token(state, *(each.index_select(0, at) for each in (x, decay, b, c)))
+            return out.unsqueeze(1), state
+        return _chunks(chunks, x, decay, b, c, state)
+
+    out, final = cut_samples(lengths, x.device).run(initial_SHNP, recur)
+    return out.float(), final.float()
+
+
+def _token(state_BHNP: Tensor, x_BHP: Tensor, decay_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence."""
+    state = state_BHNP * decay_BH.exp()[..., None, None] + b_BHN.unsqueeze(-1) * x_BHP.unsqueeze(-2)
+    return (c_BHN.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def _chunks(
+    chunks: SampleChunks, x: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    b, c, x = (chunks.gather(each) for each in (b, c, x))
+    if chunks.real is not None:
+        x = x * chunks.real[:, None, :, None]
+    total = chunks.gather_real(decay).cumsum(-1)
+    written = (b * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ x
+    kept = total[..., -1].exp()[..., None, None]
+    before, final = chunks.carry(state, lambda at, state: kept[at] * state + written[at])
+    out = (c * total.exp().unsqueeze(-1)) @ before + (c @ b.transpose(-1, -2) * pairwise_decay(total)) @ x
+    return out.transpose(1, 2), final
