@@ -9,6 +9,9 @@ from torch import Tensor
 
 from headway.models import ops
 from headway.models.ops.attention import PackedSamples
+from headway.models.ops.choose_experts import Choice
+from headway.models.ops.fp8 import FP8, fp8_matmul, quantize_1x128, quantize_128x128, quantize_columns, transpose_fp8
+from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.paged_attention import Tiles
 from headway.models.ops.registry import Op
 
@@ -64,6 +67,20 @@ def adapters(f: Call, x: Tensor, *tensors: Tensor) -> Any:
 
 def groups(f: Call, rows: Tensor, weight: Tensor) -> Any:
     return f(rows, weight, torch.tensor([4, 4, 11], dtype=torch.int32, device=rows.device))
+
+
+def routed(f: Call, x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
+    """One expert has all tokens, one has none; the gates are some numbers."""
+    choices = torch.stack([torch.full((len(x),), 2), torch.arange(len(x)) % 2], 1).to(x.device)
+    return f(x, torch.linspace(0.1, 0.9, choices.numel()).view(choices.shape).to(x), choices, gate_up, down)
+
+
+def chosen(biased: bool, choice: Choice) -> Call:
+    def call(f: Call, logits: Tensor) -> Any:
+        bias = torch.linspace(-0.5, 0.5, logits.shape[1], device=logits.device) if biased else None
+        return f(logits, bias, None, choice)
+
+    return call
 
 
 def cached(f: Call, k: Tensor, v: Tensor) -> Any:
@@ -148,6 +165,35 @@ def plain(f: Call, *tensors: Tensor) -> Any:
     return f(*tensors)
 
 
+def even(x: Tensor) -> Tensor:
+    """Whole numbers up to 7, one in every block: FP8 holds them exactly. Triton's interpreter rounds to FP8 wrongly."""
+    x = (2 * x).round().clamp(-7, 7)
+    x[:, ::128] = 7
+    x[::128] = 7
+    return x
+
+
+def to_blocks(*more: Any) -> Call:
+    def call(f: Call, x: Tensor) -> Any:
+        values, scales = f(even(x), *more)
+        return values.float(), scales
+
+    return call
+
+
+def of_blocks(quantize: Op[..., Any], *more: Any) -> Call:
+    def call(f: Call, a: Tensor, b: Tensor) -> Any:
+        return f(*quantize_1x128(even(a)), *quantize(even(b), *more))
+
+    return call
+
+
+def groups_of_blocks(f: Call, rows: Tensor, weights: Tensor) -> Any:
+    tables = quantize_experts(even(weights.flatten(0, 1)).view(weights.shape), torch.bfloat16)
+    ends = torch.tensor([4, 4, len(rows)], dtype=torch.int32, device=rows.device)
+    return f(*quantize_1x128(even(rows)), *tables, ends, torch.float32)
+
+
 KV = (15 * SIZE, 2, 32)
 CASES = [
     *(Case(ops.rms_norm, [(7, size), (size,)], norm, mixed=mixed) for size in (30, 200) for mixed in (False, True)),
@@ -170,6 +216,24 @@ CASES = [
     ),
     Case(ops.linear_grad_only, [(9, 20), (5, 20)], plain, mixed=True, valued=False),
     *(Case(ops.grouped_linear, [(11, 16), (3, 8, 16)], groups, mixed=mixed) for mixed in (False, True)),
+    *(Case(ops.routed_experts, [(n, 64), (4, 256, 64), (4, 64, 128)], routed) for n in (3, 20)),
+    *(
+        Case(ops.choose_experts, [(5, 12)], chosen(biased, choice))
+        for biased, choice in ((False, Choice(3, "softmax", True)), (True, Choice(3, "sigmoid", False, 2.5)))
+    ),
+    *(Case(op, [(n, 200)], to_blocks(), half=True) for op in (quantize_1x128, quantize_columns) for n in (5, 130)),
+    *(Case(quantize_128x128, [(130, 200)], to_blocks(torch.bfloat16, flip), half=True) for flip in (False, True)),
+    Case(transpose_fp8, [(3, 130, 70)], lambda f, x: f(x.to(FP8)).float(), half=True),
+    *(
+        Case(fp8_matmul, [(n, 200), (130, 200)], of_blocks(*quantize), only=("triton",), half=True)
+        for n in (5, 130)
+        for quantize in ((quantize_1x128,), (quantize_128x128, torch.bfloat16))
+    ),
+    *(
+        Case(fp8_matmul, [(130, 512), (272, 512)], of_blocks(*quantize), only=("cuda",), half=True)
+        for quantize in ((quantize_1x128,), (quantize_128x128, torch.bfloat16))
+    ),
+    *(Case(fp8_grouped_matmul, [(n, 200), (3, 128, 200)], groups_of_blocks, half=True) for n in (21, 400)),
     Case(ops.write_cache, [(3, 2, 4), (3, 2, 4)], cached),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24), (24,), (24,)], heads_to_cache),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24)], heads_to_cache),

@@ -12,6 +12,7 @@ from headway.models import ops
 from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
+from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.rope import RotaryTable
 from headway.models.ops import flash_attention as flash
@@ -30,6 +31,10 @@ LAYER = AttentionLayer(0)
 def _torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where FlashAttention 4 is installed, which has tests of its own."""
     monkeypatch.setattr(flash, "FROM", 2**40)
+
+
+def rotary_table(config: ModelConfig) -> RotaryTable:
+    return RotaryTable(config.rope, config.max_len)
 
 
 def cuda_logits(model: DecoderLM, ids: Tensor, lengths: list[int], adapters: Tensor | None = None) -> Tensor:
@@ -106,7 +111,7 @@ def test_the_grouped_kernel_equals_the_loop_forward_and_backward() -> None:
 def test_fused_kernels_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     draw = torch.Generator().manual_seed(0)
     x, up, probe = (torch.randn(shape, generator=draw).to("cuda", dtype).requires_grad_() for _ in range(3))
-    table = RotaryTable(small("qwen3", head_dim=shape[2]))
+    table = rotary_table(small("qwen3", head_dim=shape[2]))
     cos, sin = table.gather(torch.arange(shape[0], device="cuda") * 3)
     pairs = [
         (ops.qk_norm_rope(x, x, None, 0.0, cos, sin)[0], ops.rope.reference(x, cos, sin), (x,)),
@@ -135,7 +140,7 @@ def test_fused_norms_equal_the_plain_functions(dtype: torch.dtype, shape: tuple[
     tokens, heads, size = shape
     x, delta, weight = random(tokens, heads * size), random(tokens, heads * size), random(heads * size)
     q, k, head_weight, k_weight = random(*shape), random(tokens, 1, size), random(size), random(size)
-    table = RotaryTable(small("qwen3", head_dim=size, max_len=tokens))
+    table = rotary_table(small("qwen3", head_dim=size, max_len=tokens))
     cos, sin = table.gather(torch.arange(tokens, device="cuda"))
     total, out = ops.add_rms_norm(x, delta, weight, 1e-6)
     cases = [
@@ -173,7 +178,7 @@ def test_kernels_over_joined_inputs_equal_those_over_separate_ones(dtype: torch.
 
     (queries, keys), tokens, size = heads, 70, 64
     x, q_weight, k_weight = random(tokens, queries + 2 * keys, size), random(size), random(size)
-    cos, sin = RotaryTable(small("qwen3", head_dim=size)).gather(torch.arange(tokens, device="cuda"))
+    cos, sin = rotary_table(small("qwen3", head_dim=size)).gather(torch.arange(tokens, device="cuda"))
     q, k, v = torch.split(x, [queries, keys, keys], dim=1)
     norms = (q_weight, k_weight)
     apart = torch.cat([*ops.qk_norm_rope(q, k, norms, 1e-6, cos, sin), v], 1)
@@ -321,7 +326,7 @@ def test_heads_go_into_the_cache_as_the_plain_functions_make_them(dtype: torch.d
     weights = torch.randn(2, 24, generator=draw).to("cuda", dtype)
     keys, values = torch.zeros(2, 40, 2, 24, device="cuda", dtype=dtype)
     slots = torch.tensor([3, 9, 1, 20, 8], device="cuda")
-    cos, sin = RotaryTable(small("qwen3", head_dim=24)).gather(torch.arange(5, device="cuda") * 7)
+    cos, sin = rotary_table(small("qwen3", head_dim=24)).gather(torch.arange(5, device="cuda") * 7)
     norms = (weights[0], weights[1]) if normed else None
     rotated = ops.qk_norm_rope_to_cache(q, k, v, norms, 1e-6, cos, sin, slots, keys, values)
     if normed:

@@ -1,15 +1,29 @@
 """Routing, replay of given choices, load statistics, and grouped products against plain ones."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from models_common import random_model, random_tokens, run_packed, small
 from torch.nn import functional as F
 
+from headway.core.errors import UsageError
 from headway.models import ops
 from headway.models.attention import PackedPlan
+from headway.models.checkpoints.folders import load_model, save_checkpoint
+from headway.models.checkpoints.tensors import float32_tensors
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.experts import ExpertRouter, LocalDispatcher, SparseMlp
+from headway.models.layers.experts import (
+    ExpertRouter,
+    Experts,
+    LocalDispatcher,
+    SigmoidGatedMlp,
+    SparseMlp,
+    clamped_swiglu,
+    expert_linear,
+)
 from headway.models.layers.mlp import GatedMlp
+from headway.models.registry import find_family
 
 LENGTHS = [9, 14]
 
@@ -63,7 +77,7 @@ def test_a_layer_equals_every_expert_computed_densely(normalize: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(11, config.width, generator=generator, requires_grad=True)
     given = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(11)])
-    out, used = mlp(x, None, given)
+    out, used = mlp(x, ForwardContext(PackedPlan([11]), ()), given)
     assert torch.equal(used, given)
 
     scores = F.softmax(x @ mlp.gate.weight.T, -1)
@@ -85,8 +99,8 @@ def test_a_layer_equals_every_expert_computed_densely(normalize: bool) -> None:
 
 def test_a_sigmoid_router_with_a_selection_bias_and_shared_experts() -> None:
     """The parts of DeepSeek-V3's layer: the bias picks experts, and neither weighs them nor gets a gradient."""
-    config = small("qwen3_moe", normalize_gates=True)
-    router = ExpertRouter(config, score="sigmoid", scale=2.5, selection_bias=True)
+    config = small("qwen3_moe", normalize_gates=True, gate_scale=2.5)
+    router = ExpertRouter(config, score="sigmoid", selection_bias=True)
     shared = GatedMlp(config.width, 12)
     mlp = SparseMlp(config, router=router, shared_experts=shared)
     generator = torch.Generator().manual_seed(1)
@@ -95,7 +109,7 @@ def test_a_sigmoid_router_with_a_selection_bias_and_shared_experts() -> None:
     x = torch.randn(11, config.width, generator=generator)
     bias = mlp.get_parameter("gate.e_score_correction_bias")
     bias.data = torch.tensor([0.0, 9.0, 0.0, 9.0, 0.0])
-    out, used = mlp(x, ForwardContext(PackedPlan([11]), x, x))
+    out, used = mlp(x, ForwardContext(PackedPlan([11]), [(x, x)]))
     assert used.sort(-1).values.tolist() == [[1, 3]] * 11
 
     scores = (x @ router.weight.T).sigmoid()[:, [1, 3]]
@@ -107,6 +121,90 @@ def test_a_sigmoid_router_with_a_selection_bias_and_shared_experts() -> None:
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     out.sum().backward()
     assert bias.grad is None and router.weight.grad is not None
+
+
+def test_grouped_experts_are_chosen_as_transformers_chooses_them() -> None:
+    from transformers import Glm4MoeConfig
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
+
+    groups = {"expert_groups": 4, "groups_per_token": 2}
+    config = small("qwen3_moe", experts=12, experts_per_token=3, normalize_gates=True, gate_scale=1.5, **groups)
+    theirs = Glm4MoeTopkRouter(
+        Glm4MoeConfig(
+            n_routed_experts=12, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=1.5,
+            hidden_size=config.width,
+        )
+    )  # fmt: skip
+    ours = ExpertRouter(config, score="sigmoid", selection_bias=True)
+    generator = torch.Generator().manual_seed(3)
+    weight, bias, x = (torch.randn(n, generator=generator) for n in ((12, config.width), (12,), (40, config.width)))
+    ours.load_state_dict({"weight": weight, "e_score_correction_bias": bias})
+    theirs.load_state_dict({"weight": weight, "e_score_correction_bias": bias})
+    gates, experts = ours(x)
+    _, expected, chosen = theirs(x)
+    order, wanted = experts.sort(-1), chosen.sort(-1)
+    assert torch.equal(order.values, wanted.values)
+    torch.testing.assert_close(gates.gather(1, order.indices), expected.gather(1, wanted.indices))
+    plain = ExpertRouter(small("qwen3_moe", experts=12, experts_per_token=3), score="sigmoid", selection_bias=True)
+    plain.load_state_dict(ours.state_dict())
+    assert not torch.equal(plain(x)[1].sort(-1).values, order.values)
+
+
+@pytest.mark.parametrize("groups", [(5, 1), (2, 3), (4, 1), (6, 2)])
+def test_groups_that_cannot_serve_a_token_are_refused(groups: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match="groups"):
+        small("qwen3_moe", experts=8, experts_per_token=3, expert_groups=groups[0], groups_per_token=groups[1])
+
+
+def test_biased_and_clamped_experts_behind_a_biased_router_equal_gpt_oss() -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    config = small("qwen3_moe", normalize_gates=True)
+    reference = GptOssMLP(
+        GptOssConfig(
+            hidden_size=config.width, intermediate_size=config.expert_width, num_local_experts=5, num_experts_per_tok=2,
+            swiglu_limit=0.8, experts_implementation="eager",
+        )
+    )  # fmt: skip
+    ours = SparseMlp(
+        config,
+        router=ExpertRouter(config, bias=True),
+        experts=Experts(config, activation=clamped_swiglu(1.702, 0.8), bias=True),
+    )
+    generator = torch.Generator().manual_seed(3)
+    for parameter in reference.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
+    for (name, parameter), theirs in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        transposed = name in ("experts.gate_up_proj", "experts.down_proj")
+        parameter.data = theirs.data.transpose(-1, -2) if transposed else theirs.data
+    x = torch.randn(13, config.width, generator=generator)
+    out, used = ours(x, ForwardContext(PackedPlan([13]), [(x, x)]))
+    expected, _ = reference(x[None])
+    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
+    replayed = ours(x, ForwardContext(PackedPlan([13]), [(x, x)]), used)[0]
+    assert torch.equal(out, replayed)
+
+
+def test_biases_follow_their_experts() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight, bias = (torch.randn(n, generator=generator) for n in ((6, 4), (3, 5, 4), (3, 5)))
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    out = expert_linear(rows, weight, bias, ends)
+    torch.testing.assert_close(out[:2], F.linear(rows[:2], weight[0], bias[0]))
+    torch.testing.assert_close(out[2:], F.linear(rows[2:], weight[2], bias[2]))
+
+
+def test_a_shared_expert_may_be_gated_by_a_sigmoid() -> None:
+    config = small("qwen3_moe")
+    shared = SigmoidGatedMlp(config.width, 12)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in shared.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    x = torch.randn(7, config.width, generator=generator)
+    context = ForwardContext(PackedPlan([7]), [(x, x)])
+    plain = GatedMlp.forward(shared, x, context)[0]
+    torch.testing.assert_close(shared(x, context)[0], plain * (x @ shared.gate.weight.T).sigmoid())
 
 
 def test_dispatch_sorts_by_expert_and_combine_undoes_it() -> None:
@@ -128,3 +226,18 @@ def test_the_loop_equals_torchs_grouped_kernel(counts: list[int]) -> None:
     ends = torch.tensor(counts).cumsum(0).int()
     expected = torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
     torch.testing.assert_close(ops.grouped_linear.reference(rows, weight, ends), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_the_correction_bias_stays_in_float32_in_a_model_and_a_folder_of_less(tmp_path: Path) -> None:
+    """In bfloat16 two experts whose biases differ by less than its steps would look alike."""
+    config = small("glm4_moe", experts=8, experts_per_token=2, expert_width=12, shared_expert_width=12, norm_eps=1e-5)
+    config = find_family("glm4_moe").config_class(**vars(config))
+    model = random_model(config)
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    with torch.no_grad():
+        model.get_parameter(name).copy_(8 + torch.arange(8) * 1e-4)
+    save_checkpoint(model, tmp_path, dtype=torch.bfloat16)
+    loaded = load_model(tmp_path, dtype=torch.bfloat16)
+    assert float32_tensors(loaded) == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in range(2)}
+    assert torch.equal(loaded.get_parameter(name), model.get_parameter(name))
+    assert loaded.get_parameter("model.layers.0.mlp.gate.weight").dtype == torch.bfloat16

@@ -1,5 +1,6 @@
 """Adapters: PEFT agrees, many in one batch equal each alone, merging changes nothing, wrong ones are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.models.adapters.lora import (
     adapter_tensors,
+    adapters_of,
     apply_lora,
     drop_adapter,
     load_adapter,
@@ -19,10 +21,18 @@ from headway.models.adapters.lora import (
     reserve_adapters,
     save_adapter,
 )
+from headway.models.build import build_model
+from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.registry import config_from_hf, find_family
 
 SETTINGS = LoraSettings(rank=4, alpha=12.0)
 LENGTHS = [7, 12]
+WITH_EXPERTS = LoraSettings(rank=4, alpha=12.0, targets=["q_proj", "v_proj", "experts"])
+
+
+def moe(family: str) -> ModelConfig:
+    return find_family(family).config_class(**(vars(small("qwen3_moe")) | {"family": family, "window": 9}))
 
 
 def randomize(model: DecoderLM, seed: int = 5) -> None:
@@ -73,6 +83,64 @@ def test_a_saved_adapter_loads_in_peft_with_equal_logits(family: str, tmp_path: 
         expected = hf_logits(theirs, ids, LENGTHS)
     assert (expected - logits(random_model(small(family)))).abs().max() > 0.1
     torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_travel_to_peft_and_back(family: str, tmp_path: Path) -> None:
+    """PEFT has all experts of a weight in one pair of matrices; GPT-OSS stores them transposed."""
+    from peft import PeftModel
+
+    model = random_model(moe(family))
+    reference = hf_model(model, tmp_path / "base")
+    apply_lora(model, WITH_EXPERTS)
+    randomize(model)
+    save_adapter(model, tmp_path / "ours", WITH_EXPERTS, "base")
+    theirs = PeftModel.from_pretrained(reference, tmp_path / "ours").eval()
+    ids = random_tokens(model.config, LENGTHS)
+    with torch.no_grad():
+        expected = hf_logits(theirs, ids, LENGTHS)
+    torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+    plain = random_model(moe(family))
+    assert (logits(plain) - expected).abs().max() > 0.1
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    settings, tensors = read_adapter(tmp_path / "theirs")
+    assert sorted(settings.targets) == sorted(WITH_EXPERTS.targets)
+    load_adapter(plain, 0, tensors.items(), settings)
+    assert plain.adapters is not None
+    plain.adapters.default = 0
+    torch.testing.assert_close(logits(plain), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_adapters_of_experts_side_by_side_equal_each_merged() -> None:
+    model = random_model(moe("gpt_oss"))
+    reserve_adapters(model, WITH_EXPERTS, 2)
+    alone = []
+    for slot in range(2):
+        one = random_model(moe("gpt_oss"))
+        apply_lora(one, WITH_EXPERTS)
+        randomize(one, seed=slot)
+        load_adapter(model, slot, adapter_tensors(one), WITH_EXPERTS)
+        merge_adapter(one)
+        alone.append(logits(one))
+    base = logits(random_model(moe("gpt_oss")))
+    assert torch.equal(logits(model, torch.full((19,), -1)), base)
+    mixed = logits(model, torch.tensor([0] * 7 + [1] * 12))
+    torch.testing.assert_close(mixed[:7], alone[0][:7], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(mixed[7:], alone[1][7:], atol=1e-4, rtol=1e-4)
+    assert (mixed - base).abs().max() > 0.1
+
+
+def test_adapters_of_experts_alone_are_trained_and_refuse_dropout() -> None:
+    model = random_model(moe("qwen3_moe"))
+    apply_lora(model, LoraSettings(rank=3, targets=["experts"]))
+    packed_logits(model, random_tokens(model.config, LENGTHS), LENGTHS).logsumexp(-1).sum().backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".mlp.experts.lora_" in name and p.grad is not None for name, p in trained.items())
+    assert len(trained) == 4 * model.config.layers
+    assert all(p.grad.abs().sum() > 0 for name, p in trained.items() if name.endswith("B") and p.grad is not None)
+    with pytest.raises(UsageError, match="dropout must be 0"):
+        apply_lora(random_model(moe("qwen3_moe")), LoraSettings(targets=["experts"], dropout=0.1))
 
 
 def test_an_adapter_made_by_peft_loads_here(tmp_path: Path) -> None:
@@ -218,3 +286,24 @@ def test_adapter_variants_that_compute_something_else_are_refused(tmp_path: Path
         read_adapter(tmp_path / "a")
     with pytest.raises(HeadwayError, match="no adapter folder"):
         read_adapter(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("case", "adapted"),
+    [
+        ("deepseek_v3/groups", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "up_proj"}),
+        ("nemotron_h/dense", {"in_proj", "out_proj", "q_proj", "up_proj"}),
+        ("qwen3_next/plain", {"in_proj_qkvz", "out_proj", "q_proj", "up_proj"}),
+        ("qwen3_5_text/plain", {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "up_proj"}),
+    ],
+)
+def test_the_default_reaches_latent_attention_and_recurrent_layers(case: str, adapted: set[str]) -> None:
+    values = json.loads((Path(__file__).parent / "families" / f"{case}.json").read_text())
+    model = build_model(config_from_hf(values))
+    apply_lora(model, LoraSettings())
+    assert adapted <= {weight.target for weight, _, _ in adapters_of(model)}
+
+
+def test_unknown_targets_are_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"c_attn; model\.lora\.targets can be: down_proj, gate_proj, k_pr"):
+        apply_lora(random_model(small("llama")), LoraSettings(targets=["c_attn"]))

@@ -7,6 +7,8 @@ import torch
 from models_common import small
 from torch import Tensor, nn
 
+from headway.models.attention import PackedPlan
+from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import SparseMlp
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
@@ -46,7 +48,7 @@ CASES: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
         nn.ModuleList([Linear(16, 5), Linear(16, 3)]),
         lambda m, x: torch.cat(list(FusedProjections(*m)(x)), 1),
     ),
-    "experts": (SparseMlp(small("qwen3_moe", width=16)), lambda m, x: m(x, None)[0]),
+    "experts": (SparseMlp(small("qwen3_moe", width=16)), lambda m, x: m(x, ForwardContext(PackedPlan([7]), []))[0]),
 }
 
 

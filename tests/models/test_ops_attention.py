@@ -122,7 +122,7 @@ def test_it_computes_what_torchs_kernels_do(lengths: list[int], elements: int, m
     q, k, v = wide[:, :4].contiguous(), wide[:, 4:6], wide[:, 6:]
     grad = torch.randn(q.shape, generator=draw, device="cuda").bfloat16()
     plan = PackedPlan(lengths, "cuda")
-    assert in_flash(q, k, plan)
+    assert in_flash(q, k, v, plan)
     out, kept = plan.attend_forward(q, k, v, LAYER)
     ours = out, *plan.attend_backward(grad, (q, k, v), out, kept, LAYER)[:3]
     monkeypatch.setattr(flash, "FROM", sum(lengths) + 1)

@@ -208,7 +208,7 @@ def test_environments_speak_its_chat_format(folder: Path, tmp_path: Path) -> Non
 def test_eval_and_env_register_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--url", "http://127.0.0.1:9", "--model", str(folder), "--family", "nowhere.py:SinkMoe")
     for command in (("eval", "--api", "chat", "--env", "reverse-text"), ("env", "try", "reverse-text")):
-        assert run_command([*command, *model]) == (1 if command[0] == "eval" else 2)
+        assert run_command([*command, *model]) == (3 if command[0] == "eval" else 2)
         assert 'model.family "nowhere.py:SinkMoe" could not be imported: there is no file' in capsys.readouterr().err
 
 
