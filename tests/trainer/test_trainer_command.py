@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.core.errors import STOPPED
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 
@@ -35,7 +36,7 @@ def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(tmp_path: Path, rank
         time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    assert process.returncode == STOPPED, errors
     assert paths.complete_checkpoints()[-1] == steps_of(paths)[-1]
 
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from trainer_helpers import reference_gradients, rich_batch, small_settings, vocab_of
 
 from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.trainer.losses.head import target_logprobs
-from headway.trainer.parallel.fsdp import shard
-from headway.trainer.parallel.ranks import joined
+from headway.trainer.parallel.fsdp import make_mesh, shard
+from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.parallel.sharding import fill, full
 from headway.trainer.policy import Policy
 from headway.trainer.state import build_state
@@ -59,8 +58,8 @@ def test_bfloat16_gradients_are_near_the_cpus(mode: str, offload: bool) -> None:
 def test_gradients_over_nccl_are_near_the_cpus(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 over one rank, which several would use."""
 
-    def parallelize(policy: Policy, mesh: DeviceMesh, compute_dtype: torch.dtype, *, compile_mlps: bool) -> None:
-        shard(policy, mesh, compute_dtype)
+    def parallelize(policy: Policy, ranks: Ranks, compute_dtype: torch.dtype, *, compile_mlps: bool) -> None:
+        shard(policy, make_mesh(ranks), None, compute_dtype)
 
     monkeypatch.setattr("headway.trainer.state.parallelize", parallelize)
     assert gradient_error(trainer__activations__checkpoint=mode) < 0.05

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_helpers import small_settings
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import UsageError
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.ranks import joined
 
@@ -73,10 +73,10 @@ def test_copies_and_their_replicas_meet_in_one_rank(dims: ParallelDims) -> None:
 
 
 def test_settings_name_the_dimensions() -> None:
-    settings = small_settings(placement__trainer_ranks=6, trainer__replicas=2)
+    settings = small_settings(placement__trainer_ranks=6, trainer__parallel__replicate=2)
     dims = ParallelDims.from_settings(settings)
     assert dims == ParallelDims(replicate=2, shard=3)
-    assert dims.data_size == settings.placement.data_ranks == 6
+    assert dims.data_size == settings.data_ranks == settings.placement.batch_parts == 6
     assert dims.copy_size == settings.shard_ranks == 3
 
 
@@ -90,6 +90,3 @@ def test_dimensions_that_do_not_fit_are_refused() -> None:
         joined(small_settings(placement__trainer_ranks=2)),
     ):
         pass
-    for size in ({"context": 2}, {"shard": 2, "expert": 2}):
-        with pytest.raises(HeadwayError, match="parallelism is not supported yet"):
-            ParallelDims(**size).check(2)

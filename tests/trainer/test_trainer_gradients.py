@@ -95,7 +95,10 @@ def cases_for(ranks: int) -> list[dict[str, Any]]:
     ]
     every[1]["trainer__head_chunk"] = 7
     if ranks == 4:
-        every += [{"model__path": m, "placement__trainer_ranks": 4, "trainer__replicas": 2} for m in MODELS]
+        every += [{"model__path": m, "placement__trainer_ranks": 4, "trainer__parallel__replicate": 2} for m in MODELS]
+    for expert, replicate, context in {2: [(2, 1, 1)], 4: [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)]}.get(ranks, []):
+        layout = {"trainer__parallel": {"expert": expert, "replicate": replicate, "context": context}}
+        every += [case | layout for case in every[:9] if case["model__path"] == "tiny-moe"]
     return every
 
 

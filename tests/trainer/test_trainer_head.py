@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 from headway.trainer.losses.head import target_logprobs
 
 
-def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor):
-    logprobs = torch.log_softmax((hidden @ weight.T).double() / temperatures[:, None].double(), -1)
+def full(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    softcap: float | None = None,
+):
+    logits = (hidden @ weight.T).double()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logprobs = torch.log_softmax(logits / temperatures[:, None].double(), -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
@@ -20,9 +28,10 @@ def full(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temp
     vocab=st.integers(1, 50),
     chunk=st.integers(1, 50),
     seed=st.integers(0, 1000),
+    softcap=st.sampled_from([None, 1.5]),
 )
 @settings(max_examples=40, deadline=None)
-def test_chunked_equals_full(rows: int, width: int, vocab: int, chunk: int, seed: int) -> None:
+def test_chunked_equals_full(rows: int, width: int, vocab: int, chunk: int, seed: int, softcap: float | None) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, width, generator=generator, dtype=torch.float32).requires_grad_()
     weight = torch.randn(vocab, width, generator=generator).requires_grad_()
@@ -30,9 +39,9 @@ def test_chunked_equals_full(rows: int, width: int, vocab: int, chunk: int, seed
     temperatures = torch.rand(rows, generator=generator) + 0.5
     upstream = torch.randn(rows, generator=generator)
 
-    logprobs, entropy = target_logprobs(hidden, weight, targets, temperatures, chunk)
+    logprobs, entropy = target_logprobs(hidden, weight, targets, temperatures, chunk, softcap)
     got = torch.autograd.grad((logprobs * upstream).sum(), [hidden, weight])
-    expected_logprobs, expected_entropy = full(hidden, weight, targets, temperatures)
+    expected_logprobs, expected_entropy = full(hidden, weight, targets, temperatures, softcap)
     expected = torch.autograd.grad((expected_logprobs * upstream).sum(), [hidden, weight])
 
     torch.testing.assert_close(logprobs, expected_logprobs.float(), rtol=1e-5, atol=1e-5)

@@ -29,9 +29,9 @@ def test_first_tokens_and_tokens_that_nothing_counts_are_left_out() -> None:
     batch.ce_weight[:] = 1
     inputs = prepare(batch, CONFIG, CPU)
     scored = inputs.scored
-    assert scored.rows_N.tolist() == [1, 2, 3, 4, 6, 7, 9, 10, 11, 12, 13, 14]
+    assert scored.predictors_M.tolist() == [0, 1, 2, 3, 5, 6, 8, 9, 10, 11, 12, 13]
     assert scored.loss.segments_N.tolist() == [0] * 4 + [1] * 2 + [2] * 6
-    assert scored.targets_N.tolist() == batch.token_ids[scored.rows_N.numpy()].tolist()
+    assert scored.targets_M.tolist() == batch.token_ids[scored.predictors_M.numpy() + 1].tolist()
     assert inputs.real_tokens == 15
 
 

@@ -1,16 +1,20 @@
 """The whole loop on one rank, over the filesystem: what it leaves behind, resuming, and bad input."""
 
 import math
+import os
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from trainer_helpers import checkpoint_tensors, rich_batch, run_paths, small_settings, spool, vocab_of
 
 from headway.config.shared import FilesystemRollouts
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, PermanentError
 from headway.core.runs import RunPaths
 from headway.core.wire import decode
 from headway.models.checkpoints.folders import load_model
@@ -118,17 +122,76 @@ def test_a_half_written_checkpoint_is_ignored_and_removed(tmp_path: Path) -> Non
     assert paths.complete_checkpoints()[-1] == 3 and not half.exists()
 
 
-def test_a_run_without_its_damaged_checkpoint_goes_on_from_the_one_before(tmp_path: Path) -> None:
-    paths = run_paths(tmp_path)
+class Exploit:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.path}",)
+
+
+def damage(folder: Path, kind: str, mark: Path) -> None:
+    tensors, index = folder / "trainer" / "__0_0.distcp", folder / "trainer" / ".metadata"
+    match kind:
+        case "gone":
+            tensors.unlink()
+        case "cut":
+            tensors.write_bytes(tensors.read_bytes()[:1000])
+        case "flipped":
+            data = bytearray(tensors.read_bytes())
+            data[len(data) // 2 : len(data) // 2 + 64] = bytes(64)
+            data[len(data) // 2 + 64 : len(data) // 2 + 128] = b"\xff" * 64
+            tensors.write_bytes(data)
+        case "marker":
+            (folder / "COMPLETE").write_bytes(b"{")
+        case "index":
+            index.write_bytes(index.read_bytes()[:50])
+        case "exploit":
+            index.write_bytes(pickle.dumps(Exploit(mark)))
+        case "hidden exploit":
+            metadata = pickle.loads(index.read_bytes())
+            metadata.planner_data = Exploit(mark)
+            index.write_bytes(pickle.dumps(metadata))
+        case "bytes":
+            metadata = pickle.loads(index.read_bytes())
+            name = next(iter(metadata.state_dict_metadata))
+            metadata.state_dict_metadata[name] = BytesStorageMetadata()
+            index.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """A run at step 4 with checkpoints of 2 and 4, and batches for 6."""
+    paths = run_paths(tmp_path_factory.mktemp("run"))
     spool(paths, range(1, 7))  # once: nobody sends an old batch again
     train(small_settings(max_steps=4, trainer__checkpoints__interval=2, **QUICK), paths)
-    (paths.checkpoint(4) / "trainer" / "__0_0.distcp").unlink()
-    with pytest.raises(HeadwayError, match=r"step_000004 is damaged .* remove it to continue from the checkpoint"):
-        train(small_settings(max_steps=6, **QUICK), paths)
-    shutil.rmtree(paths.checkpoint(4))
+    return paths
+
+
+@pytest.mark.parametrize("kind", ["gone", "cut", "flipped", "marker", "index", "exploit", "hidden exploit", "bytes"])
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before_it(
+    tmp_path: Path, kind: str, two_checkpoints: RunPaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = RunPaths(shutil.copytree(two_checkpoints.root, tmp_path / "run"))
+    damage(paths.checkpoint(4), kind, tmp_path / "executed")
     train(small_settings(max_steps=6, **QUICK), paths)
-    assert paths.complete_checkpoints() == [2, 6]
+    assert not (tmp_path / "executed").exists(), "the checkpoint ran code"
+    assert paths.complete_checkpoints() == [2, 6] and (paths.checkpoints / "damaged_step_000004").is_dir()
     assert [line["step"] for line in read_metrics(paths.metrics / "trainer.jsonl")] == [1, 2, 3, 4, 5, 6]
+    said = [record.message for record in caplog.records if record.name == "headway.trainer.checkpoints"]
+    assert len(said) == 1 and "continues from step 2" in said[0] and "()" not in said[0]
+
+
+def test_the_only_checkpoint_is_not_given_up(tmp_path: Path) -> None:
+    paths = run_paths(tmp_path)
+    spool(paths, range(1, 4))
+    train(small_settings(max_steps=2, trainer__checkpoints__interval=2, **QUICK), paths)
+    damage(paths.checkpoint(2), "cut", tmp_path / "executed")
+    with pytest.raises(PermanentError, match=r"step_000002 is damaged \(\w"):
+        train(small_settings(max_steps=3, **QUICK), paths)
+    assert paths.complete_checkpoints() == [2]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

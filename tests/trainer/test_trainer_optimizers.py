@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from trainer_helpers import run_ranks, small_settings
+from trainer_helpers import LateCopies, run_ranks, small_settings
 
 from headway.config.trainer import AdamW, Constant, Cosine, Linear, Muon, Optimizer, Sgd, SignSgd
+from headway.trainer.optimizers import optimizer as optimizer_module
 from headway.trainer.optimizers.muon import orthogonalize
 from headway.trainer.optimizers.optimizer import PolicyOptimizer
 from headway.trainer.optimizers.rules import StepGuard
@@ -105,10 +106,37 @@ def test_orthogonalized_matrices_keep_directions_and_lose_sizes(shape: tuple[int
 
 
 @pytest.mark.parametrize("settings", [AdamW(lr=1e-2), Muon(lr=1e-2), Sgd(momentum=0.9)], ids=lambda s: s.type)
-def test_state_on_cpu_changes_nothing(settings: Optimizer) -> None:
-    want, got = run(settings, 3), run(settings, 3, state_on_cpu=True)
+def test_state_in_cpu_memory_changes_nothing(settings: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes and goes in pieces, each as late as it may."""
+    monkeypatch.setattr(optimizer_module, "PIECE_BYTES", 300)
+    copies = LateCopies()
+    want, got = run(settings, 3), run(settings, 3, offload=copies)
     for name in SHAPES:
         assert torch.equal(want[name], got[name])
+    assert copies.events
+    assert copies.unfinished == 0
+
+
+def test_the_state_of_the_next_piece_comes_while_one_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "PIECE_BYTES", 1)  # one parameter each
+    copies = LateCopies()
+    run(Sgd(momentum=0.9), 1, offload=copies)
+    first_out = [copies.events.index(event) for event in copies.events if event[0] == "out"]
+    started = [copies.events.index(event) for event in copies.events if event[0] == "in"]
+    assert len(first_out) == len(started) == len(SHAPES)
+    for piece, out in enumerate(first_out[:-1]):
+        assert started[piece + 1] < out  # which happens after the update
+
+
+def test_the_state_that_is_saved_is_that_of_the_last_step() -> None:
+    copies = LateCopies()
+    parameters = make_parameters(0)
+    optimizer = PolicyOptimizer(parameters.items(), Sgd(momentum=0.9), offload=copies)
+    for name, gradient in gradients(0).items():
+        parameters[name].grad = gradient
+    optimizer.step(rate=1.0)
+    for name, gradient in gradients(0).items():
+        torch.testing.assert_close(optimizer.state_tensors()[f"{name}.momentum"], gradient)
 
 
 OPTIMIZERS: list[Optimizer] = [AdamW(lr=1e-2), Muon(lr=1e-2), Sgd(momentum=0.9, weight_decay=0.1), SignSgd()]

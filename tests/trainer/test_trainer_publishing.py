@@ -23,7 +23,7 @@ MODELS = ["tiny", "tiny-llama", "tiny-moe"]
 def publish_all(folder: Path, ranks: int, replicas: int) -> list[str]:
     """Publish each model's first version; the fingerprints."""
     found = []
-    layout = {"placement__trainer_ranks": ranks, "trainer__replicas": replicas}
+    layout = {"placement__trainer_ranks": ranks, "trainer__parallel__replicate": replicas}
     with joined(small_settings(**layout)) as group:
         for model in MODELS:
             settings = small_settings(model__path=model, **layout)

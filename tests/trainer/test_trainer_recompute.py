@@ -64,8 +64,8 @@ def test_recomputed_gradients_are_those_of_kept_activations(
 class PostNormed(Block):
     """Norms what attention adds, as Gemma does."""
 
-    def mixed(self, attended_THD: Tensor, context: ForwardContext) -> Tensor:
-        return 0.5 * super().mixed(attended_THD, context).tanh()
+    def mixed_norm(self, mixed_TD: Tensor) -> Tensor:
+        return 0.5 * mixed_TD.tanh()
 
 
 class Mixed(Block):

@@ -18,6 +18,10 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headway.config.shared import FilesystemRollouts
 from headway.config.trainer import TrainSettings
@@ -196,6 +200,63 @@ def _stacks() -> str:
     return "\n".join("".join(traceback.format_stack(frame)) for frame in sys._current_frames().values())
 
 
+class LateCopies:
+    """Copies to a "device" that is CPU memory too, each as late as its contract allows: when it is waited for.
+
+    Until then the target holds NaN. `events` tells what happened: ("out" or "in", number) when a copy starts and
+    ("wait", number) when it is first waited for.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self._queue: list[_LateCopy] = []
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._queue)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def to_host(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> "_LateCopy":
+        return self._start("out", tensor, torch.full_like(tensor, torch.nan) if into is None else into)
+
+    def to_device(self, tensor: torch.Tensor) -> "_LateCopy":
+        return self._start("in", tensor, torch.full_like(tensor, torch.nan))
+
+    def host_zeros(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(like, requires_grad=False)
+
+    def finish(self) -> None:
+        for copy in list(self._queue):
+            self.run_up_to(copy)
+
+    def run_up_to(self, last: "_LateCopy") -> None:
+        """Copies run in order, as on a stream."""
+        while last in self._queue:
+            self._queue.pop(0).run()
+
+    def _start(self, way: str, source: torch.Tensor, target: torch.Tensor) -> "_LateCopy":
+        copy = _LateCopy(self, sum(event[0] != "wait" for event in self.events), source.detach(), target)
+        self.events.append((way, copy.number))
+        self._queue.append(copy)
+        return copy
+
+
+class _LateCopy:
+    def __init__(self, copies: LateCopies, number: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.number, self._copies, self._source, self._target = number, copies, source, target
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self._target.copy_(self._source)
+
+    def wait(self) -> torch.Tensor:
+        self._copies.events.append(("wait", self.number))
+        self._copies.run_up_to(self)
+        return self._target
+
+
 def spool(paths: RunPaths, steps: range, ranks: int = 1, model: str = "tiny") -> None:
     """Put batches where the trainer of a run looks for them."""
     sender = make_sender(FilesystemRollouts(), paths)
@@ -211,3 +272,35 @@ def checkpoint_tensors(paths: RunPaths, step: int) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings(action="ignore"):
         load(tensors, storage_reader=reader, no_dist=True)
     return tensors
+
+
+class LiveMemory(TorchDispatchMode):
+    """Tracks the memory of tensors that operations make inside, and that are still referred to: its `peak`, in bytes.
+
+    What is mapped from files is not counted until it is copied.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it is told of the operations on the parts here
+        # Whatever an operation was given existed before it: a view of a mapped file makes nothing.
+        given = {_storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta and _storage_of(leaf) not in given:
+                storage = leaf.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage)
+                self._sizes[storage._cdata] = storage.nbytes()
+        self._storages = {key: ref for key, ref in self._storages.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._sizes[key] for key in self._storages))
+        return result
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

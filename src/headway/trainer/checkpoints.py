@@ -4,6 +4,8 @@ Torch's distributed checkpointing fills a folder, any number of ranks writing th
 without one is half-written, and never read.
 """
 
+import logging
+import pickle
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,19 +15,27 @@ import msgspec
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from headway.config.trainer import CheckpointSettings, TrainSettings
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, PermanentError
 from headway.core.files import write_atomic
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.models.registry import config_to_hf
+from headway.trainer.checkpoint_reader import SafeReader
+from headway.trainer.checksums import find_damage, write_checksums
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "trainer"
+
+
+class DamagedCheckpointError(PermanentError):
+    """A checkpoint that says it is complete cannot be read."""
 
 
 class Marker(msgspec.Struct):
@@ -53,15 +63,41 @@ class Checkpoints:
     def restore(self, state: TrainState) -> bool:
         """Load the newest complete checkpoint into `state`; False where there is none. Unfinished ones are removed.
 
-        Raises HeadwayError when it is of another model or optimizer.
+        A damaged one is set aside where there is one before it. Raises HeadwayError when it is of another model or
+        optimizer, and DamagedCheckpointError when there is no other.
         """
         if self._ranks.is_main:
             _remove_unfinished(self._paths)
         self._ranks.barrier()
         steps = self._paths.complete_checkpoints()
-        if steps:
-            self.load(state, steps[-1])
-        return bool(steps)
+        while steps:
+            step = steps.pop()
+            damage = self._try(state, step)
+            if not self._ranks.any(damage is not None):
+                return True
+            if not steps:
+                raise damage or DamagedCheckpointError(
+                    f"{self._paths.checkpoint(step)} is damaged; see the other ranks' logs"
+                )
+            self._set_aside(step, damage, steps[-1])
+        return False
+
+    def _try(self, state: TrainState, step: int) -> "DamagedCheckpointError | None":
+        try:
+            self.load(state, step)
+        except DamagedCheckpointError as error:
+            return error
+        return None
+
+    def _set_aside(self, step: int, damage: "DamagedCheckpointError | None", before: int) -> None:
+        """Take a damaged checkpoint out of the run's list, but keep it for whoever looks into it."""
+        folder = self._paths.checkpoint(step)
+        aside = folder.with_name(f"damaged_{folder.name}")
+        if self._ranks.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            logger.warning("%s; it is kept as %s, and training continues from step %d", damage, aside.name, before)
+        self._ranks.barrier()
 
     def load(self, state: TrainState, step: int) -> None:
         """Load the complete checkpoint of `step` into `state`. Only reads, so the run may be going on."""
@@ -69,13 +105,18 @@ class Checkpoints:
         try:
             marker = msgspec.json.decode((folder / CHECKPOINT_MARKER).read_bytes(), type=Marker)
             _check_origin(folder, marker.origin, origin_of(state, self._settings))
-            load(_tensors(state), storage_reader=FileSystemReader(folder / FOLDER), process_group=self._group)
-        except (CheckpointException, msgspec.DecodeError, OSError) as error:
-            raise HeadwayError(
-                f"{folder} is damaged ({_cause(error)}); remove it to continue from the checkpoint before it"
-            ) from error
+            self._check_files(folder / FOLDER)
+            load(_tensors(state), storage_reader=SafeReader(folder / FOLDER), process_group=self._group)
+        except (CheckpointException, msgspec.DecodeError, OSError, pickle.UnpicklingError, EOFError) as error:
+            raise DamagedCheckpointError(f"{folder} is damaged ({_cause(error)})") from error
         state.step, state.optimizer.updates, state.bad_steps = marker.step, marker.updates, marker.bad_steps
         self._newest = step
+
+    def _check_files(self, folder: Path) -> None:
+        """Raise OSError on all ranks if a file that one of them checked is not what was written."""
+        damage = find_damage(folder, self._ranks.rank, self._ranks.size)
+        if self._ranks.any(damage is not None):
+            raise OSError(damage or "another rank found a file that is not what was written")
 
     def save(self, state: TrainState) -> None:
         """Take a copy of the state now and write it in the background, after the one that is being written."""
@@ -112,6 +153,8 @@ class Checkpoints:
         writer = FileSystemWriter(folder / FOLDER, sync_files=True)
         # Returns on the first rank when all ranks have written and the index of what they wrote is on disk.
         save(dict(tensors), storage_writer=writer, process_group=self._group)
+        write_checksums(folder / FOLDER, self._ranks.rank)
+        dist.barrier(self._group)
         if self._ranks.is_main:
             write_atomic(folder / CHECKPOINT_MARKER, msgspec.json.encode(marker))
             self._remove_superseded()
@@ -160,8 +203,8 @@ def _check_origin(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> 
 def _cause(error: BaseException) -> str:
     """Describe what went wrong on the first rank that failed, in one line."""
     if isinstance(error, CheckpointException) and error.failures:
-        return str(next(iter(error.failures.values()))[0])
-    return str(error)
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _tensors(state: TrainState) -> dict[str, Tensor]:

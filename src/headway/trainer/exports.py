@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headway.config.shared import LoraSettings
-from headway.config.trainer import TrainSettings
+from headway.config.trainer import ParallelSettings, TrainSettings
 from headway.core.runs import RunPaths
 from headway.models.adapters.lora import adapter_tensors, load_adapter, merge_adapter, save_adapter
 from headway.models.checkpoints.folders import load_model, save_checkpoint
@@ -36,7 +36,7 @@ def _export_adapter(state: TrainState, lora: LoraSettings, folder: Path, ranks: 
     tensors = [(name, tensor.detach().float().cpu()) for name, tensor in adapter_tensors(state.model)]
     if not ranks.is_main:
         return
-    merged = load_model(state.folder)
+    merged = load_model(state.folder, config=state.config)
     load_adapter(merged, 0, tensors, lora)
     save_adapter(merged, folder.with_name(f"{folder.name}_adapter"), lora, str(state.folder))
     merge_adapter(merged)
@@ -49,7 +49,7 @@ def export_checkpoint(settings: TrainSettings, paths: RunPaths, step: int, folde
     Runs in one process on the CPU, whatever the run had, and only reads the run's folder.
     """
     placement = settings.placement.model_copy(update={"device": "cpu", "trainer_ranks": 1})
-    trainer = settings.trainer.model_copy(update={"replicas": 1})
+    trainer = settings.trainer.model_copy(update={"parallel": ParallelSettings()})
     alone = settings.model_copy(update={"placement": placement, "trainer": trainer})
     with joined(alone) as ranks:
         state = build_state(alone, ranks)

@@ -8,11 +8,12 @@ import numpy as np
 
 from headway.config.trainer import FakeData, TrainSettings
 from headway.core.batches import ComponentCounts, MicroBatch
+from headway.core.control import RunControl
 from headway.core.runs import RunPaths
 from headway.models.config import ModelConfig
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.stop import StopRequest
-from headway.transport.rollouts import RankBatch, make_receiver
+from headway.transport.rollouts import BatchReceiver, RankBatch, make_receiver
 
 # A rank waits this long before all ranks agree again on whether to go on waiting.
 POLL_SECONDS = 1.0
@@ -30,19 +31,21 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
-def make_feed(settings: TrainSettings, paths: RunPaths, config: ModelConfig, ranks: Ranks, stop: StopRequest) -> Feed:
+def make_feed(
+    settings: TrainSettings, paths: RunPaths, control: RunControl, config: ModelConfig, ranks: Ranks, stop: StopRequest
+) -> Feed:
     fake = settings.trainer.fake_data
     if fake is not None:
         return FakeFeed(fake, settings.seq_len, config, ranks, stop, settings.seed)
-    return RolloutFeed(settings, paths, ranks, stop)
+    receiver = make_receiver(settings.rollouts, paths, ranks.data_rank, ranks.data_size, control)
+    return RolloutFeed(receiver, ranks, stop)
 
 
 class RolloutFeed:
     """Waits for batches. All ranks start a batch or stop together, whatever each of them saw first."""
 
-    def __init__(self, settings: TrainSettings, paths: RunPaths, ranks: Ranks, stop: StopRequest) -> None:
-        self._receiver = make_receiver(settings.rollouts, paths, ranks.data_rank, ranks.data_size)
-        self._ranks, self._stop = ranks, stop
+    def __init__(self, receiver: BatchReceiver, ranks: Ranks, stop: StopRequest) -> None:
+        self._receiver, self._ranks, self._stop = receiver, ranks, stop
 
     def next(self, step: int) -> RankBatch | None:
         batch: RankBatch | None = None
@@ -78,7 +81,7 @@ class FakeFeed:
             for _ in range(self._fake.micro_batches)
         ]
         here = sum(int(np.count_nonzero(micro.rl_weight)) for micro in micro_batches)
-        total = int(self._ranks.sum({"rl": here})["rl"])
+        total = int(self._ranks.sum_data({"rl": here})["rl"])
         return RankBatch(step, micro_batches, ComponentCounts(rl=total))
 
     def close(self) -> None: ...

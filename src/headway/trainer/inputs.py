@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ from headway.core.errors import HeadwayError
 from headway.core.streams import streams_of
 from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
-from headway.models.packed import PackedTokens
+from headway.models.ops.routed_experts import expert_counts
+from headway.models.packed import ModelOutput, PackedTokens
 from headway.trainer.losses.components import LossTokens
+from headway.trainer.parallel.context import ContextGroup, ScoredShare
 
 _DTYPES = {"float32": torch.float32, "int32": torch.int64, "bool": torch.bool}
 
@@ -23,28 +26,32 @@ _DTYPES = {"float32": torch.float32, "int32": torch.int64, "bool": torch.bool}
 class Scored:
     """The N tokens that any component or metric looks at; token t is predicted by the hidden state of t - 1.
 
-    The first token of a sample has nothing before it, so it is never among them.
+    The first token of a sample has nothing before it, so it is never among them. This rank has the hidden states of M
+    of them at `predictors`: of all, unless ranks share the micro-batch.
     """
 
-    rows_N: Tensor
-    targets_N: Tensor
-    temperatures_N: Tensor
+    predictors_M: Tensor
+    targets_M: Tensor
+    temperatures_M: Tensor
     loss: LossTokens
 
 
 class Inputs:
     """The model's inputs, copied to the device at once, and the scored tokens, copied when they are first asked for: by
-    then the device has work."""
+    then the device has work. With a `context` group the model gets this rank's part of the tokens."""
 
-    def __init__(self, micro: MicroBatch, config: ModelConfig, device: torch.device) -> None:
+    def __init__(
+        self, micro: MicroBatch, config: ModelConfig, device: torch.device, context: ContextGroup | None = None
+    ) -> None:
         self.lengths = micro.lengths
         self._micro, self._device = micro, device
-        experts = micro.routed_experts
+        self._share = None if context is None else context.share(micro.lengths, config, device)
+        experts = micro.routed_experts if config.experts else None
         self.tokens = PackedTokens(
-            token_ids_T=self._put(micro.token_ids, torch.int64),
-            positions_T=self._put(micro.positions, torch.int64),
-            plan=PackedPlan(micro.lengths, device),
-            routed_experts_TLk=None if experts is None or not config.experts else self._put(experts, torch.int64),
+            token_ids_T=self._put(self._part(micro.token_ids), torch.int64),
+            positions_T=self._put(self._part(micro.positions), torch.int64),
+            plan=PackedPlan(micro.lengths, device) if self._share is None else self._share.plan,
+            routed_experts_TLk=None if experts is None else self._put(self._part(experts, -1), torch.int64),
         )
 
     @cached_property
@@ -59,12 +66,28 @@ class Inputs:
             ref_logprobs_N=self.scored_stream("ref_logprobs"),
             segments_N=self._put(self._segments[self._rows], torch.int64),
         )
+        share = self._scored_share
+        predictors = self._rows - 1 if share is None else share.predictors_M
+        mine = slice(None) if share is None else share.mine_N
         return Scored(
-            rows_N=self._put(self._rows, torch.int64),
-            targets_N=self.scored_stream("token_ids"),
-            temperatures_N=self.scored_stream("temperatures"),
+            predictors_M=self._put(predictors, torch.int64),
+            targets_M=self._put(self._micro.token_ids[self._rows[mine]], torch.int64),
+            temperatures_M=self._put(self._micro.temperatures[self._rows[mine]], torch.float32),
             loss=loss,
         )
+
+    def whole(self, values_M: Tensor) -> Tensor:
+        """Return the numbers of all N scored tokens, given this rank's; the ranks that share them all call it."""
+        return values_M if self._scored_share is None else self._scored_share.whole(values_M)
+
+    def expert_load(self, output: ModelOutput) -> Tensor | None:
+        """Count the tokens that each expert got here, (layers, experts), without padding."""
+        load_LE, used_TLk = output.expert_load_LE, output.routed_experts_TLk
+        padding = 0 if self._share is None else self._share.padding
+        if load_LE is None or used_TLk is None or not padding:
+            return load_LE
+        filling = [expert_counts(layer.flatten(), load_LE.shape[1]) for layer in used_TLk[-padding:].unbind(1)]
+        return load_LE - torch.stack(filling)
 
     def scored_stream(self, name: str) -> Tensor:
         """Copy a stream of the scored tokens to the device. Any stream of the table can be asked for."""
@@ -82,6 +105,14 @@ class Inputs:
         return np.flatnonzero(needed_tokens(self._micro))
 
     @cached_property
+    def _scored_share(self) -> ScoredShare | None:
+        return None if self._share is None else self._share.scored(self._rows)
+
+    def _part(self, stream_T: NDArray[Any], filling: int = 0) -> NDArray[Any]:
+        """This rank's part of a stream."""
+        return stream_T if self._share is None else self._share.take(stream_T, filling)
+
+    @cached_property
     def _segments(self) -> NDArray[np.intp]:
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
@@ -91,10 +122,12 @@ class Inputs:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
-def prepare(micro: MicroBatch, config: ModelConfig, device: torch.device) -> Inputs:
+def prepare(
+    micro: MicroBatch, config: ModelConfig, device: torch.device, context: ContextGroup | None = None
+) -> Inputs:
     """Raises HeadwayError, naming the stream, where the micro-batch contradicts itself or the model."""
     check(micro, config)
-    return Inputs(micro, config, device)
+    return Inputs(micro, config, device, context)
 
 
 def needed_tokens(micro: MicroBatch) -> NDArray[np.bool_]:

@@ -27,14 +27,14 @@ class SampledTokens:
 
 
 class LogprobRecorder:
-    """Writes one file per step and rank, of at most `tokens` tokens over all ranks. 0 writes nothing.
+    """Writes one file per step and data rank, of at most `tokens` tokens over all. 0 writes nothing.
 
     Only samples that have a key are recorded: nobody could find the others again.
     """
 
     def __init__(self, paths: RunPaths, ranks: Ranks, tokens: int) -> None:
         self._paths, self._rank = paths, ranks.data_rank
-        self._most = tokens // ranks.data_size
+        self._most = tokens // ranks.data_size if ranks.leads_context else 0
 
     def record(self, batch: RankBatch, logprobs: Sequence[Tensor]) -> None:
         """`logprobs` hold, per micro-batch of `batch`, those of the tokens that `needed_tokens` names."""

@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from headway.config.trainer import TrainSettings
-from headway.core.errors import HeadwayError
+from headway.core.errors import PermanentError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
@@ -84,7 +84,8 @@ class TrainingLoop:
             return
         folder = self.paths.root / "bad_batches" / f"step_{batch.step:06d}"
         write_atomic(folder / f"rank_{self.ranks.data_rank:03d}.msgpack", encode(batch))
-        raise HeadwayError(
+        raise PermanentError(
             f"the loss or gradients of {self.state.bad_steps} steps in a row were not finite, the last at step "
-            f"{batch.step}; its batch is in {folder}. Lower trainer.optim.lr, or look at the batch's rewards or rows"
+            f"{batch.step}; its batch is in {folder}. Lower trainer.optim.lr, or look at the batch's rewards or rows; "
+            "then continue with --resume"
         )

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from headway.models.decoder import DecoderLM
 from headway.trainer.inputs import Inputs
 from headway.trainer.losses.head import target_logprobs
+from headway.trainer.memory.copies import Copies
 from headway.trainer.memory.offload import offloaded
 
 
 class Scores(NamedTuple):
-    """Logprobs and entropies of the N tokens that are scored, in float32; for MoE models also the tokens per expert,
-    (layers, experts)."""
+    """Logprobs and entropies of the N tokens that are scored, in float32, the same on all ranks of a context group; for
+    MoE models also this rank's tokens per expert, (layers, experts)."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
@@ -25,7 +26,8 @@ class Scores(NamedTuple):
 
 
 class Policy(nn.Module):
-    def __init__(self, model: DecoderLM, head_chunk: int, offload: bool = False) -> None:
+    def __init__(self, model: DecoderLM, head_chunk: int, offload: Copies | None = None) -> None:
+        """`offload`: the copies by which saved activations go to CPU memory; None: they stay on the device."""
         super().__init__()
         self.model = model
         self.head_chunk = head_chunk
@@ -33,14 +35,15 @@ class Policy(nn.Module):
 
     def forward(self, inputs: Inputs) -> Scores:
         """`inputs` is one object, so that FSDP's casting of float arguments doesn't reach the temperatures."""
-        with offloaded() if self.offload else nullcontext():
+        with nullcontext() if self.offload is None else offloaded(self.offload):
             output = self.model(inputs.tokens)
         scored = inputs.scored
-        logprobs_N, entropy_N = target_logprobs(
-            output.hidden_TD[scored.rows_N - 1],
+        logprobs_M, entropy_M = target_logprobs(
+            output.hidden_TD[scored.predictors_M],
             self.model.head_weight(),
-            scored.targets_N,
-            scored.temperatures_N,
+            scored.targets_M,
+            scored.temperatures_M,
             self.head_chunk,
+            self.model.config.logit_softcap,
         )
-        return Scores(logprobs_N, entropy_N, output.expert_load_LE)
+        return Scores(inputs.whole(logprobs_M), inputs.whole(entropy_M), inputs.expert_load(output))

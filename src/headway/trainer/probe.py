@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from headway.core.batches import MicroBatch
 from headway.core.protocol import WeightProbe
+from headway.models.fp8 import computes_fp8
 from headway.models.stream import watched_stream
 from headway.trainer.inputs import prepare
 from headway.trainer.state import TrainState
@@ -39,7 +40,11 @@ def make_probe(state: TrainState, seq_len: int) -> WeightProbe | None:
     logprobs, seen = scores.logprobs_N.tolist(), torch.stack(stream).tolist()
     if not all(map(math.isfinite, [*logprobs, *seen])):
         return None
-    return WeightProbe(ids_T.tolist(), logprobs, dtype_name(state.compute_dtype), seen)
+    return WeightProbe(ids_T.tolist(), logprobs, precision_name(state), seen)
+
+
+def precision_name(state: TrainState) -> str:
+    return "fp8" if computes_fp8(state.model) else dtype_name(state.compute_dtype)
 
 
 def probe_ids(vocab_size: int, longest: int) -> NDArray[np.int32]:

@@ -5,14 +5,18 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from headway.config.shared import HttpWeights
 from headway.config.trainer import TrainSettings
+from headway.core.control import RunControl
 from headway.core.runs import RunPaths
 from headway.models.adapters.lora import adapter_tensors
-from headway.models.checkpoints.tensors import base_parameters, checkpoint_tensors
+from headway.models.checkpoints.tensors import base_parameters, checkpoint_tensors, float32_tensors
 from headway.trainer.probe import make_probe
 from headway.trainer.state import TrainState
+from headway.transport.control.client import JoinedControl
+from headway.transport.control.folder import FolderControl
 from headway.transport.weights import make_sender
-from headway.transport.weights.shards import Shard, split_parameter
+from headway.transport.weights.shards import ParameterPart, Shard, split_parameter
 
 POLICY = "policy"
 
@@ -20,8 +24,15 @@ POLICY = "policy"
 class Publisher:
     """Sends a state's version to the engines: all weights in the precision of computation, or the adapter alone."""
 
-    def __init__(self, settings: TrainSettings, paths: RunPaths) -> None:
-        self._sender = make_sender(settings.weights, paths, POLICY)
+    def __init__(self, settings: TrainSettings, paths: RunPaths, control: RunControl | None = None) -> None:
+        """`control` is that of the run; without one, the run is this host's folder."""
+        control = control or FolderControl(paths)
+        self._sender = make_sender(settings.weights, paths, POLICY, control)
+        # A version is announced in the folder of this host; the run of another host has to be told.
+        self._elsewhere = control if isinstance(control, JoinedControl) else None
+        fetched_here = isinstance(settings.weights, HttpWeights) or self._elsewhere is not None
+        self.serves_from_here = fetched_here and settings.trainer.fake_data is None
+        """Engines fetch from this process, or from this host's own folder, so it has to outlive the last update."""
         self._adapter = POLICY if settings.model.lora is not None else None
         # An engine adds an adapter to weights that it has verified, or loaded from the checkpoint, before.
         self._probes = settings.trainer.probe and self._adapter is None
@@ -32,7 +43,10 @@ class Publisher:
         started = time.perf_counter()
         probe = make_probe(state, self._seq_len) if self._probes else None
         sent, dtype = _Counted(outgoing(state)), state.compute_dtype
-        self._sender.publish(state.step, sent, adapter=self._adapter, probe=probe, dtype=dtype)
+        uncast = float32_tensors(state.model)
+        update = self._sender.publish(state.step, sent, adapter=self._adapter, probe=probe, dtype=dtype, uncast=uncast)
+        if self._elsewhere is not None and self._sender.is_first:
+            self._elsewhere.announce(update)
         return {
             "publish_seconds": time.perf_counter() - started,
             "publish_bytes": float(sent.elements * dtype.itemsize),
@@ -53,11 +67,11 @@ def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
         return
     for name, parameter in base_parameters(state.model):
         tensor = parameter.detach()
-        targets = checkpoint_tensors(state.model, name)
-        if any(target.at for target in targets):
-            yield from split_parameter(tensor, ((target.name, target.at) for target in targets))
+        sent = checkpoint_tensors(state.model, name)
+        if any(part.at or part.transposed for part in sent):
+            yield from split_parameter(tensor, (ParameterPart(part.name, part.at, part.transposed) for part in sent))
         else:
-            yield from ((target.name, tensor) for target in targets)
+            yield from ((part.name, tensor) for part in sent)
 
 
 class _Counted:

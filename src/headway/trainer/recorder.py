@@ -37,10 +37,13 @@ class Recorder:
         self._peak = peak_flops(ranks.device)
 
     def record(self, step: int, metrics: dict[str, float], expert_load_LE: Tensor | None) -> None:
-        """Every rank calls it with the step's metrics, among them tokens, flops and step_seconds."""
+        """Every rank calls it with the step's metrics, among them tokens, flops and step_seconds.
+
+        `expert_load` is that of all ranks together.
+        """
         slowest = self._ranks.max({"step_seconds": metrics["step_seconds"], "memory": peak_memory(self._ranks.device)})
         seconds = slowest["step_seconds"]
-        metrics = metrics | expert_balance(expert_load_LE, self._ranks)
+        metrics = metrics | expert_balance(expert_load_LE)
         metrics |= {
             "step_seconds": seconds,
             "tokens_per_second": metrics["tokens"] / seconds,
@@ -87,14 +90,11 @@ class Stopwatch:
         return seconds
 
 
-def expert_balance(load_LE: Tensor | None, ranks: Ranks) -> dict[str, float]:
+def expert_balance(load_LE: Tensor | None) -> dict[str, float]:
     """Compute how evenly tokens spread over experts: the busiest's load over the mean, and the share without any."""
     if load_LE is None:
         return {}
     load_LE = load_LE.detach().cpu().double()
-    names = [f"{layer}.{expert}" for layer in range(load_LE.shape[0]) for expert in range(load_LE.shape[1])]
-    total = ranks.sum(dict(zip(names, load_LE.flatten().tolist(), strict=True)))
-    load_LE = torch.tensor(list(total.values())).view(load_LE.shape)
     load_LE = load_LE[load_LE.sum(1) > 0]
     return {
         "experts/max_over_mean": float((load_LE.max(1).values / load_LE.mean(1)).mean()),

@@ -24,6 +24,7 @@ from headway.trainer.loop import TrainingLoop
 from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.step import StepReport
 from headway.trainer.stop import StopRequest
+from headway.transport.control.folder import FolderControl
 from headway.transport.rollouts import RankBatch
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def sft(settings: SftSettings, paths: RunPaths) -> Path:
 
     Either way a checkpoint and a Hugging Face export are left at the end; returns the export's folder.
     """
-    with joined(settings) as ranks, StopRequest(paths) as stop, ExitStack() as stack:
+    with joined(settings) as ranks, StopRequest(FolderControl(paths)) as stop, ExitStack() as stack:
         rows = shared_rows(settings, paths, ranks, settings.data.path, "train")
         validation = load_validation(settings, paths, ranks)
         log_interval = max(1, settings.max_steps // LOGGED_STEPS)
@@ -119,7 +120,7 @@ def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str,
 def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
     data = settings.data
     folder = resolve_model(settings.model.path, settings.model.family)
-    longest = load_config(folder).max_len
+    longest = load_config(folder, settings.model.implementation).max_len
     if settings.seq_len > longest:
         raise UsageError(f"seq_len is {settings.seq_len}, but the model's positions end at {longest}")
     rows, skipped = tokenize_rows(

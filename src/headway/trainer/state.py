@@ -1,5 +1,6 @@
 """The training state: a policy's weights, its optimizer, and the number of steps they have been trained."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +11,27 @@ from torch import Tensor, nn
 from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
 from headway.core.devices import resolve_dtype
-from headway.models.adapters.lora import adapted_linears, apply_lora, init_adapters
+from headway.models.adapters.lora import adapters_of, apply_lora, init_adapters
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.ops.linear import tune_matmul
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
+from headway.trainer.balance import ExpertBalance
+from headway.trainer.memory.copies import make_copies
 from headway.trainer.memory.recompute import recompute_policy
 from headway.trainer.optimizers.optimizer import PolicyOptimizer
-from headway.trainer.parallel.fsdp import make_mesh, parallelize
+from headway.trainer.parallel.fsdp import parallelize
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.parallel.sharding import fill
 from headway.trainer.policy import Policy
+from headway.transport.weights.fingerprint import dtype_name
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +40,7 @@ class TrainState:
 
     policy: Policy
     optimizer: PolicyOptimizer
+    balance: ExpertBalance
     compute_dtype: torch.dtype
     folder: Path
     """The checkpoint folder that the weights and the tokenizer came from."""
@@ -61,7 +69,8 @@ def trained_parameters(model: DecoderLM) -> Iterator[tuple[str, Tensor]]:
 def build_state(settings: TrainSettings, ranks: Ranks) -> TrainState:
     """Load the policy of the settings' checkpoint folder, sharded over the ranks, with a fresh optimizer."""
     folder = resolve_model(settings.model.path, settings.model.family)
-    return make_state(settings, ranks, folder, load_config(folder), lambda m: load_hf_tensors(m, read_tensors(folder)))
+    config = load_config(folder, settings.model.implementation)
+    return make_state(settings, ranks, folder, config, lambda m: load_hf_tensors(m, read_tensors(folder)))
 
 
 def make_state(
@@ -78,26 +87,36 @@ def make_state(
         compute_dtype=dtype,
         recompute=recompute_policy(trainer.activations, config.layers),
     )
+    fp8 = settings.model.compute == "fp8"
+    if fp8:
+        apply_fp8(model)
+    if ranks.is_main:
+        logger.info("training linear layers in %s", "FP8 with block scales" if fp8 else dtype_name(dtype))
     adapters = {} if lora is None else _add_adapters(model, lora, settings.seed)
-    policy = Policy(model, trainer.head_chunk, trainer.activations.offload)
-    compile_mlps = trainer.compile and trainer.activations.checkpoint == "off"
-    parallelize(policy, make_mesh(ranks), dtype, compile_mlps=compile_mlps)
+    copies = make_copies(ranks.device)
+    policy = Policy(model, trainer.head_chunk, copies if trainer.activations.offload else None)
+    compile_mlps = trainer.compile and not fp8 and trainer.activations.checkpoint == "off"
+    parallelize(policy, ranks, dtype, compile_mlps=compile_mlps)
     policy.to_empty(device=ranks.device)
     if ranks.device.type == "cpu":
         tune_matmul(config.width)
     set_weights(model)
+    if fp8 and lora is not None and ranks.size == 1:
+        # Sharded weights are gathered in the precision of computation, and quantized then.
+        quantize_weights(model, dtype)
     for name, parameter in trained_parameters(model):
         if name in adapters:
             fill(parameter, adapters[name])
     policy.train()
-    optimizer = PolicyOptimizer(trained_parameters(model), trainer.optim, state_on_cpu=trainer.optimizer_on_cpu)
-    return TrainState(policy, optimizer, dtype, folder, lora)
+    offload = copies if trainer.optimizer_on_cpu else None
+    optimizer = PolicyOptimizer(trained_parameters(model), trainer.optim, offload=offload)
+    return TrainState(policy, optimizer, ExpertBalance(trainer.experts, model), dtype, folder, lora)
 
 
 def _add_adapters(model: DecoderLM, lora: LoraSettings, seed: int) -> dict[str, Tensor]:
     """Give an unset model its float32 adapters. Returns their first values, which sharding would lose."""
     apply_lora(model, lora)
-    for _, linear, a, b in adapted_linears(model):
-        linear.lora_A, linear.lora_B = (nn.Parameter(torch.empty(p.shape, dtype=torch.float32)) for p in (a, b))
+    for weight, a, b in adapters_of(model):
+        weight.hold(*(nn.Parameter(torch.empty(p.shape, dtype=torch.float32)) for p in (a, b)))
     init_adapters(model, seed)
     return {name: parameter.detach() for name, parameter in trained_parameters(model)}

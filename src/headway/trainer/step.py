@@ -16,6 +16,7 @@ from headway.trainer.losses.components import total_loss
 from headway.trainer.losses.registry import make_loss
 from headway.trainer.optimizers.rules import StepGuard
 from headway.trainer.optimizers.schedules import rate_at
+from headway.trainer.parallel.context import ContextGroup
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.parallel.sharding import global_norm
 from headway.trainer.state import TrainState
@@ -24,7 +25,10 @@ from headway.transport.rollouts import RankBatch
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over this rank's micro-batches; `values` stay on the device until the step is over."""
+    """Sums over this data rank's micro-batches; `values` stay on the device until the step is over.
+
+    `expert_load` counts the tokens that this rank has of them.
+    """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     real_tokens: int = 0
@@ -41,12 +45,12 @@ class StepSums:
     def totals(self, ranks: Ranks, here: Mapping[str, float]) -> dict[str, float]:
         """Add up the values of all ranks, given those `here` as numbers."""
         counted = {"tokens": self.real_tokens, "packed_tokens": self.packed_tokens, "flops": self.flops}
-        return ranks.sum({**here, **counted})
+        return ranks.sum_data({**here, **counted})
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Metrics of a step over all ranks, and this rank's logprobs as `StepSums` has them."""
+    """Metrics of a step and the load of experts over all ranks, and this rank's logprobs as `StepSums` has them."""
 
     metrics: dict[str, float]
     skipped: bool
@@ -61,6 +65,7 @@ class Stepper:
         self._trainer, self._max_steps, self._seed = settings.trainer, settings.max_steps, settings.seed
         self._ranks = ranks
         self._loss = make_loss(settings.trainer.loss)
+        self._context = ContextGroup.join(ranks)
 
     def step(self, state: TrainState, batch: RankBatch) -> StepReport:
         """Train on `batch`. The version advances even if the step is skipped: batches and versions stay aligned."""
@@ -71,9 +76,15 @@ class Stepper:
         # its own, for no two hold the same tokens.
         torch.manual_seed(seed_of(self._seed, step, self._ranks.rank))
         state.optimizer.zero_grad()
+        self._start_balance(state, batch.micro_batches)
         sums = self._accumulate(state, batch.micro_batches, batch.counts)
         rate = rate_at(self._trainer.schedule, step, self._max_steps)
         totals, skipped = self._update(state, sums, rate)
+        load_LE = sums.expert_load_LE
+        if load_LE is not None:
+            self._ranks.sum_on_device(load_LE)
+            if not skipped:
+                state.balance.end_step(load_LE)
         state.optimizer.zero_grad()
         state.step = step
         state.bad_steps = state.bad_steps + 1 if skipped else 0
@@ -82,7 +93,7 @@ class Stepper:
             "skipped": float(skipped),
             "step_seconds": time.perf_counter() - started,
         }
-        return StepReport(metrics, skipped, sums.expert_load_LE, sums.logprobs)
+        return StepReport(metrics, skipped, load_LE, sums.logprobs)
 
     def evaluate(self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts) -> dict[str, float]:
         """Compute the losses without gradients or an update."""
@@ -92,12 +103,18 @@ class Stepper:
         state.policy.train()
         return summarize(sums.totals(self._ranks, AsyncScalars(sums.values).numbers()))
 
+    def _start_balance(self, state: TrainState, micro_batches: list[MicroBatch]) -> None:
+        if state.balance.needs_tokens:
+            tokens = self._ranks.sum({"tokens": float(sum(sum(micro.lengths) for micro in micro_batches))})["tokens"]
+            # Ranks of one context group have the same micro-batches, of which each computes a part.
+            state.balance.start_step(tokens / self._ranks.dims.context)
+
     def _accumulate(
         self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts, backward: bool = True
     ) -> StepSums:
         sums, flops = StepSums(), StepFlops(state.config, frozen=state.lora is not None)
         for micro in micro_batches:
-            inputs = prepare(micro, state.config, self._ranks.device)
+            inputs = prepare(micro, state.config, self._ranks.device, self._context)
             scores = state.policy(inputs)
             loss, values = total_loss(scores.logprobs_N, scores.entropy_N, inputs.scored.loss, counts, self._loss)
             if backward:
@@ -106,7 +123,7 @@ class Stepper:
             sums.logprobs.append(scores.logprobs_N.detach())
             sums.real_tokens += inputs.real_tokens
             sums.packed_tokens += sum(micro.lengths)
-            sums.flops += flops.count(micro.lengths, len(inputs.scored.rows_N))
+            sums.flops += flops.count(micro.lengths, len(inputs.scored.loss.sampled_N))
             if scores.expert_load_LE is not None:
                 load = scores.expert_load_LE
                 sums.expert_load_LE = load if sums.expert_load_LE is None else sums.expert_load_LE + load

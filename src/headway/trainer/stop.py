@@ -1,10 +1,10 @@
-"""Requests to stop: a signal, or a file in the run's control folder. The loop looks when it suits it."""
+"""Requests to stop: a signal, or one to the whole run. The loop looks when it suits it."""
 
 import signal
 from types import FrameType
 from typing import Any, Self
 
-from headway.core.runs import RunPaths
+from headway.core.control import RunControl
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -12,8 +12,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class StopRequest:
     """A context in which SIGTERM and SIGINT only set a flag: the current step is finished and a checkpoint made."""
 
-    def __init__(self, paths: RunPaths) -> None:
-        self._file = paths.control / "stop"
+    def __init__(self, control: RunControl) -> None:
+        self._control = control
         self._signalled = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -28,7 +28,7 @@ class StopRequest:
 
     @property
     def asked(self) -> bool:
-        return self._signalled or self._file.exists()
+        return self._signalled or self._control.stop_asked()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True

@@ -92,5 +92,5 @@ def _tools(value: object) -> list[Tool]:
     try:
         decoded: Any = msgspec.json.decode(value) if isinstance(value, str) and value else value
         return [Tool.from_openai(tool) for tool in decoded or []]
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         raise BadRowError("tools must be a list of functions in OpenAI's format") from None

@@ -10,19 +10,47 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def target_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperatures_N: Tensor, chunk: int
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    chunk: int,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute (logprobs_N, entropy_N) in float32 of softmax(hidden @ weight.T / temperature).
 
-    Gradients flow from the logprobs to `hidden` and `weight`; the entropy has none.
+    Gradients flow from the logprobs to `hidden` and `weight`; the entropy has none. Logits x with a `softcap` are
+    softcap * tanh(x / softcap).
     """
+    if softcap is not None:
+        return _capped_logprobs(hidden_ND, weight_VD, targets_N, temperatures_N, chunk, softcap)
     logprobs_N, entropy_N = _ChunkedHead.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         hidden_ND, weight_VD, targets_N, temperatures_N, chunk
     )
     return logprobs_N, entropy_N
+
+
+def _capped_logprobs(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperatures_N: Tensor, chunk: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """`target_logprobs` with a soft cap, in plain torch, chunk by chunk as well."""
+
+    def run(hidden_CD: Tensor, targets_C: Tensor, temperatures_C: Tensor) -> tuple[Tensor, Tensor]:
+        logits_CV = (hidden_CD @ weight_VD.to(hidden_CD.dtype).T).float()
+        logits_CV = softcap * torch.tanh(logits_CV / softcap) / temperatures_C[:, None]
+        logprobs_CV = logits_CV.log_softmax(-1)
+        entropy_C = -(logprobs_CV.detach().exp() * logprobs_CV.detach()).sum(-1)
+        return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
+
+    made = [
+        checkpoint(run, hidden_ND[rows], targets_N[rows], temperatures_N[rows], use_reentrant=False)
+        for rows in _chunks(len(hidden_ND), chunk) or [slice(0, 0)]
+    ]
+    return torch.cat([logprobs_C for logprobs_C, _ in made]), torch.cat([entropy_C for _, entropy_C in made])
 
 
 class _ChunkedHead(torch.autograd.Function):

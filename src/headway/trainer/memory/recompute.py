@@ -22,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from headway.config.trainer import ActivationSettings
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
+from headway.models.layers.experts import sparse_mlp_of
 from headway.models.layers.linear import Linear
+from headway.models.layers.tape import Tape, Taped
 from headway.models.ops.attention import QKV
 from headway.models.packed import AttentionLayer
 from headway.trainer.memory.randomness import RandomState
@@ -34,7 +36,8 @@ ROWS = 16_384
 def recompute_policy(settings: ActivationSettings, layers: int) -> Callable[[int], RunBlock | None]:
     """Choose how each layer recomputes, for `build_model`. None: it keeps its activations.
 
-    `full` keeps a block's input alone. `selective` also keeps attention's output, in all layers or the last few.
+    `full` keeps a block's input alone, and which experts were chosen. `selective` also keeps attention's output, the
+    router's logits, and what other ranks sent to the experts here, in all layers or the last few.
     """
     kept = 0
     if settings.checkpoint == "selective":
@@ -45,7 +48,8 @@ def recompute_policy(settings: ActivationSettings, layers: int) -> Callable[[int
 
 
 class Recompute:
-    """Run a block so that its activations are recomputed, with `keep_attention` except attention's output."""
+    """Run a block so that its activations are recomputed; with `keep_attention` except attention's output, routing and
+    what ranks exchange for experts."""
 
     def __init__(self, *, keep_attention: bool) -> None:
         self.keep_attention = keep_attention
@@ -54,27 +58,52 @@ class Recompute:
         self, block: Block, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         out: tuple[Tensor, Tensor | None]
-        if type(block).mix is not Block.mix:
-            # A first stage of another kind is not known to be two functions around attention.
-            out = checkpoint(_run, block, x_TD, context, given_Tk, use_reentrant=False)
+        if not _around_attention(block):
+            run_block = _taped_run(block) if self.keep_attention else block.run
+            out = checkpoint(run_block, x_TD, context, given_Tk, use_reentrant=False)
         else:
-            run = _Pass(block, context, given_Tk)
+            run = _Pass(block, context, given_Tk, x_TD.device, taped=self.keep_attention)
             out = _Recomputed.apply(run, self.keep_attention, x_TD, *run.parameters())  # type: ignore[no-untyped-call]  # torch has no types here
         return out
 
 
-def _run(block: Block, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return block.feed_forward(x_TD, block.mix(x_TD, context), context, given_Tk)
+def _around_attention(block: Block) -> bool:
+    """Tell if a block is two functions around attention, as no block with another or a gated first stage is."""
+    own = type(block).mix is not Block.mix or type(block).run is not Block.run
+    return not own and block.self_attn.separable
+
+
+def _taped_parts(block: Block) -> list[Taped]:
+    """The parts of a block that route and exchange tokens."""
+    sparse = sparse_mlp_of(block)
+    return [] if sparse is None else [sparse.gate, sparse.dispatcher]
+
+
+def _taped_run(block: Block) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Both stages of a block, which route and exchange tokens in their first run alone."""
+    parts, tape = _taped_parts(block), Tape(outputs=True)
+
+    def run(*args: Any) -> tuple[Tensor, Tensor | None]:
+        with tape.running(parts):
+            return block.run(*args)
+
+    return run if parts else block.run
 
 
 class _Pass:
     """The functions of a block for one micro-batch."""
 
-    def __init__(self, block: Block, context: ForwardContext, given_Tk: Tensor | None) -> None:
+    def __init__(
+        self, block: Block, context: ForwardContext, given_Tk: Tensor | None, device: torch.device, *, taped: bool
+    ) -> None:
         self.block, self.context, self.given_Tk = block, context, given_Tk
+        self._taped = _taped_parts(block) if taped else []
+        # Blocks that norm what their second stage computes need its values for their gradients.
+        self.tape = Tape(outputs=type(block).feed_forward is not Block.feed_forward)
         self.plan = context.plan
         self._draws = block.training and context.adapter_gate is not None and _has_dropout(block)
         self._states: dict[str, RandomState] = {}
+        self._device = device
 
     @property
     def layer(self) -> AttentionLayer:
@@ -91,7 +120,7 @@ class _Pass:
     def finish(
         self, x_TD: Tensor, attended_THD: Tensor, given_Tk: Tensor | None, *, grad_only: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        with self._same_draws("finish"):
+        with self._same_draws("finish"), self.tape.running(self._taped):
             mixed_TD = self.block.mixed(attended_THD, self.context)
             return self.block.feed_forward(x_TD, mixed_TD, self.context, given_Tk, grad_only=grad_only)
 
@@ -107,7 +136,7 @@ class _Pass:
             return nullcontext()
         if function in self._states:
             return self._states[function].again()
-        self._states[function] = RandomState.now(self.context.cos.device)
+        self._states[function] = RandomState.now(self._device)
         return nullcontext()
 
 
@@ -130,8 +159,9 @@ class _Recomputed(torch.autograd.Function):
             out_TD, used_Tk = torch.empty_like(x_TD), None
             for rows in portions:
                 out_TD[rows] = run.finish(x_TD[rows], attended_THD[rows], None)[0]
-        ctx.run = run
-        ctx.save_for_backward(x_TD, used_Tk, *((attended_THD, *kept) if keep_attention else ()))
+        taped = run.tape.hand_out()
+        ctx.run, ctx.taped = run, len(taped)
+        ctx.save_for_backward(x_TD, used_Tk, *taped, *((attended_THD, *kept) if keep_attention else ()))
         if used_Tk is not None:
             ctx.mark_non_differentiable(used_Tk)
         return out_TD, used_Tk
@@ -140,6 +170,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor, grad_used: Tensor | None) -> tuple[Tensor | None, ...]:
         run: _Pass = ctx.run
         x_TD, used_Tk, *kept = ctx.saved_tensors
+        run.tape, kept = run.tape.bring_back(kept[: ctx.taped]), kept[ctx.taped :]
         x_TD = x_TD.detach().requires_grad_(ctx.needs_input_grad[2])
         parameters, qkv = run.parameters(), None
         if not kept:
@@ -148,6 +179,7 @@ class _Recomputed(torch.autograd.Function):
             kept = [attended_THD, *rest]
         attended_THD, *rest = kept
         grad_x, grad_THD, grads = _finish_backward(run, parameters, x_TD, attended_THD, used_Tk, grad_TD)
+        run.tape.hand_out()
         if qkv is None:
             qkv = _projected(run, x_TD)
         *grads_qkv, grad_sinks = run.plan.attend_backward(

@@ -1,7 +1,8 @@
 """Muon: orthogonalized updates for matrices, computed by the ranks that shard them, each some of the matrices.
 
-FSDP splits a matrix by rows. For every `R` matrices (R = ranks of the shard dimension) one all-to-all brings each
-whole matrix to one rank, which orthogonalizes it, and a second one takes the rows back to where they live.
+FSDP splits stacked experts into whole matrices, which every rank orthogonalizes as they are, and any other matrix by
+rows. For every `R` of these (R = ranks of the shard dimension) one all-to-all brings each whole matrix to one rank,
+which orthogonalizes it, and a second one takes the rows back to where they live.
 """
 
 import math
@@ -43,7 +44,8 @@ def orthogonalize_all(updates: list[Tensor]) -> list[Tensor]:
     sharded: dict[DeviceMesh, list[int]] = {}
     for index, update in enumerate(updates):
         layout = sharded_dims(update)
-        if layout is None:
+        # Stacked experts are sharded over experts: every rank has whole matrices, and orthogonalizes its own.
+        if layout is None or update.ndim > 2:
             results[index] = orthogonalize(local(update))
         else:
             sharded.setdefault(layout[0], []).append(index)

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
+from headway.trainer.memory.copies import Copies, Copy
 from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, State, Step, StepGuard
 from headway.trainer.parallel.sharding import local
 
-# State in CPU memory is brought to the device for this many parameters at a time.
-FETCHED_AT_ONCE = 16
+PIECE_BYTES = 2**29
+"""State in CPU memory is brought to the device in pieces of about this size: two at a time, since the next piece comes
+while one is updated."""
 
 
 @dataclass(slots=True)
@@ -30,17 +32,20 @@ class PolicyOptimizer:
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, Tensor]], settings: Optimizer, *, state_on_cpu: bool = False
+        self, parameters: Iterable[tuple[str, Tensor]], settings: Optimizer, *, offload: Copies | None = None
     ) -> None:
+        """`offload`: the copies by which the state, which lives in CPU memory, comes to the device and goes back."""
         self.updates = 0
-        self._on_cpu = state_on_cpu
+        self._offload = offload
         self._groups: list[tuple[Rule, list[_Slot]]] = [
-            (rule, [_make_slot(name, parameter, rule, state_on_cpu) for name, parameter in named])
+            (rule, [_make_slot(name, parameter, rule, offload) for name, parameter in named])
             for rule, named in _assign(list(parameters), settings)
         ]
 
     def state_tensors(self) -> State:
         """Return the live state by name, sharded as the parameters are; writing into these tensors restores it."""
+        if self._offload is not None:
+            self._offload.finish()
         return {f"{slot.name}.{key}": t for _, slots in self._groups for slot in slots for key, t in slot.state.items()}
 
     @torch.no_grad()
@@ -53,9 +58,10 @@ class PolicyOptimizer:
         step = Step(self.updates, rate, guard)
         for rule, slots in self._groups:
             due = [slot for slot in slots if slot.parameter.grad is not None]
-            portion = FETCHED_AT_ONCE if self._on_cpu else max(1, len(due))
-            for start in range(0, len(due), portion):
-                self._update(rule, due[start : start + portion], step)
+            if self._offload is not None and rule.state_names:
+                _update_offloaded(rule, due, step, self._offload)
+            elif due:
+                rule.update([slot.parameter for slot in due], [slot.state for slot in due], step)
 
     def undo_step(self) -> None:
         """Take back the count of the last step, whose guard was broken."""
@@ -66,15 +72,43 @@ class PolicyOptimizer:
             for slot in slots:
                 slot.parameter.grad = None
 
-    def _update(self, rule: Rule, slots: list[_Slot], step: Step) -> None:
-        states = [slot.state for slot in slots]
-        if self._on_cpu:
-            states = [{key: t.to(local(slot.parameter).device) for key, t in slot.state.items()} for slot in slots]
-        rule.update([slot.parameter for slot in slots], states, step)
-        for slot, state in zip(slots, states, strict=True):
-            for key, tensor in state.items():
-                if tensor is not slot.state[key]:
-                    local(slot.state[key]).copy_(local(tensor))
+
+def _update_offloaded(rule: Rule, slots: list[_Slot], step: Step, copies: Copies) -> None:
+    """Update piece by piece: while one is updated, the state of the next comes and that of the one before it leaves."""
+    pieces = _pieces(slots)
+    coming = _fetch(pieces[0], copies) if pieces else []
+    leaving: list[Copy] = []
+    for number, piece in enumerate(pieces):
+        states = [{key: copy.wait() for key, copy in state.items()} for state in coming]
+        coming = _fetch(pieces[number + 1], copies) if number + 1 < len(pieces) else []
+        rule.update([slot.parameter for slot in piece], states, step)
+        for copy in leaving:
+            copy.wait()
+        leaving = [
+            copies.to_host(tensor, into=local(slot.state[key]))
+            for slot, state in zip(piece, states, strict=True)
+            for key, tensor in state.items()
+        ]
+    for copy in leaving:
+        copy.wait()
+
+
+def _pieces(slots: list[_Slot]) -> list[list[_Slot]]:
+    """Cut the slots into pieces of about `PIECE_BYTES` of state, at least one slot each."""
+    pieces: list[list[_Slot]] = []
+    free = 0
+    for slot in slots:
+        size = sum(local(tensor).nbytes for tensor in slot.state.values())
+        if not pieces or size > free:
+            pieces.append([])
+            free = PIECE_BYTES
+        pieces[-1].append(slot)
+        free -= size
+    return pieces
+
+
+def _fetch(slots: list[_Slot], copies: Copies) -> list[dict[str, Copy]]:
+    return [{key: copies.to_device(local(tensor)) for key, tensor in slot.state.items()} for slot in slots]
 
 
 def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[Rule, list[tuple[str, Tensor]]]]:
@@ -100,7 +134,8 @@ def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and "layers." in name
 
 
-def _make_slot(name: str, parameter: Tensor, rule: Rule, on_cpu: bool) -> _Slot:
-    device = "cpu" if on_cpu else local(parameter).device
-    state = {key: torch.zeros_like(parameter, device=device, requires_grad=False) for key in rule.state_names}
-    return _Slot(name, parameter, state)
+def _make_slot(name: str, parameter: Tensor, rule: Rule, offload: Copies | None) -> _Slot:
+    def zeros() -> Tensor:
+        return torch.zeros_like(parameter, requires_grad=False) if offload is None else offload.host_zeros(parameter)
+
+    return _Slot(name, parameter, {key: zeros() for key in rule.state_names})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from headway.config.trainer import TrainSettings
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class ParallelDims:
 
     @classmethod
     def from_settings(cls, settings: TrainSettings) -> Self:
-        return cls(replicate=settings.trainer.replicas, shard=settings.shard_ranks)
+        parallel = settings.trainer.parallel
+        return cls(parallel.replicate, settings.shard_ranks, parallel.context, parallel.expert)
 
     @property
     def world_size(self) -> int:
@@ -81,15 +82,12 @@ class ParallelDims:
         return range(self.world_size)
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError unless `world_size` ranks have these dimensions, HeadwayError where none can yet."""
+        """Raise UsageError unless `world_size` ranks have these dimensions."""
         if self.world_size != world_size:
             raise UsageError(
                 f"placement.trainer_ranks is {self.world_size}, but this process belongs to a group of {world_size}; "
                 "start it with `headway train`, which makes the group"
             )
-        for name in ("context", "expert"):
-            if (size := getattr(self, name)) > 1:
-                raise HeadwayError(f"{name} parallelism is not supported yet: the {name} dimension is {size}, not 1")
 
 
 def _block(rank: int, size: int) -> range:

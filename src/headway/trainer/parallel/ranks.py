@@ -47,9 +47,18 @@ class Ranks:
         """The number of parts of a batch."""
         return self.dims.data_size
 
+    @property
+    def leads_context(self) -> bool:
+        """True for the rank that writes what the ranks of its context group all have."""
+        return self.dims.context_rank(self.rank) == 0
+
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """Add up each value over the ranks that hold different tokens: all. Their names must agree, and the order."""
         return self._reduce(values, dist.ReduceOp.SUM)
+
+    def sum_data(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Add up each value over the data ranks: the ranks of a context group have the same, which counts once."""
+        return {name: value / self.dims.context for name, value in self.sum(values).items()}
 
     def max(self, values: Mapping[str, float]) -> dict[str, float]:
         return self._reduce(values, dist.ReduceOp.MAX)
@@ -68,6 +77,12 @@ class Ranks:
         """Reduce `value` in place over all ranks, on its device and without waiting for it."""
         if self.size > 1:
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
+
+    def sum_on_device(self, value: Tensor) -> Tensor:
+        """Add up `value` in place over all ranks, on its device and without waiting for it."""
+        if self.size > 1:
+            dist.all_reduce(value)
         return value
 
     def _reduce(self, values: Mapping[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:

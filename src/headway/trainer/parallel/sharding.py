@@ -6,7 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from headway.models.sharded import rows_here
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -25,17 +27,15 @@ def full(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def fill(tensor: Tensor, whole: Tensor) -> None:
     """Set `tensor` to `whole`, which every rank has: each keeps its own part."""
-    if isinstance(tensor, DTensor):
-        here = whole.to(tensor.device)
-        whole = distribute_tensor(here, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.copy_(whole)
+    here = local(tensor)
+    here.copy_(whole[rows_here(tensor)] if here.ndim else whole)
 
 
 def sharded_dims(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """Return the mesh and those of its dimensions over which `tensor` is split; None if every rank holds all of it."""
     if not isinstance(tensor, DTensor):
         return None
-    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard))
+    dims = tuple(dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
     return (tensor.device_mesh, dims) if dims else None
 
 

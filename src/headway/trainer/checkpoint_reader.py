@@ -1,0 +1,65 @@
+"""Reading of checkpoints that someone else may have written: nothing in them is ever executed.
+
+Torch keeps the index of a distributed checkpoint as a pickle, which can name any function to be called. Here only the
+classes that such an index consists of are allowed.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath", "WindowsPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath"),
+    "collections": ("OrderedDict",),
+}
+
+
+class SafeReader(FileSystemReader):
+    """Reads a checkpoint of tensors. Raises `pickle.UnpicklingError` on an index that holds anything else."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        _check(metadata)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata  # type: ignore[no-any-return]  # checked above
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"its index names {module}.{name}, which no checkpoint of tensors does")
+        return super().find_class(module, name)
+
+
+def _check(metadata: Any) -> None:
+    """Refuse entries other than tensors, which torch would unpickle, and files outside the folder."""
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError("its index is none")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"its entry {name!r} is not a tensor")
+    for info in (metadata.storage_data or {}).values():
+        if Path(info.relative_path).name != str(info.relative_path):
+            raise pickle.UnpicklingError(f"its index points to {info.relative_path}, outside its folder")
