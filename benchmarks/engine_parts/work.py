@@ -15,7 +15,21 @@ def _qwen3(width: int, layers: int, heads: int, mlp_width: int) -> ModelConfig:
     return ModelConfig("qwen3", 151_936, width, layers, heads, mlp_width=mlp_width, **own)
 
 
-SHAPES = {"qwen3-0.6b": _qwen3(1024, 28, 16, 3072), "qwen3-4b": _qwen3(2560, 36, 32, 9728)}
+SHAPES = {
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728),
+    "qwen3-8b": replace(_qwen3(4096, 36, 32, 12_288), tied=False),
+    "qwen3-30b-a3b": replace(
+        _qwen3(2048, 48, 32, 6144),
+        family="qwen3_moe",
+        kv_heads=4,
+        tied=False,
+        experts=128,
+        experts_per_token=8,
+        expert_width=768,
+        normalize_gates=True,
+    ),
+}
 """Shapes of real models, for random weights."""
 
 

@@ -1,7 +1,7 @@
 """Small models, an engine driven step by step, and the training forward pass to compare with."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,16 @@ def mismatch(model: DecoderLM, prompt_ids: list[int], choice: Choice, temperatur
 
 
 def make_service(
-    model: DecoderLM, *, max_waiting: int = 4096, lora: LoraSettings | None = None, **limits: Any
+    model: DecoderLM,
+    *,
+    max_waiting: int = 4096,
+    lora: LoraSettings | None = None,
+    on_death: Callable[[str], None] | None = None,
+    **limits: Any,
 ) -> EmbeddedService:
     fingerprint = fingerprint_of(hf_tensors(model)).hexdigest()
-    return EmbeddedService(make_engine(model, **limits), fingerprint=fingerprint, max_waiting=max_waiting, lora=lora)
+    engine = make_engine(model, **limits)
+    return EmbeddedService(engine, fingerprint=fingerprint, max_waiting=max_waiting, lora=lora, on_death=on_death)
 
 
 def publish(folder: Path, version: int, model: DecoderLM, mode: str = "keep") -> WeightUpdate:
@@ -124,3 +130,14 @@ def publish(folder: Path, version: int, model: DecoderLM, mode: str = "keep") ->
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110 (what is waited for happens in another thread)
         await asyncio.sleep(0.002)
+
+
+def with_service(service: EmbeddedService, body: Callable[[EmbeddedService], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await service.start()
+        try:
+            await body(service)
+        finally:
+            await service.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))

@@ -48,6 +48,7 @@ class LiveServer:
 @dataclass
 class EmbeddedServer(LiveServer):
     service: EmbeddedService
+    context: ServerContext
     _loop: asyncio.AbstractEventLoop
     _stop: asyncio.Event
     _thread: threading.Thread
@@ -57,12 +58,12 @@ class EmbeddedServer(LiveServer):
         self._thread.join(30)
 
 
-def start_server(folder: Path, **inference: Any) -> EmbeddedServer:
+def start_server(folder: Path, *, seq_len: int = 512, **inference: Any) -> EmbeddedServer:
     """Serve `folder` from a thread of this process."""
     settings = ServeSettings(
         model=ModelSettings(path=str(folder)),
         inference=InferenceSettings(**{"threads": 1, "max_running": 64, **inference}),
-        seq_len=512,
+        seq_len=seq_len,
     )
     started: list[EmbeddedServer] = []
     ready = threading.Event()
@@ -76,7 +77,7 @@ def start_server(folder: Path, **inference: Any) -> EmbeddedServer:
         await service.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         stop = asyncio.Event()
-        started.append(EmbeddedServer(url, TOKEN, folder, service, asyncio.get_running_loop(), stop, thread))
+        started.append(EmbeddedServer(url, TOKEN, folder, service, context, asyncio.get_running_loop(), stop, thread))
         ready.set()
         await stop.wait()
         await runner.cleanup()

@@ -39,6 +39,46 @@ def test_the_same_results_as_one_step_at_a_time(family: str, limits: dict[str, i
             assert experts is not None and (experts == other.choices[0].experts).all()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("limits", [{}, {"num_blocks": 45, "max_batched_tokens": 24}, {"max_running": 3}])
+def test_repeated_steps_give_the_same_results(family: str, limits: dict[str, int]) -> None:
+    model = make_model(FAMILIES[family])
+    free = run_all(make_engine(model), [request(prompt(n), 25, seed=n) for n in (1, 40)])
+    stops = [result.choices[0].token_ids[n] for result, n in zip(free, (5, 20), strict=True)]
+    requests = [
+        request(prompt(n), output, seed=n, stop_token_ids=tuple(stops))
+        for n, output in ((1, 25), (5, 24), (17, 3), (40, 25), (63, 9), (33, 17))
+    ]
+    requests.append(request(prompt(8), 12, seed=4, temperature=0.0))
+    engine, runs = make_engine(model, depth=1, **limits), []
+    run = engine.runner.run
+    engine.runner.most_repeats = 5
+    engine._step_seconds = 1e-6
+    engine._time_step = lambda repeats: None  # type: ignore[method-assign]
+    engine.runner.run = lambda step, *, again=False: runs.append(again) or run(step, again=again)  # type: ignore
+    ours, expected = run_all(engine, requests), run_all(make_engine(model, depth=0), requests)
+    assert sum(runs) > 4, "steps were repeated"
+    assert engine.cache.free_blocks == engine.cache.num_blocks and engine.drain() == []
+    assert {result.choices[0].finish_reason for result in ours} == {"stop", "length"}
+    for asked, one, other in zip(requests, ours, expected, strict=True):
+        assert one.choices[0].token_ids == other.choices[0].token_ids
+        assert one.choices[0].versions == other.choices[0].versions
+        assert one.choices[0].finish_reason == other.choices[0].finish_reason
+        assert mismatch(model, asked.token_ids, one.choices[0], asked.sampling_params.temperature or 1.0) < 1e-5
+        if family == "qwen3_moe":
+            experts = one.choices[0].experts
+            assert experts is not None and (experts == other.choices[0].experts).all()
+
+
+def test_requests_with_filters_are_drawn_by_the_host_in_every_step() -> None:
+    model = make_model()
+    engine = make_engine(model, depth=1)
+    engine.runner.most_repeats, engine._step_seconds = 5, 1e-6
+    engine.add(request(prompt(6), 9, seed=1, top_k=3), "filtered")
+    engine.step()
+    assert engine._most_repeats() == 1
+
+
 def test_who_stops_is_noticed_a_step_late_and_gets_nothing_more() -> None:
     model = make_model()
     free = run_one(make_engine(model), prompt(9), 30, temperature=0.0)

@@ -22,9 +22,9 @@ class CheckedPacker(Packer):
             assert self._rows.blocks[sequence.row, : len(sequence.blocks)].tolist() == sequence.blocks
         return packed
 
-    def _one_more(self, before: Packed) -> Packed:
+    def _one_more(self, before: Packed, tokens: list[int]) -> Packed:
         self.continued += 1
-        return super()._one_more(before)
+        return super()._one_more(before, tokens)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.messages import Tool
+from headway.core.openai import ChatRequest
+from headway.inference.engine import Choice, Chunk
+from headway.inference.server.chat import MessageWriter
+from headway.inference.server.context import ServerContext
 from headway.inference.server.replies import ReplyStream
+from headway.models.tiny_tokenizer import save_tiny_tokenizer
+from headway.rendering.load import load_renderer
 from headway.rendering.replies import parse_reply
 
 
@@ -83,3 +90,44 @@ def test_a_call_that_never_got_a_name_is_text(cut: str) -> None:
 def test_a_call_that_was_cut_short_is_not_whole() -> None:
     reply, deltas = feed('<tool_call>{"name": "look", "arguments": {"key": "x', [])
     assert put_together(deltas)[2] == [("look", '{"key": "x')] and not reply.calling
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> ServerContext:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tiny_tokenizer(folder)
+    return ServerContext(load_renderer(folder))
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("tools", [[], [Tool("look")]])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\nwell\n</think>\n\nyes",
+        "<think>never closed",
+        call("look", '{"key": "x"}'),
+        call("look", '{"key": nothing}'),
+        '<tool_call>{"name": "look", "arguments": {"key": "x',
+        "before " + call("look", "{}") + " after",
+    ],
+)
+def test_a_streamed_reply_is_the_whole_one(context: ServerContext, text: str, tools: list[Tool], reason: Any) -> None:
+    tokens = context.renderer.encode(text)
+    body = ChatRequest(messages=[])
+    choice = Choice(0, tokens, [0.0] * len(tokens), [], [(0, len(tokens))], reason)
+    whole = MessageWriter(0, body, context, None, tools).whole(choice)
+    writer, deltas = MessageWriter(0, body, context, None, tools), []
+    for place, token in enumerate(tokens):
+        last = place == len(tokens) - 1
+        deltas.append(writer.delta(Chunk(0, [token], [0.0], [], [], reason if last else None)))
+    sent = [delta for delta in deltas if delta is not None]
+    message = whole["message"]
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+    assert put_together([delta["delta"] for delta in sent]) == (
+        message.get("reasoning_content", ""),
+        message["content"] or "",
+        calls,
+    )
+    assert sent[-1]["finish_reason"] == whole["finish_reason"]
+    assert bool(calls) <= bool(tools)

@@ -43,7 +43,7 @@ class Simulation:
             assert len(sequence.blocks) * self.scheduler.cache.block_size >= sequence.computed + count
             sequence.computed += count
             if sequence.pending == 0:
-                sequence.append(7, 0.0, 0)
+                sequence.extend([7], [0.0], 0)
             if sequence.finish_reason:
                 self.scheduler.remove(sequence)
         return step

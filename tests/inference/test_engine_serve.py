@@ -15,9 +15,10 @@ from engine_common import publish
 from headway.config.shared import RunSettings
 from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
-from headway.inference.serve import check_address, find_token
+from headway.inference.serve import check_address
 from headway.models.checkpoints.folders import load_model
 from headway.monitor.runs import create_run
+from headway.transport.control.tokens import find_token
 
 
 def headway(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -32,8 +33,8 @@ def get(url: str) -> dict[str, object]:
         return body
 
 
-def generate(url: str, tokens: int) -> int:
-    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": tokens, "ignore_eos": True}}
+def generate(url: str, tokens: int, **fields: bool) -> int:
+    body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": tokens, "ignore_eos": True}, **fields}
     with urllib.request.urlopen(f"{url}/inference/v1/generate", json.dumps(body).encode(), timeout=60) as reply:
         return len(json.loads(reply.read())["choices"][0]["token_ids"])
 
@@ -54,7 +55,11 @@ def test_a_server_joins_a_run_with_its_latest_weights_and_leaves_on_sigterm(taug
             flight = pool.submit(generate, record["url"], 300)
             while get(record["url"] + "/state")["running"] == 0 and not flight.done():
                 pass
+            moving = pool.submit(generate, record["url"], 400, may_migrate=True)
+            while get(record["url"] + "/state")["running"] != 2 and not (flight.done() or moving.done()):
+                pass
             process.send_signal(signal.SIGTERM)
+            assert moving.result() < 400, "what may go on elsewhere is handed over"
             assert flight.result() == 300, "what was in flight must end as it would have"
         assert process.wait(30) == 0
         assert not (paths.control / "engines" / "first.json").exists()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.inference.server.stops import StopStrings
 from headway.inference.server.text import Text
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.base import Renderer
@@ -46,7 +47,7 @@ def test_pieces_add_up_to_the_whole(renderer: Renderer, words: str, sizes: list[
 )
 def test_nothing_of_a_stop_string_is_ever_shown(renderer: Renderer, words: str, stops: list[str], size: int) -> None:
     tokens = renderer.encode(words)
-    text = Text(renderer, frozenset(), stops)
+    text = Text(renderer, frozenset(), StopStrings(stops))
     shown = ""
     for start in range(0, len(tokens), size):
         shown += text.take(tokens[start : start + size], last=start + size >= len(tokens))

@@ -1,7 +1,6 @@
 """New weights under load: requests survive, versions are right, nothing broken ever serves."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from engine_common import (
     request,
     training_logprobs,
     until,
+    with_service,
 )
 from safetensors.torch import load_file, save_file
 
@@ -30,17 +30,6 @@ from headway.models.ops import registry
 from headway.transport.weights import make_sender
 
 TOLERANCE = 1e-5
-
-
-def with_service(service: EmbeddedService, body: Callable[[EmbeddedService], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await service.start()
-        try:
-            await body(service)
-        finally:
-            await service.close()
-
-    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 @pytest.fixture(autouse=True)

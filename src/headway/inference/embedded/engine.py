@@ -10,22 +10,33 @@ from dataclasses import dataclass
 import torch
 
 from headway.core.protocol import GenerateRequest
+from headway.inference.embedded.running.block_files import BlockFiles
 from headway.inference.embedded.running.drawer import HostTokens, PendingTokens
+from headway.inference.embedded.running.host_tier import HostTier
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.running.sampler import choice_seed
+from headway.inference.embedded.running.states import StateStore
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
+from headway.inference.embedded.scheduling.snapshots import Snapshots
 from headway.inference.embedded.updates.adapters import ServedAdapters
-from headway.inference.engine import POLICY, Choice, Chunk, RequestError, Result
+from headway.inference.engine import POLICY, Choice, Chunk, FailedError, RequestError, Result
+from headway.models.config import ModelConfig
+from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
+from headway.models.family import NO_KEYS, KvCache
+from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
+from headway.models.recurrent import RecurrentState
 
 logger = logging.getLogger(__name__)
 
 _RATE_WINDOW = 5.0
+_REPEATED_SECONDS = 0.008
+"""A step and its repetitions take no longer than this: new requests and weights wait for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +50,15 @@ class ActiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step in flight: `sequences` get one token each, sampled by the weights of `versions`."""
+    """A step in flight: `sequences` get a token each from every one of its repetitions, sampled by the weights of
+    `versions`."""
 
     sequences: list[Sequence]
     versions: list[int]
-    tokens: PendingTokens | HostTokens | None
+    tokens: list[PendingTokens | HostTokens]
 
 
-Event = tuple[ActiveRequest, Chunk | Result]
+Event = tuple[ActiveRequest, Chunk | Result | FailedError]
 
 
 class EmbeddedEngine:
@@ -63,7 +75,7 @@ class EmbeddedEngine:
         self.adapters = ServedAdapters(model)
         self.generated_tokens = 0
         self.active: dict[str, ActiveRequest] = {}
-        self.cache = BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
+        self.cache = make_cache(model.config, limits)
         self.scheduler = Scheduler(self.cache, limits, self._root_of)
         self.runner = make_runner(model, limits, ahead=bool(depth))
         self.depth = self.runner.depth if depth is None else depth
@@ -73,9 +85,17 @@ class EmbeddedEngine:
         # Not `secrets`, which asks the system every time and lets another thread take the interpreter meanwhile.
         self._seeds = random.Random()
         self._epoch = 0
+        self._identity = self._seeds.getrandbits(128)
+        self._layout = (config.family, limits.block_size, str(self.runner.store.keys[0].dtype))
+        self.fingerprint = ""
+        """The fingerprint of the weights that serve; empty where nobody said."""
+        self.precision = ""
+        """A precision in which weights are served other than that of the fingerprint: KV depends on it."""
         self._recent: deque[tuple[float, int]] = deque()
         self._rate = 0.0
         self._counted_at = 0.0
+        self._step_seconds = _REPEATED_SECONDS
+        self._timed_at = 0.0
 
     @property
     def model(self) -> DecoderLM:
@@ -109,7 +129,7 @@ class EmbeddedEngine:
         if self._launched and self.scheduler.may_preempt():
             # A sequence may be preempted in the next step, and must not have tokens in flight then.
             return self.drain()
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(self._most_repeats())
         if step.sequences:
             self._launched.append(self._launch(step))
         return self._collect() if len(self._launched) > (self.depth if step.sequences else 0) else []
@@ -143,17 +163,19 @@ class EmbeddedEngine:
         self.cache.forget_all()
         return active
 
-    def weights_changed(self, version: int) -> None:
+    def weights_changed(self, version: int, fingerprint: str = "") -> None:
         """Tag tokens with `version` from now on. Running sequences keep their KV; new ones do not reuse it."""
-        self.version = version
+        self.version, self.fingerprint = version, fingerprint
         self._epoch += 1
+        self._mark_mixed(self.scheduler.running)
         self.cache.forget_all()
 
     def adapter_changed(self, name: str) -> None:
         """Point running sequences of adapter `name` to its current slot."""
-        for sequence in self.scheduler.running:
-            if sequence.adapter == name:
-                self.runner.rows.adapter[sequence.row] = self.adapters.slot(name)
+        users = [sequence for sequence in self.scheduler.running if sequence.adapter == name]
+        for sequence in users:
+            self.runner.rows.adapter[sequence.row] = self.adapters.slot(name)
+        self._mark_mixed(users)
 
     def drop_adapter(self, name: str) -> list[Event]:
         """Remove adapter `name` and abort the requests that use it."""
@@ -182,55 +204,111 @@ class EmbeddedEngine:
             limit=len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room)),
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
             streamed=request.stream,
+            stream_interval=request.stream_interval,
             salt=request.cache_salt,
             adapter=adapter,
+            experts_start=request.routed_experts_start,
         )
 
     def _root_of(self, sequence: Sequence) -> bytes:
-        adapter = sequence.adapter
-        return root_hash(sequence.salt, adapter, self.adapters.epoch(adapter), self._epoch)
+        return self.root_of(sequence.salt, sequence.adapter)
+
+    def root_of(self, salt: str | None, adapter: str | None) -> bytes:
+        """Return the root of block hashes under a salt and an adapter. Engines with equal weights have equal roots;
+        weights without a fingerprint are never those of another engine, or of another time."""
+        weights = self.fingerprint or f"{self._identity}.{self._epoch}"
+        return root_hash(salt, adapter, self.adapters.fingerprint(adapter), weights, self.precision, self._layout)
+
+    def _mark_mixed(self, sequences: Iterable[Sequence]) -> None:
+        """Keep the KV of sequences that go on under other weights to themselves."""
+        for sequence in sequences:
+            sequence.mixed = True
+            sequence.root = root_hash("mixed", self._identity, self._epoch, sequence.order)
+            sequence.hashes = [sequence.root] * len(sequence.hashes)
 
     def _launch(self, step: Step) -> LaunchedStep:
         """Run the model and sample tokens."""
         for sequence in step.admitted:
             self.runner.enter(sequence, self.adapters.slot(sequence.adapter))
+        tokens = []
         with torch.inference_mode():
-            logits, drawing, which, positions = self.runner.run(step)
-            tokens = self.runner.draw(logits, which, positions) if len(drawing) else None
+            for repetition in range(step.repeats):
+                logits, drawing, which, positions = self.runner.run(step, again=repetition > 0)
+                if len(drawing):
+                    tokens.append(self.runner.draw(logits, which, positions))
         for sequence, count in zip(step.sequences, step.counts, strict=True):
-            sequence.computed += count
+            sequence.computed += count + step.repeats - 1
         grown = step.sequences if len(drawing) == len(step.sequences) else [step.sequences[i] for i in drawing.tolist()]
         for sequence in grown:
-            sequence.ahead += 1
+            sequence.ahead += step.repeats
         versions = [self.version if s.adapter is None else self.adapters.version(s.adapter) for s in grown]
         return LaunchedStep(grown, versions, tokens)
 
     def _collect(self) -> list[Event]:
         """Append the tokens of the oldest launched step. Sequences that finished since then get none."""
         launched = self._launched.popleft()
-        if launched.tokens is None:
+        if not launched.tokens:
             return []
-        sampled = launched.tokens.result()
+        sampled = [tokens.result() for tokens in launched.tokens]
+        self._time_step(len(sampled))
         ended: list[Sequence] = []
+        failed: list[Sequence] = []
         events: list[Event] = []
         grown = 0
-        tops = sampled.top or [[]] * len(launched.sequences)
-        for sequence, version, token, logprob, top in zip(
-            launched.sequences, launched.versions, sampled.tokens, sampled.logprobs, tops, strict=True
+        tops = sampled[0].top or [[]] * len(launched.sequences)
+        tokens = zip(*(each.tokens for each in sampled), strict=True)
+        logprobs = zip(*(each.logprobs for each in sampled), strict=True)
+        for sequence, version, its_tokens, its_logprobs, top in zip(
+            launched.sequences, launched.versions, tokens, logprobs, tops, strict=True
         ):
             if sequence.finish_reason is not None:
                 continue
-            sequence.ahead -= 1
-            last = sequence.append(token, logprob, version)
+            sequence.ahead -= len(its_tokens)
+            total = sum(its_logprobs)
+            if total != total:
+                failed.append(sequence)
+                continue
+            grown += sequence.extend(its_tokens, its_logprobs, version)
             if sequence.params.logprobs:
                 sequence.top_logprobs.append(top)
-            grown += 1
-            if last:
+            if sequence.finished:
                 ended.append(sequence)
-            elif sequence.streamed:
+            elif sequence.streamed and sequence.output_len - sequence.emitted >= sequence.stream_interval:
                 events.append((self.active[sequence.request_id], _chunk(sequence)))
         self._count(grown)
-        return events + self._finish(ended)
+        events += self._finish(ended)
+        return events + self._fail(failed) if failed else events
+
+    def _most_repeats(self) -> int:
+        """Repeat short steps for a few milliseconds, so that the host's work for a step does not hold the device up.
+
+        Filters and top logprobs are drawn on the host, which then has to see every step.
+        """
+        running, most = self.scheduler.running, self.runner.most_repeats
+        if most == 1 or not running or self.runner.rows.special[[s.row for s in running]].any():
+            return 1
+        return max(1, min(most, int(_REPEATED_SECONDS / self._step_seconds)))
+
+    def _time_step(self, repeats: int) -> None:
+        """Follow the time that a step takes while steps are in flight one after the other."""
+        now = time.perf_counter()
+        if self._launched:
+            seconds = min((now - self._timed_at) / repeats, _REPEATED_SECONDS)
+            self._step_seconds += 0.2 * (seconds - self._step_seconds)
+        self._timed_at = now
+
+    def _fail(self, sequences: list[Sequence]) -> list[Event]:
+        """Drop the requests of sequences whose logits were not finite while others' were; their KV is not reused."""
+        failed = {s.request_id: self.active[s.request_id] for s in sequences if s.request_id in self.active}
+        for request in failed.values():
+            for sequence in request.sequences:
+                if sequence.finish_reason is None:
+                    sequence.finish_reason = "abort"
+                    self.scheduler.remove(sequence)
+            del self.active[request.request_id]
+        self.cache.forget_all()
+        error = FailedError("the logits of this request are not finite")
+        return [(request, error) for request in failed.values()]
 
     def _finish(self, sequences: Iterable[Sequence], reason: str | None = None) -> list[Event]:
         """Remove sequences; a request without unfinished ones gets its result."""
@@ -260,21 +338,48 @@ class EmbeddedEngine:
             self._rate = (self.generated_tokens - before) / (now - since)
 
 
+def add_host_tier(engine: EmbeddedEngine, num_blocks: int, files: BlockFiles | None = None) -> None:
+    """Keep `num_blocks` blocks that the cache gives up in host memory, and in `files`. Models with recurrent layers
+    have no use for blocks without the states that belong to them."""
+    if engine.limits.prefix_cache and engine.cache.snapshots is None and num_blocks > 0:
+        engine.cache.tier = HostTier(engine.runner.store, num_blocks, extra=engine.runner.recorded, files=files)
+
+
+def make_cache(config: ModelConfig, limits: EngineLimits) -> BlockCache:
+    """Build the blocks' bookkeeping. In models with recurrent layers prefixes are reused where states are kept."""
+    if not any(isinstance(cache, RecurrentState) for cache in layer_caches(config)):
+        return BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
+    reuses = limits.prefix_cache and limits.snapshots > 0
+    snapshots = Snapshots(limits.max_running, limits.snapshots) if reuses else None
+    return BlockCache(limits.num_blocks, limits.block_size, prefix_cache=reuses, snapshots=snapshots)
+
+
 def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runner:
     """Build the runner for the model's device, with its KV store."""
     weight, config = model.head_weight(), model.config
+    caches = layer_caches(config)
+    recurrent = {layer: cache for layer, cache in enumerate(caches) if isinstance(cache, RecurrentState)}
     on_device = registry.in_triton(weight)
     store = KvStore(
-        config.layers,
+        [cache if isinstance(cache, KvCache) else NO_KEYS for cache in caches],
         limits.num_blocks + on_device,
         limits.block_size,
-        config.kv_heads,
-        config.head_dim,
         dtype=weight.dtype,
         device=weight.device,
     )
     rows = InputBatch(limits.max_running, -(-limits.max_model_len // limits.block_size))
-    if not on_device:
+    if recurrent:
+        slots = limits.max_running + limits.snapshots
+        states = StateStore(recurrent, slots, dtype=weight.dtype, device=weight.device)
+        return Runner(model, store, rows, ahead=ahead, states=states)
+    if not on_device or not store.of_equal_heads:
+        return Runner(model, store, rows, ahead=ahead)
+    if not in_tiles(model):
+        logger.warning(
+            "this %s model has layers with a sliding window, sinks, a soft cap, a scale of their own or no rotary "
+            'positions: they run in slower torch operations; inference.engine = "vllm" is the other choice',
+            config.family,
+        )
         return Runner(model, store, rows, ahead=ahead)
     from headway.inference.embedded.running.device_runner import DeviceRunner
 
@@ -288,6 +393,12 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
     return runner
 
 
+def in_tiles(model: DecoderLM) -> bool:
+    """Tell if the kernels over tiles of queries compute attention as all layers want it."""
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    return bool(layers) and all(module.layer.plain and module.rotary is not None for module in layers)
+
+
 def _chunk(sequence: Sequence) -> Chunk:
     start = sequence.emitted
     sequence.emitted = sequence.output_len
@@ -298,6 +409,7 @@ def _chunk(sequence: Sequence) -> Chunk:
         sequence.top_logprobs[start:],
         list(sequence.versions),
         sequence.finish_reason,
+        sequence.experts,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.openai import RequestError, new_id
+from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.thread import EngineThread, Item
@@ -21,6 +22,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
     """Implements `inference.engine.Engine` in the event loop, over an engine that steps in a thread of its own.
 
     All results of a step reach the event loop in one call. `lora` gives the scale of adapters whose update names none.
+    `on_death` is called once when no step succeeds any more and the process should be restarted.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         fingerprint: str,
         max_waiting: int = 4096,
         lora: LoraSettings | None = None,
+        on_death: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(engine.adapters, engine.version, fingerprint)
         self.max_model_len = engine.limits.max_model_len
         self.vocab_size = engine.model.config.vocab_size
         self._engine = engine
-        self._thread = EngineThread(engine, self._send)
+        self._thread = EngineThread(engine, self._send, self._die)
+        self._on_death = on_death
         self._updater = Updater(engine, lora)
         self._max_waiting = max_waiting
         self._updating: str | None = None
@@ -108,6 +112,12 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
             adapters=self._adapters.versions(),
         )
 
+    def prefixes(self) -> PrefixSummary | None:
+        engine = self._engine
+        roots = {POLICY: engine.root_of(None, None)}
+        roots |= {name: engine.root_of(None, name) for name in self._adapters.versions()}
+        return PrefixSummary.of(engine.cache.names, engine.cache.block_size, roots)
+
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:
             known = name in self._adapters
@@ -173,6 +183,10 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     def _send(self, items: list[tuple[str, Item]]) -> None:
         self._loop.call_soon_threadsafe(self._receive, items)
+
+    def _die(self, reason: str) -> None:
+        if self._on_death is not None:
+            self._loop.call_soon_threadsafe(self._on_death, reason)
 
     def _add(self, request: GenerateRequest, request_id: str) -> None:
         try:

@@ -23,14 +23,20 @@ class EngineThread:
     """Owner of the engine: all work that touches it is posted here and runs between two steps.
 
     `send` receives all outputs of a step in one call from this thread. `failure` is the reason why the engine stopped
-    serving, None while it works.
+    serving, None while it works. `die` is called with it where only a new process can help.
     """
 
-    def __init__(self, engine: EmbeddedEngine, send: Callable[[list[tuple[str, Item]]], None]) -> None:
+    def __init__(
+        self,
+        engine: EmbeddedEngine,
+        send: Callable[[list[tuple[str, Item]]], None],
+        die: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self.paused = False
         self.failure: str | None = None
         self._engine = engine
         self._send = send
+        self._die = die
         self._inbox: deque[Callable[[], None]] = deque()
         self._when_drained: list[Callable[[], None]] = []
         self._wake = threading.Event()
@@ -119,7 +125,11 @@ class EngineThread:
         logger.exception("an engine step failed; its requests fail with it", exc_info=error)
         self._failures += 1
         if self._failures >= _FAILURES_IN_A_ROW:
-            self.failure = f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {error}"
+            first = self.failure is None
+            self.failure = f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {type(error).__name__}: {error}"
+            # Logits that are not finite come from the weights, which a new process would load again.
+            if first and not isinstance(error, FloatingPointError):
+                self._die(self.failure)
         failed = FailedError(f"the engine failed: {type(error).__name__}: {error}")
         if active := self._engine.reset():
             self._send([(request.request_id, failed) for request in active])

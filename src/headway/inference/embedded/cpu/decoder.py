@@ -14,6 +14,7 @@ from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.block import Block
 from headway.models.layers.mlp import GatedMlp
+from headway.models.layers.norm import RMSNorm
 from headway.models.ops.linear import ON_ARM
 from headway.models.ops.registry import in_c
 
@@ -141,11 +142,15 @@ class CpuDecoder:
         if (
             len(layers) < config.layers
             or config.rotary_dim
+            or len(model.rotary) > 1
+            or config.embedding_scale != 1
+            or config.logit_softcap is not None
+            or type(model.model.norm) is not RMSNorm
             or any(weight.dtype != torch.float32 for weight in self._weights)
         ):
             return None
         array = (_Layer * len(layers))(*layers)
-        cos, sin = model.rotary.table(torch.device("cpu"))
+        cos, sin = model.rotary[0].table(torch.device("cpu"))
         self._kept = (array, cos, sin)
         self._head = (config.vocab_size, model.head_weight().data_ptr())
         return _Decoder(
@@ -163,7 +168,9 @@ class CpuDecoder:
         qkv, gate_up = attention.projections.serving(), mlp.projections.serving()
         if qkv is None or gate_up is None or attention.o_proj.bias is not None or mlp.down_proj.bias is not None:
             return None
-        if not attention.layer.plain:
+        if not attention.layer.plain or attention.rotary is None or attention.normed_together:
+            return None
+        if type(block.input_layernorm) is not RMSNorm or mlp.activation != "silu":
             return None
         return _Layer(
             block.input_layernorm.weight.data_ptr(),

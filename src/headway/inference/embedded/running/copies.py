@@ -7,8 +7,10 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-_TURNS = 2
-"""Double buffering: a step is prepared while the copy of the last one may still run."""
+MOST_REPEATS = 8
+"""Most repetitions of one step without the host."""
+TURNS = 2 * MOST_REPEATS
+"""Host buffers: a step and all its repetitions are prepared while the copies of the last one's may still run."""
 
 
 def to_device(values: NDArray[np.integer], device: torch.device) -> Tensor:
@@ -20,19 +22,19 @@ def to_device(values: NDArray[np.integer], device: torch.device) -> Tensor:
 class InputBuffers:
     """Fields of 8 bytes for up to `capacity` rows, at a fixed address on the device that `send` overwrites.
 
-    A host buffer is reused two sends later; the step it was for must have been collected by then.
+    A host buffer is reused `TURNS` sends later; the step it was for must have been collected by then.
     """
 
     def __init__(self, fields: int, capacity: int, device: torch.device) -> None:
         self.on_device = torch.zeros((fields, capacity), dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
-        self._buffers = [torch.zeros((fields, capacity), dtype=torch.int64, pin_memory=pinned) for _ in range(_TURNS)]
+        self._buffers = [torch.zeros((fields, capacity), dtype=torch.int64, pin_memory=pinned) for _ in range(TURNS)]
         self._arrays: list[Ints] = [buffer.numpy() for buffer in self._buffers]
         self._turn = 0
 
     def next(self) -> Ints:
         """The host array (fields, capacity) that the next `send` copies."""
-        self._turn = (self._turn + 1) % _TURNS
+        self._turn = (self._turn + 1) % TURNS
         return self._arrays[self._turn]
 
     def send(self) -> None:

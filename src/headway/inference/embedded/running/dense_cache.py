@@ -15,7 +15,8 @@ _WASTE = 3.0
 
 
 class DenseCache:
-    """A dense copy, (rows, kv heads, positions, head dim) per layer, of the blocks of decoding sequences.
+    """A dense copy, (rows, kv heads, positions, head size) per layer, of the blocks of decoding sequences. Values that
+    are part of keys are a view of these here, too.
 
     A sequence's row is filled from its blocks when it starts to decode; after that every step adds one position. The
     blocks remain: other sequences share them, and new rows are filled from them. `budget` bounds the copy's bytes;
@@ -28,6 +29,7 @@ class DenseCache:
         self._filled: Ints = np.zeros(max_rows, dtype=np.int64)
         self._rows = 0
         self._positions = 0
+        self.values_in_keys = [cache.values_in_keys for cache in store.caches]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.positions = torch.arange(0)
@@ -56,9 +58,8 @@ class DenseCache:
         """Grow to at least this size; False where that is over budget."""
         if rows <= self._rows and positions <= self._positions:
             return True
-        _, kv_heads, dim = self._store.keys[0].shape
-        per_position = 2 * len(self._store.keys) * kv_heads * dim * self._store.keys[0].element_size()
-        room = self._budget // per_position
+        numbers = sum(cache.numbers - cache.index_dim for cache in self._store.caches)
+        room = self._budget // (numbers * self._store.keys[0].element_size())
         rows = (
             max(self._rows, _power_of_two(rows)) if _power_of_two(rows) * positions <= room else max(self._rows, rows)
         )
@@ -66,11 +67,15 @@ class DenseCache:
         positions = max(self._positions, min(_power_of_two(positions), room // rows), positions)
         if rows * positions > room:
             return False
-        shape = (rows, kv_heads, positions, dim)
-        dtype = self._store.keys[0].dtype
         old_keys, old_values = self.keys, self.values
-        self.keys = [torch.zeros(shape, dtype=dtype) for _ in self._store.keys]
-        self.values = [torch.zeros(shape, dtype=dtype) for _ in self._store.values]
+        self.keys, self.values = [], []
+        for cache in self._store.caches:
+            shape = (rows, cache.kv_heads, positions)
+            keys = torch.zeros((*shape, cache.head_dim), dtype=self._store.keys[0].dtype)
+            self.keys.append(keys)
+            self.values.append(
+                keys[..., : cache.value_size] if cache.values_in_keys else keys.new_zeros((*shape, cache.value_size))
+            )
         for old, new in zip(old_keys + old_values, self.keys + self.values, strict=bool(old_keys)):
             new[: self._rows, :, : self._positions] = old
         self.positions = torch.arange(positions)
@@ -83,7 +88,8 @@ class DenseCache:
         slots = torch.from_numpy(table[positions // size] * size + positions % size)
         for layer in range(len(self.keys)):
             self.keys[layer][row, :, :length] = self._store.keys[layer][slots].transpose(0, 1)
-            self.values[layer][row, :, :length] = self._store.values[layer][slots].transpose(0, 1)
+            if not self._store.caches[layer].values_in_keys:
+                self.values[layer][row, :, :length] = self._store.values[layer][slots].transpose(0, 1)
 
 
 class DenseGroup:
@@ -102,7 +108,8 @@ class DenseGroup:
         self.tokens = tokens
         self._cache = cache
         self._span, self._reach = span, reach
-        _, kv_heads, capacity, _ = cache.keys[0].shape
+        self._values_in_keys = cache.values_in_keys
+        _, kv_heads, capacity, _ = next(keys.shape for keys in cache.keys if keys.shape[1])
         heads = which[:, None] * kv_heads + np.arange(kv_heads)
         self._written = torch.from_numpy((heads * capacity + positions[:, None]).reshape(-1))
         # Rows in order from 0 need no moving; with holes between them, queries go to their rows and back.
@@ -117,11 +124,12 @@ class DenseGroup:
         self._mask = mask[:, None, None, :].expand(-1, -1, heads_per_kv, -1)
 
     def attend(self, q_BHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, layer: int) -> Tensor:
-        """(B, H, D) for B sequences with one token each."""
+        """(B, H, size of a value) for B sequences with one token each."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         batch, kv_heads, dim = k_BKD.shape
         keys.view(-1, dim).index_copy_(0, self._written, k_BKD.reshape(-1, dim))
-        values.view(-1, dim).index_copy_(0, self._written, v_BKD.reshape(-1, dim))
+        if not self._values_in_keys[layer]:
+            values.view(-1, values.shape[-1]).index_copy_(0, self._written, v_BKD.reshape(-1, values.shape[-1]))
         q = q_BHD.reshape(batch, kv_heads, -1, dim)
         if self._moved is not None:
             q = q.new_zeros((self._span, *q.shape[1:])).index_copy_(0, self._moved, q)
@@ -133,7 +141,7 @@ class DenseGroup:
         )
         if self._moved is not None:
             out = out.index_select(0, self._moved)
-        return out.reshape(batch, -1, dim)
+        return out.reshape(batch, -1, values.shape[-1])
 
 
 def _power_of_two(count: int) -> int:

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.running.captured import CapturedSteps
-from headway.inference.embedded.running.copies import to_device
+from headway.inference.embedded.running.copies import MOST_REPEATS, to_device
 from headway.inference.embedded.running.device_pass import DevicePass
 from headway.inference.embedded.running.drawer import Drawer
 from headway.inference.embedded.running.graphs import Graphs
@@ -27,6 +27,7 @@ class DeviceRunner(Runner):
     store is padding."""
 
     depth = 1
+    most_repeats = MOST_REPEATS
 
     def __init__(self, model: DecoderLM, store: KvStore, rows: InputBatch) -> None:
         super().__init__(model, store, rows, ahead=True)

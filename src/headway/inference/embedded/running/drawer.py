@@ -1,20 +1,16 @@
 """Sampling after a step: tokens stay on the device for the next step while their copy travels to the host."""
 
-import math
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.copies import HostCopy, InputBuffers
+from headway.inference.embedded.running.copies import TURNS, HostCopy, InputBuffers
 from headway.inference.embedded.running.input_batch import InputBatch
-from headway.inference.embedded.running.sampler import Sampled, sample, uniform
+from headway.inference.embedded.running.sampler import Sampled, all_nan, sample, uniform
 from headway.models import ops
 
 Ints = NDArray[np.int64]
-
-_BUFFERS = 2
 
 
 class PendingTokens:
@@ -27,7 +23,7 @@ class PendingTokens:
     def result(self) -> Sampled:
         tokens, logprobs = self._copy.wait()[:, : self._count]
         drawn = logprobs.view(torch.float64).tolist()
-        if math.isnan(sum(drawn)):
+        if all_nan(drawn):
             raise FloatingPointError("the model's logits are not finite")
         return Sampled(tokens.tolist(), drawn, None)
 
@@ -58,7 +54,7 @@ class Drawer:
             self._out = torch.zeros((2, capacity), dtype=torch.int64, device=device)
             pinned = device.type == "cuda"
             self._host_buffers = [
-                torch.zeros((2, capacity), dtype=torch.int64, pin_memory=pinned) for _ in range(_BUFFERS)
+                torch.zeros((2, capacity), dtype=torch.int64, pin_memory=pinned) for _ in range(TURNS)
             ]
 
     def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> PendingTokens | HostTokens:

@@ -41,12 +41,19 @@ class Packer:
         single = sum(step.counts) == len(step.sequences)
         before = self._packed
         if before is not None and single and self._follows(step, before):
-            packed = self._one_more(before)
+            packed = self._one_more(before, [-1 if s.ahead else s.tokens[-1] for s in step.sequences])
         else:
             packed = self._anew(step)
         self._sequences = step.sequences
         self._packed = packed if single and len(packed.drawing) == len(step.sequences) else None
         return packed
+
+    def again(self) -> Packed:
+        """Pack the last step once more, one position later, with the tokens that it samples."""
+        before = self._packed
+        assert before is not None, "only a step in which every sequence decodes is repeated"
+        self._packed = self._one_more(before, [-1] * len(self._sequences))
+        return self._packed
 
     def _follows(self, step: Step, before: Packed) -> bool:
         """Tell if `before` holds the same sequences, one position earlier."""
@@ -54,10 +61,9 @@ class Packer:
             return False
         return bool(step.sequences[0].computed == before.positions[0])
 
-    def _one_more(self, before: Packed) -> Packed:
+    def _one_more(self, before: Packed, tokens: list[int]) -> Packed:
         """Advance the last step by one position."""
         starts, layout = before.positions, before.layout
-        tokens = [-1 if s.ahead else s.tokens[-1] for s in self._sequences]
         layout = StepLayout(layout.blocks, layout.rows, starts, layout.counts, starts, self._settled[: len(starts)])
         return Packed(tokens, layout, before.drawing, before.which, starts + 1)
 

@@ -1,6 +1,7 @@
 """Attention over paged blocks: new keys and values are written to the cache, queries attend over what is there."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.dense_cache import DenseCache, DenseGroup
+from headway.inference.embedded.running.sparse import SparseReader
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.attention import masked_attention, visible_mask
 from headway.models.ops.registry import in_c
-from headway.models.packed import AttentionLayer, AttentionPlan
+from headway.models.packed import AttentionLayer, AttentionPlan, IndexScores
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -58,9 +60,10 @@ class BlockGroup:
     valid: Tensor | None = None
 
     def attend(self, q_NHD: Tensor, layer: AttentionLayer) -> Tensor:
-        """(batch x queries, H, D) padded queries over this group's blocks."""
+        """(batch x queries, H, size of a value) for padded queries over this group's blocks."""
         store, index = self.store, layer.index
-        keys, values = self._gather(store.keys[index]), self._gather(store.values[index])
+        keys = self._gather(store.keys[index])
+        values = self._gather_values(keys, index)
         q_BQHD = q_NHD.view(self.batch, self.queries, *q_NHD.shape[1:])
         return masked_attention(q_BQHD, keys, values, self.mask, layer).flatten(0, 1)
 
@@ -68,6 +71,11 @@ class BlockGroup:
         _, kv_heads, dim = cache.shape
         picked = cache.view(-1, self.store.block_size * kv_heads * dim).index_select(0, self.blocks)
         return picked.view(self.batch, -1, kv_heads, dim).transpose(1, 2)
+
+    def _gather_values(self, keys: Tensor, index: int) -> Tensor:
+        """Those of layer `index`; where they are part of its keys, they were gathered with these."""
+        cache = self.store.caches[index]
+        return keys[..., : cache.value_size] if cache.values_in_keys else self._gather(self.store.values[index])
 
 
 class DirectGroup:
@@ -93,18 +101,20 @@ class DirectGroup:
 class PagedPlan(AttentionPlan):
     """C kernels, where they are compiled, read the blocks of sequences with few tokens in place. Otherwise decoding
     sequences use the dense cache, where it fits them. The rest is grouped by length, and so are all sequences in layers
-    with a window, sinks or a scale.
+    with a window, sinks or a scale, or with another number of query heads than the most.
     """
+
+    takes_latent_keys = True
 
     def __init__(self, store: KvStore, layout: StepLayout, heads_per_kv: int, dense: DenseCache | None) -> None:
         self._store, self._layout, self._heads_per_kv = store, layout, heads_per_kv
         size, positions = store.block_size, layout.positions_T
         slots = layout.blocks[layout.token_rows, positions // size] * size + positions % size
         self.slots_T = to_device(slots, store.device)
-        self._masked: dict[int | None, list[BlockGroup]] = {}
+        self._masked: dict[tuple[int | None, int], list[BlockGroup]] = {}
         rest = np.ones(len(layout.rows), dtype=np.bool_)
         self._decoding: DirectGroup | DenseGroup | None = None
-        if in_c(store.keys[0]):
+        if in_c(store.keys[0]) and store.of_equal_heads:
             short = layout.counts <= _SHORT
             self._decoding, rest = self._direct_group(short), ~short
         elif dense is not None:
@@ -112,16 +122,20 @@ class PagedPlan(AttentionPlan):
             alone = (layout.counts == 1) & layout.settled
             self._decoding = self._dense_group(dense, alone)
             rest = rest if self._decoding is None else ~alone
-        self._groups = self._block_groups(np.flatnonzero(rest), None) if rest.any() else []
+        self._groups = self._block_groups(np.flatnonzero(rest), None, heads_per_kv) if rest.any() else []
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
         self._store.write(layer.index, self.slots_T, k_TKD, v_TKD)
-        decoding, groups = (self._decoding, self._groups) if layer.plain else (None, self._masked_groups(layer.window))
+        if layer.chosen is not None:
+            return self._sparse.attend(q_THD, layer)
+        decoding, groups, heads_per_kv = self._decoding, self._groups, q_THD.shape[1] // k_TKD.shape[1]
+        if not layer.plain or heads_per_kv != self._heads_per_kv:
+            decoding, groups = None, self._masked_groups(layer.window, heads_per_kv)
         if decoding is not None and decoding.tokens is None:
             return decoding.attend(q_THD, k_TKD, v_TKD, layer.index)
         if decoding is None and len(groups) == 1 and groups[0].tokens is None:
             return groups[0].attend(q_THD, layer)
-        out = torch.empty_like(q_THD)
+        out = q_THD.new_empty((*q_THD.shape[:2], v_TKD.shape[-1]))
         if decoding is not None:
             tokens = decoding.tokens
             assert tokens is not None
@@ -136,11 +150,21 @@ class PagedPlan(AttentionPlan):
                 out.index_copy_(0, group.tokens[group.valid], padded[group.valid])
         return out
 
-    def _masked_groups(self, window: int | None) -> list[BlockGroup]:
-        """Built for the first layer with this window."""
-        if window not in self._masked:
-            self._masked[window] = self._block_groups(np.arange(len(self._layout.rows)), window)
-        return self._masked[window]
+    def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
+        self._store.index_keys[layer].index_copy_(0, self.slots_T, scores.k_TD)
+        return self._sparse.choose(scores, layer, count) if self._sparse.reach > count else None
+
+    @cached_property
+    def _sparse(self) -> SparseReader:
+        layout = self._layout
+        return SparseReader(self._store, layout.blocks[layout.rows], layout.starts, layout.counts)
+
+    def _masked_groups(self, window: int | None, heads_per_kv: int) -> list[BlockGroup]:
+        """Built for the first layer with this window and this many query heads for each key head."""
+        kind = window, heads_per_kv
+        if kind not in self._masked:
+            self._masked[kind] = self._block_groups(np.arange(len(self._layout.rows)), *kind)
+        return self._masked[kind]
 
     def _direct_group(self, short: Bools) -> DirectGroup | None:
         if short.all():
@@ -156,12 +180,12 @@ class PagedPlan(AttentionPlan):
             tokens = torch.from_numpy((np.cumsum(layout.counts) - 1)[alone])
         return dense.group(layout.rows[alone], layout.blocks, layout.starts[alone], tokens, self._heads_per_kv)
 
-    def _block_groups(self, members: Ints, window: int | None) -> list[BlockGroup]:
+    def _block_groups(self, members: Ints, window: int | None, heads_per_kv: int) -> list[BlockGroup]:
         counts, starts = self._layout.counts[members], self._layout.starts[members]
         kinds = _bucket(counts, 1, 2) * 64 + _bucket(starts + counts, 128, 4)
-        return [self._block_group(members[kinds == kind], window) for kind in np.unique(kinds)]
+        return [self._block_group(members[kinds == kind], window, heads_per_kv) for kind in np.unique(kinds)]
 
-    def _block_group(self, members: Ints, window: int | None) -> BlockGroup:
+    def _block_group(self, members: Ints, window: int | None, heads_per_kv: int) -> BlockGroup:
         layout, store, device = self._layout, self._store, self._store.device
         counts, starts = layout.counts[members], layout.starts[members]
         batch, queries = len(members), int(counts.max())
@@ -172,7 +196,7 @@ class PagedPlan(AttentionPlan):
         steps = np.minimum(np.arange(queries)[None, :], counts[:, None] - 1)
         keys = torch.arange(first * store.block_size, last * store.block_size, device=device)
         seen = to_device(starts[:, None] + steps, device)
-        mask = visible_mask(seen, keys, window, self._heads_per_kv, store.keys[0].dtype)
+        mask = visible_mask(seen, keys, window, heads_per_kv, store.keys[0].dtype)
         group = BlockGroup(store, batch, queries, blocks, mask)
         padded = queries * batch != int(counts.sum())
         if padded or batch < len(layout.counts):

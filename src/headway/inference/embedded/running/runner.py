@@ -12,6 +12,7 @@ from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
 from headway.inference.embedded.running.paged import PagedPlan, StepLayout, run_whole
 from headway.inference.embedded.running.sampler import top_logprobs
+from headway.inference.embedded.running.states import RecurrentPlan, StateStore
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
@@ -30,18 +31,32 @@ class Runner:
 
     depth = 0
     """The best number of steps in flight."""
+    most_repeats = 1
+    """Most times that a step is run before the host sees its tokens."""
 
-    def __init__(self, model: DecoderLM, store: KvStore, rows: InputBatch, *, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        model: DecoderLM,
+        store: KvStore,
+        rows: InputBatch,
+        *,
+        ahead: bool = False,
+        states: StateStore | None = None,
+    ) -> None:
         self.model = model
         self.store = store
+        self.states = states
         self.rows = rows
         self.device = next(model.parameters()).device
         config = model.config
         fuse_projections(model)
-        self._heads_per_kv = config.heads // config.kv_heads
+        kv_heads = next((cache.kv_heads for cache in store.caches if cache.kv_heads), config.heads)
+        self._heads_per_kv = config.heads // kv_heads
         self._packer = Packer(rows)
         self._drawer = self._make_drawer(ahead)
-        self.dense_cache = DenseCache(store, len(rows.blocks), store.bytes) if self.device.type == "cpu" else None
+        # Layers with sparse attention would have to write to it in steps in which they do not read it.
+        dense = self.device.type == "cpu" and store.bytes > 0 and not store.sparse
+        self.dense_cache = DenseCache(store, len(rows.blocks), store.bytes) if dense else None
         self._whole = CpuDecoder(model, store.keys, store.values, store.block_size, rows.blocks)
         self._experts: Tensor | None = None
         if config.experts:
@@ -55,15 +70,19 @@ class Runner:
         self.rows.enter(sequence, adapter)
         if self.dense_cache is not None:
             self.dense_cache.enter(sequence.row)
+        if self.states is not None:
+            self.states.enter(sequence.row, sequence.snapshot)
 
-    def run(self, step: Step) -> tuple[Tensor, Ints, Ints, Ints]:
-        """Run a step. Return logits (N, vocab) of the N sequences that get a token, their indices in the step, their
-        rows, and the positions of the new tokens.
+    def run(self, step: Step, *, again: bool = False) -> tuple[Tensor, Ints, Ints, Ints]:
+        """Run a step, or repeat it with the tokens just sampled. Return logits (N, vocab) of the N sequences that get a
+        token, their indices in the step, their rows, and the positions of the new tokens.
 
         Prompt logprobs are added to the sequences that want them.
         """
-        packed = self._packer.pack(step)
+        packed = self._packer.again() if again else self._packer.pack(step)
         logits = self._logits(step, packed.tokens, packed.layout, packed.drawing)
+        if self.states is not None and step.saved:
+            self.states.copy(step.saved)
         return logits, packed.drawing, packed.which, packed.positions
 
     def draw(self, logits_NV: Tensor, which: Ints, positions: Ints) -> PendingTokens | HostTokens:
@@ -71,15 +90,21 @@ class Runner:
         return self._drawer.draw(logits_NV, which, positions)
 
     def experts_of(self, sequence: Sequence) -> NDArray[np.integer] | None:
-        """Read the experts (tokens, layers, k) of all tokens except the last; None for dense models."""
+        """Read the experts (tokens, layers, k) of the tokens from `experts_start` on, except the last; None for dense
+        models."""
         if self._experts is None:
             return None
-        places = np.arange(min(sequence.computed, len(sequence) - 1))
+        places = np.arange(sequence.experts_start, min(sequence.computed, len(sequence) - 1))
         size = self.store.block_size
         blocks = np.array(sequence.blocks, dtype=np.int64)
         slots = blocks[places // size] * size + places % size
         picked: NDArray[np.integer] = self._experts[self._to_device(slots)].cpu().numpy()
         return picked
+
+    @property
+    def recorded(self) -> list[Tensor]:
+        """Records of tokens beside their KV, one row per slot: routed experts."""
+        return [] if self._experts is None else [self._experts]
 
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=ahead, kernels=False)
@@ -115,7 +140,7 @@ class Runner:
     def _forward(self, tokens: list[int], layout: StepLayout) -> Tensor:
         adapters = self.rows.adapter[layout.rows]
         adapted = bool((adapters >= 0).any())
-        plan = PagedPlan(self.store, layout, self._heads_per_kv, self.dense_cache)
+        plan = self._plan(layout)
         packed = PackedTokens(
             torch.tensor(self._known(tokens, layout), device=self.device),
             self._to_device(layout.positions_T),
@@ -127,6 +152,11 @@ class Runner:
             self._experts.index_copy_(0, plan.slots_T, out.routed_experts_TLk.to(self._experts.dtype))
         hidden: Tensor = out.hidden_TD
         return hidden
+
+    def _plan(self, layout: StepLayout) -> PagedPlan:
+        if self.states is None:
+            return PagedPlan(self.store, layout, self._heads_per_kv, self.dense_cache)
+        return RecurrentPlan(self.states, self.store, layout, self._heads_per_kv, self.dense_cache)
 
     def _score_prompts(self, step: Step, hidden: Tensor, ends: Ints) -> None:
         """Add prompt logprobs, each from the row before its token; after a preemption, only the missing ones."""

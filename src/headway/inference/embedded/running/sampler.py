@@ -32,7 +32,8 @@ def sample(logits_NV: Tensor, rows: InputBatch, which: Ints, positions: Ints) ->
     `positions[i]` is where the token will stand in its sequence. The draw depends on (seed, position) and the
     row's own distribution alone, so it is the same in any batch. Logprobs are those of the distribution that
     was drawn from: after temperature and filters; of the plain one where decoding is greedy. Raises
-    FloatingPointError where the logits are not finite, as those of a model that has diverged.
+    FloatingPointError where no row's logits are finite, as those of a model that has diverged; where single rows' are
+    not, their logprobs are NaN.
     """
     if in_c(logits_NV) and not rows.special[which].any():
         return _checked(*rows.sampling.draw(logits_NV, which, positions), None)
@@ -49,9 +50,14 @@ def sample(logits_NV: Tensor, rows: InputBatch, which: Ints, positions: Ints) ->
 
 
 def _checked(tokens: list[int], logprobs: list[float], top: list[TopLogprobs] | None) -> Sampled:
-    if math.isnan(sum(logprobs)):
+    if all_nan(logprobs):
         raise FloatingPointError("the model's logits are not finite")
     return Sampled(tokens, logprobs, top)
+
+
+def all_nan(logprobs: list[float]) -> bool:
+    """Tell if every row failed, as those of a model that has diverged; single rows fail alone."""
+    return math.isnan(sum(logprobs)) and all(map(math.isnan, logprobs))
 
 
 def top_logprobs(logprobs_NV: Tensor, counts: Ints) -> list[TopLogprobs]:

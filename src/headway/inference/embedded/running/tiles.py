@@ -35,10 +35,7 @@ class TilePlan(AttentionPlan):
 
     def attend_pre_rope(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Rope, layer: AttentionLayer) -> Tensor:
         if not layer.plain:
-            raise HeadwayError(
-                f"layer {layer.index} attends with a sliding window, sinks or a scale of its own, which the embedded "
-                'engine has no CUDA kernel for yet: serve the model with inference.engine = "vllm", or on a CPU'
-            )
+            raise HeadwayError(f"layer {layer.index} attends in a way that kernels over tiles do not compute")
         store = self._store
         keys, values = store.keys[layer.index], store.values[layer.index]
         q_THD = ops.qk_norm_rope_to_cache(q_THD, k_TKD, v_TKD, *rope, self.slots_T, keys, values)

@@ -3,20 +3,28 @@
 Pure bookkeeping over block numbers; the tensors live in the runner.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
+from typing import Protocol
+
+from headway.core.prefixes import chain_hash as chain_hash
+from headway.core.prefixes import root_hash as root_hash
+from headway.inference.embedded.scheduling.snapshots import Snapshots
 
 
-def root_hash(*salts: object) -> bytes:
-    """Start a chain of block hashes. Chains with different salts never share a block."""
-    return blake2b(repr(salts).encode(), digest_size=16).digest()
+class LowerTier(Protocol):
+    """A larger and slower memory that keeps the blocks which the cache gives up."""
 
+    @property
+    def names(self) -> list[bytes]: ...
 
-def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash a block's tokens together with everything before them."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+    def count_held(self, names: Sequence[bytes]) -> int: ...
+
+    def restore(self, names: Sequence[bytes], blocks: Sequence[int]) -> None: ...
+
+    def save(self, evicted: Sequence[tuple[bytes, int]], keep: frozenset[bytes] = frozenset()) -> None: ...
+
+    def forget_all(self) -> None: ...
 
 
 class BlockCache:
@@ -27,14 +35,24 @@ class BlockCache:
     before anything attends, so sequences of that same step can share it already.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_cache: bool = True, snapshots: Snapshots | None = None
+    ) -> None:
+        """`snapshots` are those of a model with recurrent layers: a prefix without one can't be taken up."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.snapshots = snapshots
+        self.tier: LowerTier | None = None
         self._users = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def names(self) -> list[bytes]:
+        """The hashes of all blocks that can be found here or in the lower tier. Safe to call from another thread."""
+        return list(self._block_of) + ([] if self.tier is None else self.tier.names)
 
     @property
     def free_blocks(self) -> int:
@@ -77,14 +95,41 @@ class BlockCache:
                 del self._free[block]
             self._users[block] += 1
 
-    def take(self, count: int) -> list[int]:
-        """Allocate `count` blocks and evict what they cached. The caller checks `free_blocks` first."""
+    def match_below(self, token_ids: Sequence[int], root: bytes, hashes: Sequence[bytes]) -> list[bytes]:
+        """Return the hashes of blocks after those of `hashes` that the lower tier holds; `restore` brings them back."""
+        if self.tier is None:
+            return []
+        parent, size = hashes[-1] if hashes else root, self.block_size
+        names = []
+        for start in range(len(hashes) * size, len(token_ids) - size, size):
+            parent = chain_hash(parent, token_ids[start : start + size])
+            names.append(parent)
+        return names[: self.tier.count_held(names)]
+
+    def restore(self, names: Sequence[bytes]) -> list[int]:
+        """Allocate blocks for `names`, which `match_below` returned, and fill them from the lower tier."""
+        if self.tier is None or not names:
+            return []
+        blocks = self.take(len(names), frozenset(names))
+        self.tier.restore(names, blocks)
+        for block, name in zip(blocks, names, strict=True):
+            self.register(block, name)
+        return blocks
+
+    def take(self, count: int, keep: frozenset[bytes] = frozenset()) -> list[int]:
+        """Allocate `count` blocks and evict what they cached, to the lower tier where there is one; that keeps `keep`.
+        The caller checks `free_blocks` first."""
         taken = []
+        evicted = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
+            if self.tier is not None and (name := self._hash_of[block]) is not None:
+                evicted.append((name, block))
             self._forget(block)
             self._users[block] = 1
             taken.append(block)
+        if self.tier is not None and evicted:
+            self.tier.save(evicted, keep)
         return taken
 
     def register(self, block: int, name: bytes) -> None:
@@ -104,6 +149,10 @@ class BlockCache:
 
     def forget_all(self) -> None:
         """Invalidate all cached content, as after new weights. Blocks in use stay in use."""
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
+        if self.tier is not None:
+            self.tier.forget_all()
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
 
@@ -112,3 +161,5 @@ class BlockCache:
         if name is not None:
             self._hash_of[block] = None
             del self._block_of[name]
+            if self.snapshots is not None:
+                self.snapshots.forget(name)

@@ -8,13 +8,16 @@ from operator import attrgetter
 
 from headway.inference.embedded.scheduling.blocks import BlockCache, chain_hash
 from headway.inference.embedded.scheduling.sequence import Sequence
+from headway.inference.embedded.scheduling.state_prefixes import StatePrefixes
+from headway.models.costs import MOST_SNAPSHOTS
 
 _order = attrgetter("order")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """`max_model_len` bounds prompt plus output; the cache always has room for one such sequence."""
+    """`max_model_len` bounds prompt plus output; the cache always has room for one such sequence. `num_snapshots` of
+    recurrent states are kept at once, for prefixes; None: as many as can be of use."""
 
     max_running: int
     max_batched_tokens: int
@@ -22,17 +25,25 @@ class EngineLimits:
     num_blocks: int
     block_size: int
     prefix_cache: bool = True
+    num_snapshots: int | None = None
+
+    @property
+    def snapshots(self) -> int:
+        return MOST_SNAPSHOTS * self.max_running if self.num_snapshots is None else self.num_snapshots
 
 
 @dataclass(slots=True)
 class Step:
     """`counts[i]` tokens of `sequences[i]` are run, starting at its `computed`. `admitted` got a row just now, `grown`
-    more blocks."""
+    more blocks. `saved` are the rows whose recurrent states are saved after the step, and the slots they go to. A step
+    in which every sequence decodes may be run `repeats` times in a row, each time with the tokens just sampled."""
 
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     grown: list[Sequence] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
+    repeats: int = 1
 
 
 class Scheduler:
@@ -55,6 +66,7 @@ class Scheduler:
         self._root_of = root_of
         self._rows = list(range(limits.max_running))
         self._reserve = cache.num_blocks // 100
+        self._states = None if cache.snapshots is None else StatePrefixes(cache, cache.snapshots)
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
@@ -67,17 +79,23 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def schedule(self) -> Step:
+    def schedule(self, most_repeats: int = 1) -> Step:
         """Choose the next step, assign its blocks and register the full ones."""
-        step = Step()
+        running = self._decoding_first()
+        step = Step(repeats=self._repeats(running, most_repeats))
         budget, size = self.limits.max_batched_tokens, self.cache.block_size
         preempted = self.preemptions
-        for sequence, pending in self._decoding_first():
+        if self._states is not None:
+            self._states.settle()
+        for sequence, pending in running:
             count = min(pending, budget)
             if count == 0 or sequence.row < 0:
                 continue
-            fits = sequence.computed + count <= len(sequence.blocks) * size
-            if fits or self._make_room(sequence, count, step):
+            if self._states is not None:
+                count = self._states.limit(sequence, count)
+            last = count + step.repeats - 1
+            fits = sequence.computed + last <= len(sequence.blocks) * size
+            if fits or self._make_room(sequence, last, step):
                 self._put(step, sequence, count)
                 budget -= count
         if preempted == self.preemptions:
@@ -96,6 +114,19 @@ class Scheduler:
             budget -= count
         return needed > free
 
+    def _repeats(self, running: list[tuple[Sequence, int]], most: int) -> int:
+        """Count how often the next step can be repeated: everyone decodes and has room, and nobody could start
+        meanwhile. Sequences that end in between get tokens that are dropped, so at least one must want the last."""
+        if most == 1 or not running or self._states is not None or (self.waiting and self._rows):
+            return 1
+        if any(pending > 1 for _, pending in running):
+            return 1
+        wanted = max(s.limit - len(s.tokens) - s.ahead for s, _ in running)
+        room = self.limits.max_model_len - max(s.computed for s, _ in running)
+        repeats = max(1, min(most, wanted, room))
+        enough = len(running) * (1 + repeats // self.cache.block_size) <= self.cache.free_blocks
+        return repeats if enough else 1
+
     def _decoding_first(self) -> list[tuple[Sequence, int]]:
         """Running sequences with their pending tokens, decoding ones first."""
         everyone = [(s, s.pending) for s in self.running]
@@ -105,7 +136,9 @@ class Scheduler:
     def _admit(self, step: Step, budget: int) -> None:
         while self._rows and budget > 0 and (sequence := self._first_in_line()):
             root = self._root_of(sequence)
-            blocks, hashes = ([], []) if sequence.wants_prompt_logprobs else self.cache.match(sequence.tokens, root)
+            if (prefix := self._prefix(sequence, root)) is None:
+                return
+            blocks, hashes = prefix
             missing = self.cache.blocks_for(len(sequence)) - len(blocks)
             # Blocks for the whole prompt and a reserve for running sequences: an early preemption would waste the work.
             reserve = self._reserve if self.running else 0
@@ -113,17 +146,29 @@ class Scheduler:
                 return
             self.waiting.remove(sequence)
             self.cache.share(blocks)
-            sequence.root, sequence.blocks, sequence.hashes = root, blocks, hashes
-            sequence.computed = len(blocks) * self.cache.block_size
+            below = [] if sequence.wants_prompt_logprobs else self.cache.match_below(sequence.tokens, root, hashes)
+            sequence.root, sequence.mixed = root, False
+            sequence.blocks, sequence.hashes = blocks + self.cache.restore(below), hashes + below
+            sequence.computed = len(sequence.blocks) * self.cache.block_size
             if not sequence.preemptions:
                 sequence.cached = sequence.computed
             sequence.row = heappop(self._rows)
             insort(self.running, sequence, key=_order)
             count = min(sequence.pending, budget)
+            if self._states is not None:
+                count = self._states.limit(sequence, count)
             sequence.blocks += self.cache.take(self._missing(sequence, count))
             self._put(step, sequence, count)
             step.admitted.append(sequence)
             budget -= count
+
+    def _prefix(self, sequence: Sequence, root: bytes) -> tuple[list[int], list[bytes]] | None:
+        """Cached blocks to start from, and their hashes; None: wait for more."""
+        if sequence.wants_prompt_logprobs:
+            return [], []
+        if self._states is not None:
+            return self._states.find(sequence, root, self.running)
+        return self.cache.match(sequence.tokens, root)
 
     def _first_in_line(self) -> Sequence | None:
         if self.hold:
@@ -158,8 +203,11 @@ class Scheduler:
             start = len(sequence.hashes) * size
             parent = sequence.hashes[-1] if sequence.hashes else sequence.root
             name = chain_hash(parent, sequence.tokens[start : start + size])
-            self.cache.register(sequence.blocks[len(sequence.hashes)], name)
+            if not sequence.mixed:
+                self.cache.register(sequence.blocks[len(sequence.hashes)], name)
             sequence.hashes.append(name)
+        if self._states is not None and (saved := self._states.save(sequence, count)) is not None:
+            step.saved.append(saved)
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -171,6 +219,8 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.cache.release(sequence.blocks)
+        if self._states is not None:
+            self._states.release(sequence)
         sequence.blocks, sequence.hashes = [], []
         heappush(self._rows, sequence.row)
         sequence.row = -1

@@ -1,12 +1,13 @@
 """A sequence in the engine: its tokens, its cache blocks, what was sampled."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.protocol import SamplingParams
-from headway.inference.engine import FinishReason, TopLogprobs
+from headway.core.protocol import FinishReason, SamplingParams
+from headway.inference.engine import TopLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -15,7 +16,12 @@ class Sequence:
 
     `order` is (priority, arrival, index), lower first. `root` starts its chain of block hashes. `row` is its row of the
     input batch while it runs, else -1. `limit` is the length at which it ends. `ahead` counts tokens sampled in steps
-    still in flight.
+    still in flight. `experts` are those of the tokens from `experts_start` on. `mixed`: its KV was computed by
+    weights of several versions, so that no other sequence may use it.
+
+    In models with recurrent layers, it starts from the state in slot `snapshot` (None: from the beginning); states are
+    saved at the positions `saves_at`, whose prefixes are called `awaited`. `unnamed` is the slot of a saved state whose
+    block is still in flight, with the number of blocks; `own_snapshot` names the last one saved while decoding.
     """
 
     request_id: str
@@ -28,8 +34,10 @@ class Sequence:
     limit: int
     stops: frozenset[int]
     streamed: bool = False
+    stream_interval: int = 1
     salt: str | None = None
     root: bytes = b""
+    mixed: bool = False
     adapter: str | None = None
     computed: int = 0
     ahead: int = 0
@@ -43,8 +51,14 @@ class Sequence:
     versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     experts: NDArray[np.integer] | None = None
+    experts_start: int = 0
     emitted: int = 0
     preemptions: int = 0
+    snapshot: int | None = None
+    saves_at: list[int] = field(default_factory=list)
+    awaited: set[bytes] = field(default_factory=set)
+    unnamed: tuple[int, int] | None = None
+    own_snapshot: bytes | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,20 +74,29 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None
 
-    def append(self, token: int, logprob: float, version: int) -> bool:
-        """Add a sampled token; sets `finish_reason`, and returns True, when it is the last."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
+    def extend(self, tokens: Items[int], logprobs: Items[float], version: int) -> int:
+        """Add sampled tokens up to the one that ends it and sets `finish_reason`. Returns how many were added."""
+        count = min(len(tokens), self.limit - len(self.tokens))
+        if not self.stops.isdisjoint(tokens):
+            stop = next(n for n, token in enumerate(tokens) if token in self.stops)
+            if stop < count:
+                count, self.finish_reason = stop + 1, "stop"
+        if count < len(tokens):
+            tokens, logprobs = tokens[:count], logprobs[:count]
+        self.tokens += tokens
+        self.logprobs += logprobs
         runs = self.versions
         if runs and runs[-1][0] == version:
-            runs[-1] = (version, runs[-1][1] + 1)
+            runs[-1] = (version, runs[-1][1] + count)
         else:
-            runs.append((version, 1))
-        if token in self.stops:
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.limit:
+            runs.append((version, count))
+        if self.finish_reason is None and len(self.tokens) >= self.limit:
             self.finish_reason = "length"
-        return self.finish_reason is not None
+        return count

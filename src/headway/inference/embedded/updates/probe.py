@@ -8,6 +8,7 @@ from headway.core.protocol import WeightProbe
 from headway.inference.probe import Served, mismatch
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
+from headway.models.fp8 import computes_fp8
 from headway.models.packed import PackedTokens
 from headway.models.stream import watched_stream
 from headway.transport.weights.fingerprint import dtype_name
@@ -25,6 +26,7 @@ def check_probe(model: DecoderLM, probe: WeightProbe) -> None:
         hidden_TD: Tensor = model(packed).hidden_TD
     logprobs_TV = torch.log_softmax(model.logits(hidden_TD[:-1]), dim=-1)
     served = logprobs_TV.gather(1, ids_T[1:, None])[:, 0].tolist()
-    wrong = mismatch(probe, Served(served, dtype_name(weight.dtype), torch.stack(stream).tolist()))
+    precision = "fp8" if computes_fp8(model) else dtype_name(weight.dtype)
+    wrong = mismatch(probe, Served(served, precision, torch.stack(stream).tolist()))
     if wrong is not None:
         raise HeadwayError(wrong)

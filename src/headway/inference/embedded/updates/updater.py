@@ -79,7 +79,7 @@ class Updater:
         if update.adapter is None:
             self._standby_weights().activate()
             self._side.wait_for_current()
-            self._engine.weights_changed(update.version)
+            self._engine.weights_changed(update.version, update.fingerprint)
             return
         assert staged.adapter is not None
         try:
