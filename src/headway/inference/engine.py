@@ -4,7 +4,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError
 from headway.core.openai import RequestError as RequestError
-from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
+from headway.core.prefixes import PrefixSummary
+from headway.core.protocol import EngineState, FinishReason, GenerateRequest, WeightReply, WeightState, WeightUpdate
 
 POLICY = "policy"
 """The name under which requests ask for the policy itself, as opposed to an adapter of it."""
 
-FinishReason = Literal["stop", "length", "abort"]
 Mode = Literal["keep", "wait", "abort"]
 TopLogprobs = list[tuple[int, float]]
 """The most likely tokens at one position with their logprobs, best first."""
@@ -35,6 +35,10 @@ class LoadingError(BusyError):
     """The model is not loaded yet."""
 
 
+class LeavingError(BusyError):
+    """The server is about to end."""
+
+
 class FailedError(HeadwayError):
     """The engine failed on the request; a retry, or another engine, may succeed."""
 
@@ -45,7 +49,8 @@ class UpdateError(HeadwayError):
 
 @dataclass(slots=True)
 class Chunk:
-    """New tokens of one choice. `finish_reason` is set in its last chunk, `versions` cover the choice so far."""
+    """New tokens of one choice. `finish_reason` and `experts` are set in its last chunk, `versions` cover the choice so
+    far."""
 
     index: int
     token_ids: list[int]
@@ -53,11 +58,22 @@ class Chunk:
     top_logprobs: list[TopLogprobs]
     versions: list[tuple[int, int]]
     finish_reason: FinishReason | None
+    experts: NDArray[np.integer] | None = None
+
+    def followed_by(self, later: "Chunk") -> "Chunk":
+        """Join two chunks of one choice."""
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            top_logprobs=self.top_logprobs + later.top_logprobs,
+        )
 
 
 @dataclass(slots=True)
 class Choice:
-    """`top_logprobs` is empty unless asked for. `experts` is (tokens, layers, k) over prompt and output, MoE only."""
+    """`top_logprobs` is empty unless asked for. `experts`, of a mixture of experts, is (tokens, layers, k) over prompt
+    and output from the request's `routed_experts_start` on."""
 
     index: int
     token_ids: list[int]
@@ -73,6 +89,7 @@ class Choice:
         self.top_logprobs += chunk.top_logprobs
         self.versions = chunk.versions
         self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.experts = chunk.experts if chunk.experts is not None else self.experts
 
 
 @dataclass(slots=True)
@@ -122,6 +139,10 @@ class Engine(Protocol):
         ...
 
     def state(self) -> EngineState: ...
+
+    def prefixes(self) -> PrefixSummary | None:
+        """Summarize the prefixes in the cache; None where the engine does not say."""
+        ...
 
     def weights(self) -> WeightState: ...
 
@@ -174,6 +195,11 @@ class AdapterTable:
         """Return the epoch of `name`; 0, the base model's, where that is no adapter."""
         return self._served[name].epoch if name in self._served else 0
 
+    def fingerprint(self, name: str | None) -> str:
+        """Return the fingerprint of adapter `name`, or its load's number where it has none; empty for no adapter."""
+        adapter = self._served.get(name or "")
+        return "" if adapter is None else adapter.fingerprint or str(adapter.epoch)
+
     def serves(self, update: WeightUpdate) -> bool:
         adapter = self._served.get(update.adapter or "")
         return adapter is not None and (adapter.version, adapter.fingerprint) == (update.version, update.fingerprint)
@@ -209,6 +235,9 @@ class BaseEngine(ABC, Generic[Adapters]):
 
     def weights(self) -> WeightState:
         return self._weights
+
+    def prefixes(self) -> PrefixSummary | None:
+        return None
 
     async def update(self, update: WeightUpdate) -> WeightReply:
         # The client may disconnect meanwhile; the update must still finish, since weights that are half loaded serve

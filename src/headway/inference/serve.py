@@ -1,46 +1,63 @@
-"""Run a server: bind, load, serve, finish the requests in flight, exit."""
+"""Run a server: bind, load, serve, hand over or finish the requests in flight, exit."""
 
 import asyncio
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 from aiohttp import web
 
 from headway.config.inference import ServeSettings
 from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
 from headway.core.processes import is_loopback
 from headway.core.runs import RunPaths
 from headway.inference.engine import Engine, UpdateError
 from headway.inference.server import ServerContext, build_app
+from headway.inference.server.connections import OpenConnections
 from headway.models.tiny import resolve_model
 from headway.monitor.logs import SUPERVISED
 from headway.rendering.load import load_renderer
+from headway.rendering.tokenizer import tokenizer_fingerprint
+from headway.transport.control.client import ControlClient, JoinedControl, own_address
+from headway.transport.control.folder import FolderControl
+from headway.transport.control.tokens import find_token
 
 logger = logging.getLogger(__name__)
 
 _GRACE = 10.0
 """Seconds that requests in flight get to end after a signal."""
 _SWITCH_SECONDS = 5e-4
+_LOOK_SECONDS = 1.0
 
 
-async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str = "inference") -> None:
-    """Serve until SIGTERM or SIGINT. With `run`, be one of its engines, called `name`."""
+async def serve(
+    settings: ServeSettings, run: RunPaths | None = None, name: str = "inference", client: ControlClient | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT. With `run`, be one of its engines, called `name`.
+
+    With `client` the run is on another host, `run` is this host's own folder, and the end of the run ends this, too.
+    """
     # The engine's thread releases the interpreter at every operation and must get it back soon from the event loop.
     sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
     check_address(settings.inference.host, token)
     folder = resolve_model(settings.model.path, settings.model.family)
     renderer = load_renderer(folder, settings.model.renderer, settings.model.family)
-    context = ServerContext(renderer, Path(settings.model.path).name, token)
-    runner = web.AppRunner(build_app(context), handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
+    context = ServerContext(
+        renderer,
+        Path(settings.model.path).name,
+        token,
+        folder=str(folder.resolve()),
+        tokenizer=tokenizer_fingerprint(folder),
+    )
+    app = build_app(context, settings.inference.host)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
     await runner.setup()
+    watch = asyncio.create_task(OpenConnections(runner).watch())
     stop = _stop_event()
     deaths: list[str] = []
 
@@ -50,15 +67,21 @@ async def serve(settings: ServeSettings, run: RunPaths | None = None, name: str 
 
     try:
         url = await _bind(runner, settings.inference.host, settings.inference.port)
-        engine = await asyncio.to_thread(load_engine, settings, folder, on_death)
+        engine = await asyncio.to_thread(load_engine, settings, folder, on_death, token or "")
         await engine.start()
-        await _catch_up(engine, run)
+        await _catch_up(engine, run, client)
         context.loaded = engine
-        with registered(run, name, url):
+        async with registered(run, name, url, client, stop):
             _announce(f"serving {settings.model.path} at {url} (version {engine.weights().version})")
             await stop.wait()
-            logger.info("stopping: requests in flight have %.0f s to finish", _GRACE)
+        logger.info(
+            "stopping: %d requests are handed over with the tokens they have; others have %.0f s to finish",
+            len(context.generating),
+            _GRACE,
+        )
+        context.leave()
     finally:
+        watch.cancel()
         await runner.cleanup()
         if context.loaded is not None:
             await context.loaded.close()
@@ -83,24 +106,17 @@ def wants_vllm(settings: ServeSettings) -> bool:
     return settings.inference.engine == "vllm"
 
 
-def load_engine(settings: ServeSettings, folder: Path, on_death: Callable[[str], None] | None = None) -> Engine:
-    """The engine that the settings ask for. `on_death` is called when it must be restarted."""
+def load_engine(
+    settings: ServeSettings, folder: Path, on_death: Callable[[str], None] | None = None, secret: str = ""
+) -> Engine:
+    """The engine that the settings ask for. `on_death` is called when it must be restarted; `secret` is the run's."""
     if wants_vllm(settings):
         from headway.inference.vllm.load import load_vllm
 
         return load_vllm(settings, folder, on_death)
     from headway.inference.embedded.load import load_service
 
-    return load_service(settings, folder)
-
-
-def find_token(run: RunPaths | None) -> str | None:
-    """The bearer token of admin routes: HEADWAY_TOKEN, or the run's; None where there is neither."""
-    if token := os.environ.get("HEADWAY_TOKEN", "").strip():
-        return token
-    if run is not None and (run.control / "token").is_file():
-        return (run.control / "token").read_text().strip() or None
-    return None
+    return load_service(settings, folder, on_death, secret)
 
 
 def check_address(host: str, token: str | None) -> None:
@@ -109,18 +125,42 @@ def check_address(host: str, token: str | None) -> None:
         raise UsageError(f"inference.host {host} can be reached by others: set HEADWAY_TOKEN, or use 127.0.0.1")
 
 
-@contextmanager
-def registered(run: RunPaths | None, name: str, url: str) -> Iterator[None]:
-    """Keep the engine in the run's list meanwhile, where its orchestrator finds it."""
+@asynccontextmanager
+async def registered(
+    run: RunPaths | None, name: str, url: str, client: ControlClient | None, stop: asyncio.Event
+) -> AsyncIterator[None]:
+    """Keep the engine in the run's list meanwhile, where its orchestrator finds it; `stop` is set when the run ends."""
     if run is None:
         yield
-        return
-    path = run.control / "engines" / f"{name}.json"
-    write_atomic(path, msgspec.json.encode({"url": url, "pid": os.getpid()}))
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+    elif client is None:
+        control = FolderControl(run)
+        control.add_engine(name, url, os.getpid())
+        try:
+            yield
+        finally:
+            control.remove_engine(name)
+    else:
+        joined = await asyncio.to_thread(JoinedControl, client, run, "engine", name, _reachable(url, client))
+        watch = asyncio.create_task(_stop_with_run(joined, stop))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.to_thread(joined.close)
+
+
+async def _stop_with_run(joined: JoinedControl, stop: asyncio.Event) -> None:
+    while True:
+        if joined.ended():
+            logger.info("the run has ended")
+            stop.set()
+            return
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _reachable(url: str, client: ControlClient) -> str:
+    """Name an address of this host that the run's others reach, in place of one that stands for all of them."""
+    return url.replace("//0.0.0.0:", f"//{own_address(client.http.host)}:")
 
 
 async def _bind(runner: web.AppRunner, host: str, port: int) -> str:
@@ -135,13 +175,12 @@ async def _bind(runner: web.AppRunner, host: str, port: int) -> str:
     return f"http://{shown}:{bound[1]}"
 
 
-async def _catch_up(engine: Engine, run: RunPaths | None) -> None:
+async def _catch_up(engine: Engine, run: RunPaths | None, client: ControlClient | None) -> None:
     """Load the run's latest weights, where it has some. The orchestrator sends later ones."""
     if run is None:
         return
-    from headway.transport.weights.announcements import latest
-
-    update = latest(run)
+    source = FolderControl(run) if client is None else client
+    update = await asyncio.to_thread(source.latest)
     if update is None:
         return
     try:

@@ -40,7 +40,8 @@ def require_token(handler: Handler) -> Handler:
         if token is None:
             raise RequestError("admin routes are closed: the server was started without HEADWAY_TOKEN", status=401)
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), token.encode()):
+        # Bytes of a header that are no text come as surrogates.
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
             raise RequestError("this route requires the run's bearer token", status=401)
         return await handler(request)
 
@@ -55,7 +56,11 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def state(request: web.Request) -> web.Response:
-    return json_response(context_of(request).engine.state())
+    engine = context_of(request).engine
+    current = engine.state()
+    if request.query.get("prefixes") == "1":
+        current.prefixes = engine.prefixes()
+    return json_response(current)
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -4,20 +4,33 @@ import time
 
 from aiohttp import web
 
+from headway.core.processes import is_loopback
 from headway.inference.server import admin
+from headway.inference.server.browsers import loopback_only
 from headway.inference.server.chat import chat_completions
 from headway.inference.server.completions import completions
+from headway.inference.server.connections import IN_FLIGHT, count_in_flight
 from headway.inference.server.context import KEY, ServerContext, context_of
 from headway.inference.server.generate import generate
+from headway.inference.server.requests import READ_TIMEOUT
 from headway.inference.server.responses import errors_as_json, json_response
 
 MAX_BODY = 64 * 2**20
+_READ_SECONDS = 60.0
 
 
-def build_app(context: ServerContext) -> web.Application:
-    """The routes of the inference protocol around the engine that `context` has or will have."""
-    app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY)
+def build_app(
+    context: ServerContext, host: str = "127.0.0.1", *, read_timeout: float = _READ_SECONDS
+) -> web.Application:
+    """The routes of the inference protocol around the engine that `context` has or will have.
+
+    `host` is the address that the application will listen at; a body must arrive within `read_timeout` seconds.
+    """
+    middlewares = [count_in_flight, errors_as_json, *([loopback_only] if is_loopback(host) else [])]
+    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
     app[KEY] = context
+    app[READ_TIMEOUT] = read_timeout
+    app[IN_FLIGHT] = set()
     app.add_routes(
         [
             web.get("/health", admin.health),
@@ -40,7 +53,8 @@ def build_app(context: ServerContext) -> web.Application:
 
 
 async def models(request: web.Request) -> web.Response:
-    engine = context_of(request).engine
+    context = context_of(request)
+    engine = context.engine
     created = int(time.time())
     cards = [
         {
@@ -50,6 +64,9 @@ async def models(request: web.Request) -> web.Response:
             "owned_by": "headway",
             "max_model_len": engine.max_model_len,
             "version": version,
+            "root": context.folder,
+            "vocab_size": engine.vocab_size,
+            "tokenizer": context.tokenizer,
         }
         for name, version in engine.models().items()
     ]

@@ -4,25 +4,27 @@ import msgspec
 from aiohttp import web
 
 from headway.core.messages import Message, Tool
-from headway.core.openai import ChatRequest, Json, RequestError, finish_reason, new_id, reply_body
+from headway.core.openai import ChatRequest, Json, RequestError, new_id, reply_body
 from headway.core.protocol import GenerateRequest
 from headway.inference.engine import Choice, Chunk
-from headway.inference.server.choices import ChoiceWriter, answer
+from headway.inference.server.choices import ChoiceWriter, answer, stop_strings
 from headway.inference.server.context import ServerContext, context_of
-from headway.inference.server.replies import ReplyStream
-from headway.inference.server.requests import check_request, read_body
+from headway.inference.server.replies import ReplyStream, whole_message
+from headway.inference.server.requests import check_request, read_prompt_body
+from headway.inference.server.stops import StopStrings
 from headway.rendering.external import ExternalRenderer
 
 
 async def chat_completions(http: web.Request) -> web.StreamResponse:
     context = context_of(http)
-    body = await read_body(http, ChatRequest)
+    body, size = await read_prompt_body(http, ChatRequest, context.engine)
     if body.tools and body.tool_choice not in (None, "auto", "none"):
         raise RequestError('tool_choice must be "auto" or "none"', "tool_choice")
     tools = body.functions()
-    request = _request(body, context, tools)
+    request = await context.tokenizing.run(size, lambda: _request(body, context, tools))
     check_request(request, context.engine)
-    writers = [MessageWriter(index, body, context, tools) for index in range(request.sampling_params.n)]
+    stops = stop_strings(body)
+    writers = [MessageWriter(index, body, context, stops, tools) for index in range(request.sampling_params.n)]
     return await answer(http, "chat.completion", request, writers)
 
 
@@ -32,7 +34,7 @@ def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> Ge
         raise RequestError("only response_format text is supported", "response_format")
     try:
         prompt = context.renderer.render(messages, tools, generation_prompt=True).token_ids
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RequestError(f"the messages can't be rendered: {error}", "messages") from None
     body.model = context.policy_name(body.model)
     return body.generate_request(
@@ -47,34 +49,38 @@ def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> Ge
 class MessageWriter(ChoiceWriter):
     """Writes a choice as a message: its text and calls, which a stream shows as they come."""
 
-    def __init__(self, index: int, body: ChatRequest, context: ServerContext, tools: list[Tool]) -> None:
-        super().__init__(index, body, context)
+    def __init__(
+        self, index: int, body: ChatRequest, context: ServerContext, stops: StopStrings | None, tools: list[Tool]
+    ) -> None:
+        super().__init__(index, body, context, stops)
         self._tools = tools
         self._token_ids: list[int] = []
         # Families that write calls in a way of their own are understood when the reply is whole.
         whole_only = isinstance(context.renderer, ExternalRenderer)
-        self._parser = ReplyStream() if tools and not whole_only else None
+        thinking = getattr(context.renderer, "thinking", False)
+        self._parser = None if whole_only else ReplyStream(thinking=thinking, calls=bool(tools))
         self._started = False
 
     def complete(self, choice: Choice) -> Json:
-        message = self._parse(choice.token_ids)
-        return {"message": _body(message), "finish_reason": finish_reason(message, choice.finish_reason)}
+        """A whole reply is the sum of the deltas that a stream would have sent."""
+        if self._parser is None:
+            message = self._parse(choice.token_ids)
+            return {"message": _body(message), "finish_reason": _reason(bool(message.tool_calls), choice.finish_reason)}
+        body = whole_message(self._parser.feed(self.text.take(choice.token_ids, last=True), last=True))
+        return {"message": body, "finish_reason": _reason(self._parser.calling, choice.finish_reason)}
 
     def extend(self, chunk: Chunk, shown: str, finish_reason: str | None) -> Json | None:
         self._token_ids += chunk.token_ids
         delta: Json = {} if self._started else {"role": "assistant"}
-        if not self._tools:
-            delta["content"] = shown
-        elif self._parser is not None:
+        if self._parser is not None:
             delta |= self._parser.feed(shown, last=self.done)
-            if self.done and self._parser.calling and finish_reason == "stop":
-                finish_reason = "tool_calls"
+            finish_reason = _reason(self.done and self._parser.calling, finish_reason)
             if self._started and not delta and not self.done:
                 return None
         elif self.done:
             message = self._parse(self._token_ids)
             delta |= _body(message)
-            finish_reason = "tool_calls" if message.tool_calls else finish_reason
+            finish_reason = _reason(bool(message.tool_calls), finish_reason)
         elif self._started:
             return None
         self._started = True
@@ -96,6 +102,11 @@ class MessageWriter(ChoiceWriter):
         message = self.context.renderer.parse(token_ids, self._tools)
         found = [at for stop in self.body.stops() if (at := message.content.find(stop)) >= 0]
         return msgspec.structs.replace(message, content=message.content[: min(found)]) if found else message
+
+
+def _reason(calling: bool, reason: str | None) -> str | None:
+    """The finish reason of a reply that is `calling` tools. One that was cut short says so, as OpenAI's do."""
+    return "tool_calls" if calling and reason == "stop" else reason
 
 
 def _body(message: Message) -> Json:

@@ -1,5 +1,6 @@
 """Answers of OpenAI's two routes: a list of choices, whole or as a stream."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -11,19 +12,25 @@ from headway.core.protocol import GenerateRequest
 from headway.inference.engine import Choice, Chunk, Engine, Result
 from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.responses import EventStream, json_response
+from headway.inference.server.stops import StopStrings
 from headway.inference.server.text import Text
 from headway.rendering.base import Renderer
 
 
 class ChoiceWriter(ABC):
-    """Write one choice of a reply as JSON. `done` once its last delta was written; `tokens` counts those so far."""
+    """Write one choice of a reply as JSON. `done` once its last delta was written; `tokens` counts those so far.
 
-    def __init__(self, index: int, body: ChatRequest | CompletionRequest, context: ServerContext) -> None:
+    `stops` is shared by all choices.
+    """
+
+    def __init__(
+        self, index: int, body: ChatRequest | CompletionRequest, context: ServerContext, stops: StopStrings | None
+    ) -> None:
         self.index = index
         self.done = False
         self.tokens = 0
         self.body, self.context = body, context
-        self.text = Text(context.renderer, frozenset(context.renderer.stop_token_ids), body.stops())
+        self.text = Text(context.renderer, frozenset(context.renderer.stop_token_ids), stops)
 
     @abstractmethod
     def complete(self, choice: Choice) -> Json:
@@ -70,7 +77,7 @@ async def answer(
     prompt = len(request.token_ids)
     if body.stream:
         return await _stream(http, kind, request, writers)
-    result = await generate_until(context.engine, context.renderer, request, body.stops())
+    result = await generate_until(context.engine, context.renderer, request, writers[0].text.stops)
     output = sum(len(choice.token_ids) for choice in result.choices)
     response = _envelope(kind, request)
     response["choices"] = [writers[choice.index].whole(choice) for choice in result.choices]
@@ -105,17 +112,26 @@ def _envelope(kind: str, request: GenerateRequest) -> dict[str, Any]:
     return envelope(kind, request.request_id or "", request.model)
 
 
-async def generate_until(engine: Engine, renderer: Renderer, request: GenerateRequest, stops: list[str]) -> Result:
+def stop_strings(body: ChatRequest | CompletionRequest) -> StopStrings | None:
+    stops = body.stops()
+    return StopStrings(stops) if stops else None
+
+
+async def generate_until(
+    engine: Engine, renderer: Renderer, request: GenerateRequest, stops: StopStrings | None
+) -> Result:
     """Generate all choices. With stop strings, each ends with the token that completed one, and the engine is told to
     stop once all have."""
-    if not stops:
+    if stops is None:
         return await engine.generate(request)
     count = request.sampling_params.n
-    texts = [Text(renderer, frozenset(), stops) for _ in range(count)]
+    texts = [Text(renderer, frozenset(renderer.stop_token_ids), stops) for _ in range(count)]
     choices = [Choice(i, [], [], [], [], "length") for i in range(count)]
     unfinished = set(range(count))
     chunks = engine.stream(request)
     async for chunk in chunks:
+        # Chunks that wait already come without a pause, which others need.
+        await asyncio.sleep(0)
         if chunk.index in unfinished:
             choice, text = choices[chunk.index], texts[chunk.index]
             choice.extend(chunk)

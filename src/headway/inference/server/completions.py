@@ -1,26 +1,32 @@
 """POST /v1/completions: text or token ids in, text out."""
 
+from itertools import accumulate
+
 from aiohttp import web
 
 from headway.core.openai import CompletionRequest, Json, RequestError, new_id
 from headway.inference.engine import Choice, Chunk
-from headway.inference.server.choices import ChoiceWriter, answer
+from headway.inference.server.choices import ChoiceWriter, answer, stop_strings
 from headway.inference.server.context import context_of
-from headway.inference.server.requests import check_request, read_body
+from headway.inference.server.requests import check_request, read_prompt_body
 
 
 async def completions(http: web.Request) -> web.StreamResponse:
     context = context_of(http)
-    body = await read_body(http, CompletionRequest)
+    body, size = await read_prompt_body(http, CompletionRequest, context.engine)
     if body.echo:
         raise RequestError("echo is not supported", "echo")
     body.model = context.policy_name(body.model)
-    prompt = context.renderer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        text = prompt
+        prompt = await context.tokenizing.run(size, lambda: context.renderer.encode(text))
     request = body.generate_request(
         prompt, request_id=new_id("cmpl"), max_tokens=body.max_tokens, logprobs=body.logprobs
     )
     check_request(request, context.engine)
-    writers = [TextWriter(index, body, context) for index in range(request.sampling_params.n)]
+    stops = stop_strings(body)
+    writers = [TextWriter(index, body, context, stops) for index in range(request.sampling_params.n)]
     return await answer(http, "text_completion", request, writers)
 
 
@@ -37,6 +43,6 @@ class TextWriter(ChoiceWriter):
     def logprobs(self, part: Choice | Chunk) -> Json:
         decode = self.context.renderer.decode
         texts = [decode([token]) for token in part.token_ids]
-        offsets = [sum(map(len, texts[:index])) for index in range(len(texts))]
+        offsets = list(accumulate(map(len, texts[:-1]), initial=0)) if texts else []
         tops = [{decode([token]): value for token, value in row} for row in part.top_logprobs]
         return {"tokens": texts, "token_logprobs": part.logprobs, "top_logprobs": tops or None, "text_offset": offsets}

@@ -1,64 +1,108 @@
 """POST /inference/v1/generate: tokens in, tokens out."""
 
-import base64
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
 from headway.core.openai import new_id
 from headway.core.protocol import (
+    FRAMES,
+    MSGPACK,
     GenerateChoice,
     GenerateChunk,
     GenerateChunkChoice,
     GenerateRequest,
     GenerateResponse,
     Logprobs,
-    RoutedExpertsBody,
+    RoutedExperts,
     TokenLogprob,
     Usage,
 )
-from headway.inference.engine import Choice, Result, TopLogprobs
-from headway.inference.server.context import context_of
-from headway.inference.server.requests import check_request, read_body
-from headway.inference.server.responses import EventStream, json_response
+from headway.inference.engine import Choice, LeavingError, Result, TopLogprobs
+from headway.inference.server.context import ServerContext, context_of
+from headway.inference.server.requests import check_request, read_prompt_body
+from headway.inference.server.responses import EventStream, FrameStream, json_response
+
+_MANY_EXPERT_BYTES = 1 << 20
+"""Routed experts of more bytes are packed in a thread, so that other requests go on meanwhile."""
 
 
 async def generate(http: web.Request) -> web.StreamResponse:
     engine = context_of(http).engine
-    request = await read_body(http, GenerateRequest)
+    request, _ = await read_prompt_body(http, GenerateRequest, engine)
     request.model = context_of(http).policy_name(request.model)
     request.request_id = request.request_id or new_id("gen")
     check_request(request, engine)
-    if request.stream:
-        return await _stream(http, request)
-    return json_response(_response(request, await engine.generate(request)))
+    context = context_of(http)
+    if context.leaving:
+        raise LeavingError("the server is stopping; send the request to another one")
+    with in_flight(context, request):
+        if request.stream:
+            return await _stream(http, request)
+        result = await engine.generate(request)
+    for choice in result.choices:
+        choice.finish_reason = context.name_ending(choice.finish_reason)
+    if MSGPACK not in http.headers.get("Accept", ""):
+        return json_response(_response(request, result, packed=False))
+    sizes = [0 if choice.experts is None else choice.experts.nbytes for choice in result.choices]
+    if sum(sizes) < _MANY_EXPERT_BYTES:
+        return _binary_response(request, result)
+    return await asyncio.to_thread(_binary_response, request, result)
+
+
+@contextmanager
+def in_flight(context: ServerContext, request: GenerateRequest) -> Iterator[None]:
+    """Keep a request that may migrate among those that are handed over when the server leaves."""
+    request_id = request.request_id or ""
+    # A second request under an id that is taken is refused, and must not take the first one with it.
+    added = request.may_migrate and request_id not in context.generating
+    if added:
+        context.generating.add(request_id)
+    try:
+        yield
+    finally:
+        if added:
+            context.generating.discard(request_id)
+
+
+def _binary_response(request: GenerateRequest, result: Result) -> web.Response:
+    """Routed experts packed, and without what the client sent: the bytes grow with the new tokens only."""
+    response = _response(request, result, packed=True)
+    response.prompt_token_ids = []
+    return web.Response(body=msgspec.msgpack.encode(response), content_type=MSGPACK)
 
 
 async def _stream(http: web.Request, request: GenerateRequest) -> web.StreamResponse:
     wants = request.sampling_params.logprobs is not None
-    async with EventStream(http) as events:
-        async for chunk in context_of(http).engine.stream(request):
+    context, binary = context_of(http), FRAMES in http.headers.get("Accept", "")
+    async with FrameStream(http) if binary else EventStream(http) as events:
+        async for chunk in context.engine.stream(request):
             logprobs = _logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if wants else None
             choice = GenerateChunkChoice(
                 chunk.index,
                 chunk.token_ids,
-                chunk.finish_reason,
+                None if chunk.finish_reason is None else context.name_ending(chunk.finish_reason),
                 logprobs,
-                chunk.versions if chunk.finish_reason else [],
+                chunk.versions if binary or chunk.finish_reason else [],
             )
+            if chunk.experts is not None:
+                choice.routed_experts = _experts(chunk.experts, request, packed=True)
             await events.send(GenerateChunk(request.request_id or "", [choice], request.model))
     return events.response
 
 
-def _response(request: GenerateRequest, result: Result) -> GenerateResponse:
+def _response(request: GenerateRequest, result: Result, *, packed: bool) -> GenerateResponse:
     prompt, output = len(request.token_ids), sum(len(c.token_ids) for c in result.choices)
     wants = request.sampling_params.logprobs is not None
     scores = result.prompt_logprobs
     return GenerateResponse(
         request_id=result.request_id,
-        choices=[_choice(choice, wants) for choice in result.choices],
+        choices=[_choice(choice, request, wants, packed) for choice in result.choices],
         usage=Usage(prompt, output, prompt + output, result.cached_tokens),
         model=request.model,
         prompt_token_ids=request.token_ids,
@@ -66,16 +110,14 @@ def _response(request: GenerateRequest, result: Result) -> GenerateResponse:
     )
 
 
-def _choice(choice: Choice, wants_logprobs: bool) -> GenerateChoice:
+def _choice(choice: Choice, request: GenerateRequest, wants_logprobs: bool, packed: bool) -> GenerateChoice:
     logprobs = _logprobs(choice.token_ids, choice.logprobs, choice.top_logprobs) if wants_logprobs else None
-    experts = None if choice.experts is None else experts_body(choice.experts)
+    experts = None if choice.experts is None else _experts(choice.experts, request, packed=packed)
     return GenerateChoice(choice.index, choice.token_ids, choice.finish_reason, logprobs, choice.versions, experts)
 
 
-def experts_body(experts: NDArray[np.integer]) -> RoutedExpertsBody:
-    tokens, layers, k = experts.shape
-    data = base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode()
-    return RoutedExpertsBody(data, (tokens, layers, k), 0, experts.dtype.name)
+def _experts(experts: NDArray[np.integer], request: GenerateRequest, *, packed: bool) -> RoutedExperts:
+    return RoutedExperts.of(experts, request.routed_experts_start, packed=packed)
 
 
 def _logprobs(token_ids: Sequence[int], values: Sequence[float], top: Sequence[TopLogprobs]) -> Logprobs:

@@ -17,15 +17,18 @@ State = Literal["start", "reasoning", "text", "call", "arguments", "closing"]
 class ReplyStream:
     """Turns a reply's text into deltas. What `rendering.replies.parse_reply` makes of the whole, they add up to.
 
+    `thinking`: the prompt has opened the reasoning already. Without `calls` there are no tools: tags of calls are text.
+
     Held back is only what may still become something else: the beginning of a tag, line ends before one, and a
     call until its name is known. A call that does not begin as calls do is sent when it is whole, or as text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, thinking: bool = False, calls: bool = True) -> None:
         self.calls = 0
-        self._state: State = "start"
+        self._state: State = "reasoning" if thinking else "start"
+        self._call = _CALL if calls else None
         self._held = ""
-        self._trim = False
+        self._trim = thinking
         """Line ends that come next belong to the tag before them."""
         self._depth = 0
         self._quoted = self._escaped = False
@@ -70,7 +73,11 @@ class ReplyStream:
             self._show(delta, "reasoning_content", _THINK_END, last)
 
     def _in_text(self, delta: Delta, last: bool) -> None:
-        before, found, after = self._held.partition(_CALL)
+        if self._call is None:
+            _add(delta, "content", self._held)
+            self._held = ""
+            return
+        before, found, after = self._held.partition(self._call)
         if found:
             _add(delta, "content", before.rstrip("\n"))
             self._held, self._state = after, "call"
@@ -156,6 +163,12 @@ class ReplyStream:
                 if self._depth == 0:
                     return place + 1
         return len(self._held)
+
+
+def whole_message(delta: Delta) -> Delta:
+    """The message that one delta of a whole reply makes; its content is null where it only calls tools."""
+    content = delta.get("content") or (None if "tool_calls" in delta else "")
+    return {"role": "assistant", **delta, "content": content}
 
 
 def _add(delta: Delta, kind: str, text: str) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from headway.core.openai import DONE, RequestError, error_body, error_type, event
+from headway.core.protocol import FRAMES, ErrorBody, ErrorInfo, GenerateChunk
 from headway.inference.engine import BusyError, FailedError, UpdateError
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ def json_response(body: object, *, status: int = 200, headers: dict[str, str] | 
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except ConnectionError:
+        raise  # the client is gone: there is nobody to tell
     except Exception as error:
         status, body = describe_error(error)
         headers = {"Retry-After": str(error.retry_after)} if isinstance(error, BusyError) else None
@@ -30,9 +33,9 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 def describe_error(error: Exception) -> tuple[int, object]:
     """The status and the body of an error's response. Logs what nobody expected."""
-    status, message, param = 500, str(error), None
+    status, message, param, code = 500, str(error), None, None
     if isinstance(error, RequestError):
-        status, param = error.status, error.param
+        status, param, code = error.status, error.param, error.code
     elif isinstance(error, BusyError):
         status = 503
     elif isinstance(error, UpdateError):
@@ -42,7 +45,36 @@ def describe_error(error: Exception) -> tuple[int, object]:
     elif not isinstance(error, FailedError):
         logger.exception("a request failed with an unexpected error", exc_info=error)
         message = f"internal error: {type(error).__name__}: {error}"
-    return status, error_body(message, error_type(status), param)
+    return status, error_body(message, error_type(status), param, code=code)
+
+
+class FrameStream:
+    """A stream of messages in binary, each after its length. What fails before the first gets its own status."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers={"Content-Type": FRAMES, "Cache-Control": "no-cache"})
+
+    async def send(self, chunk: GenerateChunk) -> None:
+        body = msgspec.msgpack.encode(chunk)
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        await self.response.write(len(body).to_bytes(4, "little") + body)
+
+    async def __aenter__(self) -> "FrameStream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            if not isinstance(error, Exception) or not self.response.prepared or isinstance(error, ConnectionError):
+                return False
+            message = describe_error(error)[1]
+            info = msgspec.convert(message, ErrorBody).error if isinstance(message, dict) else None
+            await self.send(GenerateChunk("", [], error=info or ErrorInfo(str(error), "internal_error")))
+        await self.response.write_eof()
+        return True
 
 
 class EventStream:

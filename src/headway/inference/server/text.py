@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from headway.inference.server.stops import StopStrings
 from headway.rendering.base import Renderer
 
 _INCOMPLETE_CHARACTER = "�"
@@ -17,13 +18,20 @@ class Text:
 
     renderer: Renderer
     hidden: frozenset[int]
-    stops: list[str] = field(default_factory=list)
-    text: str = ""
+    stops: StopStrings | None = None
     stopped: bool = False
+    _pieces: list[str] = field(default_factory=list)
+    _state: int = 0
+    _held: str = ""
+    """Text that may be the beginning of a stop string."""
     _tokens: list[int] = field(default_factory=list)
     _decoded: int = 0
     _anchor: int = 0
-    _sent: int = 0
+
+    @property
+    def text(self) -> str:
+        """The text so far, held back or not."""
+        return "".join(self._pieces) + self._held
 
     def take(self, token_ids: list[int], *, last: bool = False) -> str:
         """Add tokens; the text that may be shown now. `last` releases what was held back."""
@@ -31,26 +39,24 @@ class Text:
         known = self.renderer.decode(self._tokens[self._anchor : self._decoded])
         whole = self.renderer.decode(self._tokens[self._anchor :])
         if len(whole) > len(known) and (last or not whole.endswith(_INCOMPLETE_CHARACTER)):
-            self.text += whole[len(known) :]
+            shown = self._release(whole[len(known) :], last)
             self._anchor, self._decoded = self._decoded, len(self._tokens)
-        self._cut()
-        end = len(self.text) if last or self.stopped else len(self.text) - self._held_back()
-        shown = self.text[self._sent : end]
-        self._sent = max(self._sent, end)
+        else:
+            shown = self._release("", last)
+        self._pieces.append(shown)
         return shown
 
-    def _cut(self) -> None:
-        found = [at for stop in self.stops if (at := self.text.find(stop)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.stopped = True
-
-    def _held_back(self) -> int:
-        """Characters at the end that may be the start of a stop string."""
-        longest = 0
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+    def _release(self, added: str, last: bool) -> str:
+        """The text before a stop string, or all that cannot become one any more."""
+        if self.stopped:
+            return ""
+        if self.stops is None:
+            return added
+        text = self._held + added
+        self._state, end = self.stops.scan(self._state, added)
+        if end is not None:
+            self.stopped, self._held = True, ""
+            return text[: len(text) - len(added) + end - self.stops.length(self._state)]
+        keep = len(text) if last else len(text) - self.stops.pending(self._state)
+        self._held = text[keep:]
+        return text[:keep]

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headway.config.shared import LoraSettings
+from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import AdapterTable, UpdateError
 from headway.inference.vllm.weights import last_line
@@ -67,6 +68,8 @@ class LoadedAdapters(AdapterTable):
         """An adapter folder as PEFT lays it out."""
         settings = adapter_settings(tensors, update.transport, self._lora)
         targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
+        if "kv_b_proj" in targets:
+            raise HeadwayError("vLLM would ignore an adapter of kv_b_proj; leave it out of model.lora.targets")
         config = {"peft_type": "LORA", "r": settings.rank, "lora_alpha": settings.alpha, "bias": "none"}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
         (folder / CONFIG).write_bytes(msgspec.json.encode({**config, "target_modules": sorted(targets)}))

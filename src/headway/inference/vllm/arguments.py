@@ -8,20 +8,26 @@ from typing import Any
 
 import msgspec
 
-from headway.config.inference import ServeSettings
+from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.devices import resolve_dtype
 from headway.core.errors import UsageError
 from headway.core.suggestions import did_you_mean, nearest
 from headway.inference.vllm.worker import HeadwayWorker
 
+RECORD_EXPERTS = "enable_return_routed_experts"
+"""vLLM's argument for replies with routed experts, which the trainer replays."""
 EXTENSION = "headway.inference.vllm.worker.HeadwayWorker"
 OWNED = {
     "model": "it is the model that is served",
     "logprobs_mode": "the protocol promises logprobs of the distribution that was sampled from",
 }
+_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _ADAPTERS = 4
 _CPU_BLOCK = 128
+_STATES = 2**30
+"""Bytes of a cache that holds recurrent states, too."""
+_RECURRENT = ("linear_num_value_heads", "mamba_num_heads")
 _FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -32,6 +38,10 @@ class HfConfig:
     max_len: int | None
     kv_numbers_per_token: int
     """Numbers in one token's keys and values."""
+    experts: int = 0
+    """Routed experts of a layer; 0 in dense models."""
+    recurrent: bool = False
+    """Some layers keep a state for each sequence instead."""
 
 
 def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -> dict[str, Any]:
@@ -55,12 +65,21 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if config.experts and own.prefix_cache:
+        chosen[RECORD_EXPERTS] = True
     if own.kv_memory_gb is not None:
         chosen["kv_cache_memory_bytes"] = int(own.kv_memory_gb * 1e9)
     # On GPUs vLLM knows better than our default what fills the device.
     if device == "cpu" or "max_batched_tokens" in own.model_fields_set:
         chosen["max_num_batched_tokens"] = own.max_batched_tokens
+    _check_tiers(own, device)
+    if own.kv_host_memory_gb:
+        chosen["kv_offloading_size"] = own.kv_host_memory_gb * 1e9 / 2**30
     chosen = _for_cpu(chosen, config, memory) if device == "cpu" else _for_gpu(chosen, memory)
+    if settings.serves_fp8:
+        if device == "cpu":
+            raise UsageError("vLLM has no FP8 on CPUs; use --inference.compute dtype, or --engine embedded")
+        chosen["quantization"] = "fp8"
     if settings.model.lora is not None:
         if device == "cuda" and dtype == "float32":
             raise UsageError(
@@ -71,12 +90,23 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
     return chosen | own.vllm
 
 
+def _check_tiers(own: InferenceSettings, device: str) -> None:
+    if own.kv_store is not None:
+        raise UsageError("inference.kv_store is the embedded engine's; give vLLM a connector by kv_transfer_config")
+    if own.kv_host_memory_gb and device == "cpu":
+        raise UsageError("inference.kv_host_memory_gb: vLLM offloads KV blocks of GPUs only; leave it 0 on CPU")
+
+
 def _for_cpu(chosen: dict[str, Any], config: HfConfig, memory: int) -> dict[str, Any]:
     max_len: int = chosen["max_model_len"]
     per_sequence = -(-max_len // _CPU_BLOCK) * _CPU_BLOCK
     per_token = config.kv_numbers_per_token * _FLOAT_BYTES[chosen["dtype"]]
     # One block more than all sequences can fill, because vLLM keeps one for itself.
     useful = (chosen["max_num_seqs"] * per_sequence + _CPU_BLOCK) * per_token
+    if config.recurrent:
+        # A prefix's state can only be taken up by prefills in chunks, and a state takes as much as many tokens.
+        chosen["enable_prefix_caching"] = False
+        useful = max(useful, _STATES)
     return {
         "enforce_eager": True,
         # A seeded request whose prompt is prefilled in chunks ends vLLM's CPU engine.
@@ -130,7 +160,9 @@ def read_config(folder: Path) -> HfConfig:
     heads = hf.get("num_attention_heads") or 1
     head_dim = hf.get("head_dim") or hf.get("hidden_size", 0) // heads
     numbers = 2 * hf.get("num_hidden_layers", 0) * (hf.get("num_key_value_heads") or heads) * head_dim
-    return HfConfig(hf.get("max_position_embeddings"), numbers)
+    experts = next((hf[name] for name in _EXPERT_COUNTS if hf.get(name)), 0)
+    recurrent = any(name in hf for name in _RECURRENT)
+    return HfConfig(hf.get("max_position_embeddings"), numbers, experts, recurrent)
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:

@@ -95,9 +95,15 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         active = self._submit(request)
         try:
             async with aclosing(self._outputs(active, stream=True)) as outputs:
+                held: dict[int, Chunk] = {}
                 async for output in outputs:
                     for part in output.outputs:
-                        yield active.chunk(part)
+                        chunk = active.chunk(part)
+                        chunk = held.pop(part.index).followed_by(chunk) if part.index in held else chunk
+                        if chunk.finish_reason or len(chunk.token_ids) >= request.stream_interval:
+                            yield chunk
+                        else:
+                            held[part.index] = chunk
             if not active.sent:
                 for choice in active.result().choices:
                     yield Chunk(choice.index, [], [], [], [], "abort")

@@ -1,5 +1,6 @@
 """From a checkpoint folder and settings to a vLLM that is ready to start."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,15 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.inference.embedded.load import free_memory
 from headway.inference.vllm import internals
 from headway.inference.vllm.adapters import LoadedAdapters
-from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
+from headway.inference.vllm.arguments import RECORD_EXPERTS, arguments, check_arguments, eos_of
 from headway.inference.vllm.engine import VllmEngine
 from headway.inference.vllm.processes import kill_if_orphaned, vllm_environment
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.weights import Stager, last_line
 from headway.models.checkpoints.folders import read_tensors
 from headway.transport.weights.fingerprint import Fingerprint
+
+logger = logging.getLogger(__name__)
 
 
 def is_default() -> bool:
@@ -39,7 +42,7 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     stats = EngineStats()
     try:
         with vllm_environment(chosen, device, settings.inference.threads), ThreadPoolExecutor(1) as helper:
-            config = internals.engine_config(chosen)
+            config = _engine_config(chosen, settings.inference.vllm)
             contents = helper.submit(_contents, folder, config.model_config)
             with kill_if_orphaned():
                 llm = internals.start_engine(config, stats.record)
@@ -59,6 +62,20 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
         eos=eos_of(folder),
         on_death=on_death,
     )
+
+
+def _engine_config(chosen: dict[str, Any], given: dict[str, Any]) -> Any:
+    """Check the arguments. Routed experts are left out of replies where vLLM cannot record them, unless asked for."""
+    try:
+        return internals.engine_config(chosen)
+    except ValueError as error:
+        if RECORD_EXPERTS in given or RECORD_EXPERTS not in chosen:
+            raise
+        config = internals.engine_config({name: value for name, value in chosen.items() if name != RECORD_EXPERTS})
+        logger.warning(
+            "this vLLM cannot record routed experts (%s): the trainer's router chooses anew", last_line(error)
+        )
+        return config
 
 
 def _import(device: str) -> str:

@@ -4,9 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.core.openai import RequestError
-from headway.core.protocol import GenerateRequest
-from headway.inference.engine import Choice, Chunk, FinishReason, Result, TopLogprobs
+from headway.core.protocol import FinishReason, GenerateRequest
+from headway.inference.engine import Choice, Chunk, Result, TopLogprobs
 
 Runs = list[tuple[int, int]]
 """(version, count) pairs that cover a choice's tokens."""
@@ -51,7 +54,7 @@ class ActiveRequest:
         token_ids = list(part.token_ids)
         logprobs, top = logprobs_of(token_ids, part.logprobs, self.request.sampling_params.logprobs)
         finish = None if part.finish_reason is None else finish_of(part.finish_reason)
-        return Chunk(part.index, token_ids, logprobs, top, self._versions(part), finish)
+        return Chunk(part.index, token_ids, logprobs, top, self._versions(part), finish, self._experts(part))
 
     def take(self, output: Any) -> None:
         """Add what vLLM has sampled to the `result`."""
@@ -62,11 +65,20 @@ class ActiveRequest:
         for part in output.outputs:
             choice = self._choices[part.index]
             choice.extend(self.chunk(part))
-            choice.experts = choice.experts if part.routed_experts is None else part.routed_experts
 
     def result(self) -> Result:
         """All of it. A choice that vLLM never began was aborted."""
         return Result(self.request_id, self._choices, self._cached, self._prompt)
+
+    def _experts(self, part: Any) -> NDArray[np.integer] | None:
+        """Routed experts from the request's `routed_experts_start` on; versions of vLLM that do not know of it return
+        those of all tokens."""
+        experts: NDArray[np.integer] | None = getattr(part, "routed_experts", None)
+        if experts is None:
+            return None
+        prompt, start = len(self.request.token_ids), self.request.routed_experts_start
+        wanted = prompt + self._received[part.index] - 1 - start
+        return experts[max(0, len(experts) - wanted) :]
 
     def _versions(self, part: Any) -> Runs:
         """The versions of a choice, as far as it has come."""
@@ -117,6 +129,9 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
     from vllm.sampling_params import RequestOutputKind
 
     params = request.sampling_params
+    known: dict[str, Any] = {}
+    if request.routed_experts_start and "routed_experts_prompt_start" in SamplingParams.__struct_fields__:
+        known["routed_experts_prompt_start"] = request.routed_experts_start
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
     return SamplingParams(
         n=params.n,
@@ -133,6 +148,7 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
         prompt_logprobs=params.prompt_logprobs,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        **known,
     )
 
 

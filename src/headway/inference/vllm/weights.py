@@ -52,6 +52,10 @@ class StagedFile:
         os.close(self._file)
 
 
+_SINKS = ".self_attn.sinks"
+"""Tensors of GPT-OSS alone, whose experts and sinks vLLM 0.32 writes past the loaders that a reload goes through."""
+
+
 class Stager:
     """Fetches updates by any transport. `expected` are the names and shapes that the model is made of."""
 
@@ -61,6 +65,11 @@ class Stager:
 
     def weights(self, update: WeightUpdate) -> StagedFile:
         """A whole, proven version of the policy's weights. Raises UpdateError that says what was wrong."""
+        if any(name.endswith(_SINKS) for name in self._expected):
+            raise UpdateError(
+                "vLLM cannot take new weights of GPT-OSS while it serves: its loader leaves experts and sinks as they "
+                'were; use inference.engine = "embedded", or train an adapter (model.lora)'
+            )
         staged = StagedFile()
         try:
             for name, tensor in self._receiver.receive(update):
@@ -161,6 +170,7 @@ class LoadedWeights:
 
 
 def last_line(error: Exception) -> str:
-    """The last line of an error's message: vLLM's are tracebacks."""
+    """The last line of an error's message, since vLLM's are tracebacks, without pydantic's link below it."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("For further information visit")]
     return lines[-1] if lines else type(error).__name__
