@@ -75,6 +75,13 @@ def test_cpu_arguments_are_safe_for_seeds_and_sized_to_the_model(folder: Path) -
     assert arguments(serve_settings(), folder, "cpu", memory=1000)["kv_cache_memory_bytes"] == 1000
 
 
+def test_recurrent_models_on_cpus_get_room_for_states_and_no_prefix_cache(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2, "hidden_size": 32, "mamba_num_heads": 4}')
+    chosen = arguments(serve_settings(), tmp_path, "cpu", memory=4 * GB)
+    assert not chosen["enable_prefix_caching"] and chosen["kv_cache_memory_bytes"] == 2**30
+    assert arguments(serve_settings(), tmp_path, "cuda", memory=4 * GB)["enable_prefix_caching"]
+
+
 def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
     chosen = arguments(serve_settings(), folder, "cuda", memory=GB)
     assert chosen["dtype"] == "bfloat16"
@@ -84,6 +91,13 @@ def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
     assert chosen["hf_overrides"] == {"head_dtype": "float32"} and "gpu_memory_utilization" not in chosen
     shared = arguments(serve_settings(kv_memory_gb=2), folder, "cuda", memory=8 * GB)
     assert (shared["kv_cache_memory_bytes"], shared["gpu_memory_utilization"]) == (2 * GB, 0.25)
+
+
+def test_fp8_is_asked_of_vllm_on_gpus_alone(folder: Path) -> None:
+    assert "quantization" not in arguments(serve_settings(), folder, "cuda", memory=GB)
+    assert arguments(serve_settings(compute="fp8"), folder, "cuda", memory=GB)["quantization"] == "fp8"
+    with pytest.raises(UsageError, match=r"FP8 on CPUs.*--inference.compute dtype"):
+        arguments(serve_settings(compute="fp8"), folder, "cpu", memory=GB)
 
 
 def test_processes_on_a_gpu_compute_float32_in_float32_and_do_without_what_is_not_installed(
@@ -246,6 +260,12 @@ def test_only_a_whole_version_of_this_model_is_staged(tmp_path: Path) -> None:
             Stager(wrong).weights(update)
     with pytest.raises(UpdateError, match="fingerprint"):
         Stager(shapes).weights(msgspec.structs.replace(update, fingerprint="f" * 32))
+
+
+def test_new_weights_of_gpt_oss_are_refused_since_vllm_would_load_a_part_of_them(tmp_path: Path) -> None:
+    update = publish(tmp_path, 1, make(TIED, 1))
+    with pytest.raises(UpdateError, match=r"GPT-OSS.*experts and sinks.*embedded"):
+        Stager({"model.layers.0.self_attn.sinks": (4,)}).weights(update)
 
 
 @pytest.mark.parametrize("transport", [FilesystemWeights(), SharedMemoryWeights(), PointToPointWeights()])

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,15 +31,32 @@ MOE = replace(TIED, family="qwen3_moe", experts=4, experts_per_token=2, expert_w
 LORA = LoraSettings(rank=4, alpha=8.0)
 
 
+def make(config: ModelConfig, seed: int) -> DecoderLM:
+    """Random weights, large enough that every token depends visibly on every other."""
+    model = build_model(config, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model
+
+
 class Harness:
     """An engine of `config`'s shape in an event loop of its own. `deaths` are those it told of. With adapters it
     computes in bfloat16 on a GPU, where vLLM has them in no other precision."""
 
-    def __init__(self, config: ModelConfig, folder: Path, lora: LoraSettings | None = None, **vllm: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: Path,
+        lora: LoraSettings | None = None,
+        build: Callable[[ModelConfig, int], DecoderLM] = make,
+        **vllm: Any,
+    ) -> None:
         self.config = config
         self.folder = folder
         self.deaths: list[str] = []
-        save_checkpoint(make(config, seed=0), folder)
+        save_checkpoint(build(config, 0), folder)
         settings = ServeSettings(
             model=ModelSettings(path=str(folder), dtype="bfloat16" if ON_GPU and lora else DTYPE, lora=lora),
             inference=InferenceSettings(
@@ -85,16 +102,6 @@ class Harness:
         wanted = self.engine.state().generated_tokens + more
         while self.engine.state().generated_tokens < wanted:  # noqa: ASYNC110 (another process generates)
             await asyncio.sleep(0.005)
-
-
-def make(config: ModelConfig, seed: int) -> DecoderLM:
-    """Random weights, large enough that every token depends visibly on every other."""
-    model = build_model(config, seed=seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-    return model
 
 
 def hugging_face(config: ModelConfig, seed: int, folder: Path, tokens: list[int]) -> torch.Tensor:
