@@ -13,6 +13,7 @@ from headway.core.runs import RunPaths
 from headway.core.samples import BranchKey
 from headway.core.streams import streams_of
 from headway.transport.rollouts import make_receiver, make_sender
+from headway.transport.rollouts.filesystem import read_part
 
 TRANSPORTS = [FilesystemRollouts(), ZmqRollouts()]
 both = pytest.mark.parametrize("transport", TRANSPORTS, ids=["filesystem", "zmq"])
@@ -52,7 +53,7 @@ def test_every_rank_gets_its_part(tmp_path: Path, transport: RolloutTransport) -
         assert_same(part.micro_batches[0], batch.ranks[rank][0])
         assert part.micro_batches[0].token_ids.flags.writeable
         receiver.close()
-    assert sender.last_step() == 1 and sender.load_state() == b'{"cursor": 7}'
+    assert sender.last_step() == 1 and next(sender.load_states()) == (1, b'{"cursor": 7}')
     sender.close()
 
 
@@ -81,7 +82,7 @@ def test_batches_outlive_the_sender_and_can_be_replayed(tmp_path: Path, transpor
     first.close()
 
     second = make_sender(transport, paths)
-    assert second.last_step() == 1 and second.load_state() == b'"one"'
+    assert second.last_step() == 1 and next(second.load_states()) == (1, b'"one"')
     second.send(batch_of(2), b'"two"')
     for step in (2, 1, 2):
         part = receiver.receive(step, timeout=30)
@@ -117,7 +118,7 @@ def test_a_half_written_batch_is_invisible(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     (paths.batches / ".step_000001.abc.tmp").mkdir(parents=True)
     sender = make_sender(FilesystemRollouts(), paths)
-    assert sender.last_step() == 0 and sender.load_state() is None
+    assert sender.last_step() == 0 and list(sender.load_states()) == []
     assert make_receiver(FilesystemRollouts(), paths, 0, 1).receive(1, timeout=0) is None
 
 
@@ -143,3 +144,27 @@ def test_a_stranger_cannot_stop_the_zmq_server(tmp_path: Path) -> None:
         assert receiver.receive(1, timeout=30) is not None
         receiver.close()
     sender.close()
+
+
+def test_a_batch_that_appears_while_one_looks_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look finds no file, the second finds the folder: it came in between, whole."""
+    paths = RunPaths(tmp_path)
+    is_dir = Path.is_dir
+
+    def appears(path: Path) -> bool:
+        if path == paths.batch(1) and not is_dir(path):
+            monkeypatch.undo()
+            make_sender(FilesystemRollouts(), paths).send(batch_of(1, 1), b"{}")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", appears)
+    assert read_part(paths, 1, 0, 1) is not None
+
+
+def test_batches_that_follow_lost_steps_are_collected_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    sender = make_sender(FilesystemRollouts(), paths)
+    for step in (6, 7, 8):
+        sender.send(batch_of(step, 1), b"{}")
+    assert sender.drop_unreachable(5) == [] and sender.drop_unreachable(8) == []
+    assert sender.drop_unreachable(3) == [6, 7, 8] and paths.spooled_batches() == []

@@ -19,8 +19,8 @@ from headway.core.runs import RunPaths
 from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.announcements import latest
 from headway.transport.weights.fingerprint import fingerprint_of
+from headway.transport.weights.shards import ParameterPart, local_shards, split_parameter
 from headway.transport.weights.shards import Shard as WeightShard
-from headway.transport.weights.shards import local_shards, split_parameter
 
 SETTINGS = {
     "filesystem": FilesystemWeights(),
@@ -45,11 +45,16 @@ def _whole(version: int) -> dict[str, Tensor]:
 
 EXPERTS, WIDTH = 5, 3
 PARTS = [
-    (f"experts.{expert}.{kind}", (expert, slice(kind * WIDTH, (kind + 1) * WIDTH)))
+    ParameterPart(f"experts.{expert}.{kind}", (expert, slice(kind * WIDTH, (kind + 1) * WIDTH)))
     for expert in range(EXPERTS)
     for kind in range(2)
 ]
-FUSED = [("fused.low", (slice(0, 4),)), ("fused.high", (slice(4, 9),)), ("fused.left", (slice(2, 9), slice(0, 2)))]
+TURNED = [ParameterPart("turned", (), True), *(ParameterPart(f"turned.{e}", (e,), True) for e in range(EXPERTS))]
+FUSED = [
+    ParameterPart("fused.low", (slice(0, 4),)),
+    ParameterPart("fused.high", (slice(4, 9),)),
+    ParameterPart("fused.left", (slice(2, 9), slice(0, 2))),
+]
 
 
 def _stacked(version: int) -> tuple[Tensor, Tensor]:
@@ -61,8 +66,9 @@ def _stacked(version: int) -> tuple[Tensor, Tensor]:
 
 def _expected(version: int) -> dict[str, Tensor]:
     experts, fused = _stacked(version)
-    cut = {name: experts[at] for name, at in PARTS} | {name: fused[at] for name, at in FUSED}
-    return _whole(version) | cut
+    cut = {part.name: experts[part.at] for part in PARTS} | {part.name: fused[part.at] for part in FUSED}
+    turned = experts.transpose(1, 2).contiguous()
+    return _whole(version) | cut | {"turned": turned} | {f"turned.{e}": turned[e] for e in range(EXPERTS)}
 
 
 def _outgoing(version: int, ranks: int) -> Iterator[tuple[str, Tensor | WeightShard]]:
@@ -70,7 +76,7 @@ def _outgoing(version: int, ranks: int) -> Iterator[tuple[str, Tensor | WeightSh
     line = init_device_mesh("cpu", (ranks,))
     grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
     experts, fused = _stacked(version)
-    yield from split_parameter(distribute_tensor(experts, line, [Shard(0)]), PARTS)
+    yield from split_parameter(distribute_tensor(experts, line, [Shard(0)]), PARTS + TURNED)
     yield from split_parameter(distribute_tensor(fused, grid, [Replicate(), Shard(0)]), FUSED)
 
 
@@ -146,7 +152,7 @@ def test_columns_cannot_be_sent() -> None:
     try:
         mesh = init_device_mesh("cpu", (1,))
         split = distribute_tensor(torch.ones(2, 2), mesh, [Shard(1)])
-        with pytest.raises(HeadwayError, match="sharded over their rows"):
+        with pytest.raises(HeadwayError, match="sharded over its rows"):
             list(local_shards([("w", split)], 0, 1))
     finally:
         dist.destroy_process_group()

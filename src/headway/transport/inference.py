@@ -1,5 +1,7 @@
 """The client of the inference protocol: one engine, typed bodies, errors that say whether trying again may help."""
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -7,8 +9,12 @@ import msgspec
 
 from headway.core.errors import HeadwayError
 from headway.core.protocol import (
+    FRAMES,
+    MSGPACK,
     EngineState,
     ErrorBody,
+    GenerateChunk,
+    GenerateChunkChoice,
     GenerateRequest,
     GenerateResponse,
     WeightReply,
@@ -20,6 +26,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 Body = TypeVar("Body")
 
 _encoder = msgspec.json.Encoder()
+_LARGEST_FRAME = 2**30
 _RETRYABLE_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 
 
@@ -58,16 +65,50 @@ class InferenceClient:
         self._owns_session = session is None
 
     async def generate(self, request: GenerateRequest, *, session_id: str | None = None) -> GenerateResponse:
-        """`session_id` goes along as X-Session-ID: routers keep the calls of one session at one engine."""
-        headers = {"X-Session-ID": session_id} if session_id else None
+        """`session_id` goes along as X-Session-ID: routers keep the calls of one session at one engine.
+
+        The reply comes in binary from servers that know how.
+        """
+        headers = {"Accept": f"{MSGPACK}, application/json;q=0.9"}
+        if session_id:
+            headers["X-Session-ID"] = session_id
         return await self._call("POST", "/inference/v1/generate", GenerateResponse, request, headers)
+
+    async def generate_stream(
+        self, request: GenerateRequest, *, session_id: str | None = None
+    ) -> AsyncGenerator[GenerateChunk, None]:
+        """Yield the reply in parts, as they come; a server that does not stream sends one part. The last one of a
+        choice has a finish reason: a stream that ends without raises EngineError, as one that breaks does."""
+        url = self.base_url + "/inference/v1/generate"
+        headers = {**self._headers, "Accept": f"{FRAMES}, {MSGPACK};q=0.9, application/json;q=0.8"}
+        headers["Content-Type"] = "application/json"
+        if session_id:
+            headers["X-Session-ID"] = session_id
+        try:
+            async with self._open().post(url, data=_encoder.encode(request), headers=headers) as reply:
+                if reply.status != 200:
+                    raise _error(reply, await reply.read())
+                if reply.content_type != FRAMES:
+                    binary = reply.content_type == MSGPACK
+                    yield _as_chunk(_decode(url, await reply.read(), GenerateResponse, binary=binary))
+                    return
+                async for chunk in _frames(url, reply.content):
+                    yield chunk
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise EngineError(0, f"the reply from the engine at {url} broke off: {reason}", retryable=True) from error
 
     async def generate_raw(self, request: GenerateRequest) -> dict[str, Any]:
         """Return the reply as the server sent it, for servers whose replies have another shape."""
         return await self._call("POST", "/inference/v1/generate", dict[str, Any], request)
 
-    async def state(self) -> EngineState:
-        return await self._call("GET", "/state", EngineState)
+    async def models(self, kind: type[Body]) -> Body:
+        """The list of models, as a `kind`."""
+        return await self._call("GET", "/v1/models", kind)
+
+    async def state(self, *, prefixes: bool = False) -> EngineState:
+        """Ask for the engine's load, and for a summary of the prefixes in its cache."""
+        return await self._call("GET", "/state?prefixes=1" if prefixes else "/state", EngineState)
 
     async def weights(self) -> WeightState:
         return await self._call("GET", "/weights", WeightState)
@@ -128,15 +169,43 @@ class InferenceClient:
         try:
             async with self._open().request(method, url, data=data, headers=headers) as reply:
                 content = await reply.read()
+                binary = reply.content_type == MSGPACK
                 if reply.status != 200:
                     raise _error(reply, content)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise EngineError(0, f"no reply from the engine at {url}: {reason}", retryable=True) from error
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineError(200, f"{url} sent a reply that can't be read: {error}", retryable=False) from error
+        return _decode(url, content, kind, binary=binary)
+
+
+def _decode(url: str, content: bytes, kind: type[Body], *, binary: bool) -> Body:
+    try:
+        return msgspec.msgpack.decode(content, type=kind) if binary else msgspec.json.decode(content, type=kind)
+    except msgspec.DecodeError as error:
+        raise EngineError(200, f"{url} sent a reply that can't be read: {error}", retryable=False) from error
+
+
+async def _frames(url: str, reader: aiohttp.StreamReader) -> AsyncGenerator[GenerateChunk, None]:
+    try:
+        while True:
+            size = int.from_bytes(await reader.readexactly(4), "little")
+            if size > _LARGEST_FRAME:
+                raise EngineError(200, f"{url} sent a frame of {size} bytes", retryable=False)
+            chunk = _decode(url, await reader.readexactly(size), GenerateChunk, binary=True)
+            if chunk.error is not None:
+                raise EngineError(500, f"{url}: {chunk.error.message}", retryable=True, param=chunk.error.param)
+            yield chunk
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            raise EngineError(0, f"the reply from the engine at {url} broke off", retryable=True) from None
+
+
+def _as_chunk(response: GenerateResponse) -> GenerateChunk:
+    choices = [
+        GenerateChunkChoice(c.index, c.token_ids, c.finish_reason, c.logprobs, c.versions, c.routed_experts)
+        for c in response.choices
+    ]
+    return GenerateChunk(response.request_id, choices, response.model)
 
 
 def _error(reply: aiohttp.ClientResponse, content: bytes) -> EngineError:

@@ -6,6 +6,8 @@ and outlives both processes.
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -54,10 +56,23 @@ class BatchSender:
         """Return the newest batch that was sent, by this process or one before it; 0 for none."""
         return max(self._paths.spooled_batches(), default=0)
 
-    def load_state(self) -> bytes | None:
-        """Return the state that was sent with the newest batch; None for none."""
-        step = self.last_step()
-        return (self._paths.batch(step) / "state.json").read_bytes() if step else None
+    def load_states(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the states that were sent with batches, the newest first, with the batches' steps."""
+        for step in reversed(self._paths.spooled_batches()):
+            with suppress(OSError):
+                yield step, (self._paths.batch(step) / "state.json").read_bytes()
+
+    def drop_unreachable(self, trained: int) -> list[int]:
+        """Remove the batches after `trained`, the trainer's step, if the one it needs next is missing; return them.
+
+        They follow steps that the trainer has lost with its checkpoint, so they are collected again.
+        """
+        after = [step for step in self._paths.spooled_batches() if step > trained]
+        if not after or after[0] == trained + 1:
+            return []
+        for step in after:
+            shutil.rmtree(self._paths.batch(step), ignore_errors=True)
+        return after
 
     def prune(self, up_to_step: int) -> None:
         """Remove the batches up to this step, except the newest and those of checkpoints, whose state a fork needs."""
@@ -108,11 +123,12 @@ def read_part(paths: RunPaths, step: int, rank: int, ranks: int) -> bytes | None
     Raises HeadwayError if the batch was packed for another number of ranks.
     """
     folder = paths.batch(step)
-    try:
-        return (folder / _part_name(rank, ranks)).read_bytes()
-    except FileNotFoundError:
-        if not folder.is_dir():
-            return None
+    for _ in range(2):  # again where the folder, which appears whole, may have come after the first look
+        try:
+            return (folder / _part_name(rank, ranks)).read_bytes()
+        except FileNotFoundError:
+            if not folder.is_dir():
+                return None
     packed_for = len(list(folder.glob("rank_*.msgpack")))
     raise HeadwayError(
         f"{folder}: packed for {packed_for} data ranks, but the trainer has {ranks}; "

@@ -1,7 +1,8 @@
 """Batches over ZeroMQ: the orchestrator binds and answers from its run folder; ranks connect and ask for a step.
 
 Either side may restart at any time: the orchestrator finds its batches on disk, and a rank that gets no answer
-looks up the address again and asks anew.
+looks up the address again and asks anew. Over a network both sides prove that they know the run's token, and batches
+are encrypted (CURVE).
 """
 
 import threading
@@ -9,16 +10,17 @@ import time
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from headway.core.batches import Batch
+from headway.core.control import RunControl
 from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.wire import decode, encode
+from headway.transport.rollouts.curve import CurvePair, curve_keys
 from headway.transport.rollouts.filesystem import BatchSender, RankBatch, check_not_pruned, read_part
 
 ASK_AGAIN_SECONDS = 2.0
-ADDRESS_FILE = "rollouts.address"
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True):
@@ -40,14 +42,18 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 class ZmqSender(BatchSender):
     """Spools batches to disk; a thread answers the ranks' requests from there."""
 
-    def __init__(self, address: str, paths: RunPaths) -> None:
+    def __init__(self, address: str, paths: RunPaths, control: RunControl) -> None:
         super().__init__(paths)
+        keys = curve_keys(address, control.token)
         self._context = zmq.Context()
+        self._guard = None if keys is None else _allow_only(self._context, keys.client)
         self._router = self._context.socket(zmq.ROUTER)
+        if keys is not None:
+            keys.secure_server(self._router)
         self._router.setsockopt(zmq.LINGER, 0)
         self._bind(address)
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        write_atomic(paths.control / ADDRESS_FILE, endpoint)
+        control.set_rollouts(endpoint)
         wake = f"inproc://wake-{id(self)}"
         self._woken = self._context.socket(zmq.PULL)
         self._woken.bind(wake)
@@ -70,6 +76,8 @@ class ZmqSender(BatchSender):
     def close(self) -> None:
         self._waker.send(b"end")
         self._thread.join()
+        if self._guard is not None:
+            self._guard.stop()
         self._context.destroy(linger=0)
 
     def _serve(self) -> None:
@@ -103,8 +111,9 @@ class ZmqSender(BatchSender):
 
 
 class ZmqReceiver:
-    def __init__(self, address: str, paths: RunPaths, rank: int, ranks: int) -> None:
-        self._address, self._paths, self._rank, self._ranks = address, paths, rank, ranks
+    def __init__(self, address: str, control: RunControl, rank: int, ranks: int) -> None:
+        self._address, self._control, self._rank, self._ranks = address, control, rank, ranks
+        self._keys = curve_keys(address, control.token)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -141,16 +150,14 @@ class ZmqReceiver:
         if self._socket is None and (address := self._find_address()) is not None:
             self._socket = self._context.socket(zmq.DEALER)
             self._socket.setsockopt(zmq.LINGER, 0)
+            if self._keys is not None:
+                self._keys.secure_client(self._socket)
             self._socket.connect(address)
         return self._socket
 
     def _find_address(self) -> str | None:
-        if not self._address.endswith(":0"):
-            return self._address
-        try:
-            return (self._paths.control / ADDRESS_FILE).read_text().strip()
-        except FileNotFoundError:
-            return None
+        fixed = not self._address.endswith(":0") and not _listens_everywhere(self._address)
+        return self._address if fixed else self._control.rollouts()
 
     def _disconnect(self) -> None:
         if self._socket is not None:
@@ -159,6 +166,23 @@ class ZmqReceiver:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+def _listens_everywhere(address: str) -> bool:
+    return "://0.0.0.0:" in address or "://*:" in address
+
+
+def _allow_only(context: "zmq.Context[zmq.Socket[bytes]]", client: CurvePair) -> ThreadAuthenticator:
+    """Start a guard that lets clients with this key in and nobody else."""
+
+    class Allowed:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return key == client.public
+
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback("*", Allowed())
+    return guard
 
 
 def _parse_ask(data: bytes) -> Ask | None:

@@ -1,11 +1,12 @@
-"""Weights from the trainer to the engines: one interface, three transports, a fingerprint for every version.
+"""Weights from the trainer to the engines: one interface, four transports, a fingerprint for every version.
 
 Nothing here imports torch until it is needed: the orchestrator reads announcements, and has no use for it.
 """
 
 from typing import TYPE_CHECKING
 
-from headway.config.shared import FilesystemWeights, SharedMemoryWeights, WeightTransport
+from headway.config.shared import FilesystemWeights, HttpWeights, SharedMemoryWeights, WeightTransport
+from headway.core.control import RunControl
 from headway.core.runs import RunPaths
 
 if TYPE_CHECKING:
@@ -13,12 +14,19 @@ if TYPE_CHECKING:
     from headway.transport.weights.receive import WeightReceiver
 
 
-def make_sender(settings: WeightTransport, paths: RunPaths, policy: str = "policy") -> "WeightSender":
+def make_sender(
+    settings: WeightTransport, paths: RunPaths, policy: str = "policy", control: RunControl | None = None
+) -> "WeightSender":
     """Make the trainer's side of the transport that `settings` choose. Every process of the trainer makes one."""
     if isinstance(settings, FilesystemWeights):
         from headway.transport.weights.filesystem import FilesystemSender
 
         return FilesystemSender(settings, paths, policy)
+    if isinstance(settings, HttpWeights):
+        from headway.transport.control.folder import FolderControl
+        from headway.transport.weights.http import HttpSender
+
+        return HttpSender(settings, paths, policy, control or FolderControl(paths))
     if isinstance(settings, SharedMemoryWeights):
         from headway.transport.weights.shared_memory import SharedMemorySender
 

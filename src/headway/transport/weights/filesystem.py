@@ -28,7 +28,8 @@ from headway.transport.weights.publish import WeightSender
 from headway.transport.weights.shards import Shard
 
 logger = logging.getLogger(__name__)
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
+"""File with the layout, in the folder of a version."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -70,8 +71,8 @@ class FilesystemSender(WeightSender):
 
     def _store(self, version: int, shards: Iterator[Shard]) -> tuple[Layout, dict[str, Any]]:
         folder = self._paths.version(version)
-        self._publishers.on_first(lambda: _make_empty(_unfinished(folder)))
-        layout = self._gather(_write_shards(_unfinished(folder), self._rank, shards))
+        self._publishers.on_first(lambda: make_empty(unfinished(folder)))
+        layout = self._gather(write_shards(unfinished(folder), self._rank, shards))
         return layout, _transport(folder)
 
     def _announce(self, update: WeightUpdate, layout: Layout) -> None:
@@ -86,10 +87,10 @@ def save_last_version(
     Every process writes its shards; the first waits for the others' and announces the version again. They meet through
     the filesystem alone, since a trainer that stops after a failure can't rely on its process group.
     """
-    folder = _unfinished(paths.version(update.version))
+    folder = unfinished(paths.version(update.version))
     own = folder / f"{rank}"
     own.mkdir(parents=True, exist_ok=True)
-    _write_shards(own, rank, shards)
+    write_shards(own, rank, shards)
     for file in own.iterdir():
         file.rename(folder / file.name)
     own.rmdir()
@@ -110,16 +111,17 @@ def fetch(update: WeightUpdate, _memory: MappedMemory) -> tuple[Layout, Iterator
     """Read a version's folder. Files are mapped, not copied."""
     folder = Path(update.transport["path"])
     try:
-        manifest = msgspec.json.decode((folder / _MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
         raise HeadwayError(f"{folder}: no published version there ({error})") from None
-    return manifest.layout, _read(folder, manifest.layout)
+    return manifest.layout, read_files(folder, manifest.layout)
 
 
-def _read(folder: Path, layout: Layout) -> Iterator[Arrival]:
+def read_files(folder: Path, layout: Layout) -> Iterator[Arrival]:
+    """Read the parts from the files of all processes. Raises HeadwayError where they are not what the layout says."""
     try:
         ranks = {part.rank for parts in layout.parts.values() for part in parts}
-        files: dict[int, Any] = {rank: safe_open(folder / _file(rank), framework="pt") for rank in ranks}
+        files: dict[int, Any] = {rank: safe_open(folder / file_of(rank), framework="pt") for rank in ranks}
         for name, parts in layout.parts.items():
             for part in parts:
                 elements = files[part.rank].get_tensor(name).view(-1)
@@ -134,16 +136,18 @@ def _transport(folder: Path) -> dict[str, Any]:
     return {"type": "filesystem", "path": str(folder.absolute())}
 
 
-def _unfinished(folder: Path) -> Path:
+def unfinished(folder: Path) -> Path:
     """The folder that a version is written to before it gets its name; the same for all processes."""
     return folder.with_name(f".{folder.name}.partial")
 
 
-def _file(rank: int) -> str:
+def file_of(rank: int) -> str:
+    """Name the file of a process."""
     return f"rank_{rank:05d}.safetensors"
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
+    """Make a folder, without what an interrupted process left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
@@ -151,19 +155,19 @@ def _make_empty(folder: Path) -> None:
 def _release(paths: RunPaths, update: WeightUpdate, layout: Layout, keep_last: int) -> None:
     """Give a filled folder its name, and announce it."""
     folder = paths.version(update.version)
-    write_atomic(_unfinished(folder) / _MANIFEST, msgspec.json.encode(Manifest(update.version, layout)))
+    write_atomic(unfinished(folder) / MANIFEST, msgspec.json.encode(Manifest(update.version, layout)))
     withdraw(paths, update.version)
-    _unfinished(folder).rename(folder)
+    unfinished(folder).rename(folder)
     sync_directory(folder.parent)
     announce(paths, update, keep_last=keep_last)
 
 
-def _write_shards(folder: Path, rank: int, shards: Iterable[Shard]) -> RankParts:
+def write_shards(folder: Path, rank: int, shards: Iterable[Shard]) -> RankParts:
     """Write one process's file and count it in the same pass. A whole tensor gets its own shape there."""
     fingerprint, held = Fingerprint(), list(shards)
     parts = {shard.name: Part(rank, 0, 0, shard.offset, shard.tensor.numel()) for shard in held}
     if held:
-        with tensor_file(folder / _file(rank), held) as places:
+        with tensor_file(folder / file_of(rank), held) as places:
             for shard in held:
                 place = places[shard.name]
                 fingerprint.add(shard.name, shard.tensor, shard.offset, shard.shape, shard.dtype, copy=place)

@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -69,12 +69,14 @@ class WeightSender(ABC):
         adapter: str | None = None,
         probe: WeightProbe | None = None,
         dtype: torch.dtype | None = None,
+        uncast: Collection[str] = (),
     ) -> WeightUpdate:
-        """Make `version` available, cast to `dtype` where given, and announce it. The first process's `probe` counts.
+        """Make `version` available, cast to `dtype` where given, except the tensors named `uncast`, and announce it.
+        The first process's `probe` counts.
 
         Returns the update that engines are to be told of.
         """
-        shards = local_shards(tensors, self._rank, self._publishers.size, dtype)
+        shards = local_shards(tensors, self._rank, self._publishers.size, dtype, uncast)
         with self._lock:
             layout, transport = self._store(version, shards)
             update = WeightUpdate(
@@ -83,6 +85,11 @@ class WeightSender(ABC):
             self._publishers.on_first(lambda: self._announce(update, layout))
             self._last = update, layout
         return update
+
+    @property
+    def is_first(self) -> bool:
+        """True in the process that announces versions."""
+        return self._rank == 0
 
     @abstractmethod
     def close(self) -> None:

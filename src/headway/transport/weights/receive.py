@@ -16,7 +16,7 @@ from headway.transport.weights.mapped_memory import MappedMemory
 Fetch = Callable[[WeightUpdate, MappedMemory], tuple[Layout, Iterator[Arrival]]]
 """What every transport's module offers: the layout of a version, and its parts as they arrive."""
 
-TRANSPORTS = ("filesystem", "shared_memory", "point_to_point")
+TRANSPORTS = ("filesystem", "shared_memory", "point_to_point", "http")
 _MAX_NAMES = 5
 
 
@@ -39,6 +39,8 @@ class WeightReceiver:
             layout, arrivals = _fetch(update)(update, self._memory)
         except KeyError as error:
             raise HeadwayError(f"the update to version {update.version} lacks transport.{error.args[0]}") from error
+        except (TypeError, ValueError) as error:
+            raise HeadwayError(f"the update to version {update.version} has a malformed transport: {error}") from error
         if layout.fingerprint != update.fingerprint:
             raise HeadwayError(
                 f"version {update.version} has fingerprint {layout.fingerprint} where it is stored, "
