@@ -2,9 +2,10 @@
 
 import pytest
 
+from headway.config.inference import InferenceSettings
 from headway.config.shared import PlacementSettings
 from headway.core.errors import UsageError
-from headway.launch.placement import place
+from headway.launch.placement import gpus_per_engine, place
 
 
 def test_cores_are_shared_evenly_on_cpu() -> None:
@@ -37,3 +38,22 @@ def test_one_gpu_is_shared() -> None:
 def test_what_cannot_be_placed_is_refused(settings: PlacementSettings, gpus: list[str]) -> None:
     with pytest.raises(UsageError):
         place(settings, gpus, cores=4)
+
+
+def test_an_engine_of_many_gpus_gets_them_all() -> None:
+    vllm = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    each = gpus_per_engine(InferenceSettings(vllm=vllm))
+    assert each == 4 and gpus_per_engine(InferenceSettings(engine="embedded", vllm=vllm)) == 1
+    gpus = [str(i) for i in range(9)]
+    placement = place(PlacementSettings(engines=2, trainer_ranks=1), gpus, cores=8, gpus_each=each)
+    assert [engine["CUDA_VISIBLE_DEVICES"] for engine in placement.engines] == ["1,2,3,4", "5,6,7,8"]
+    with pytest.raises(
+        UsageError, match=r"1 trainer rank\(s\) \+ 2 engine\(s\) x 4 GPUs need 9 GPUs, but 8 are visible"
+    ):
+        place(PlacementSettings(engines=2, trainer_ranks=1), gpus[:8], cores=8, gpus_each=each)
+
+
+@pytest.mark.parametrize("size", [0, -2, "2", True, 1.5])
+def test_a_parallel_size_that_is_no_count_is_refused(size: object) -> None:
+    with pytest.raises(UsageError, match="tensor_parallel_size must be a whole number"):
+        gpus_per_engine(InferenceSettings(vllm={"tensor_parallel_size": size}))

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import HeadwayError, PermanentError, UsageError
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 
@@ -77,6 +77,46 @@ def test_refused_settings_are_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="must be > 0"):
         supervisor.run()
     assert not (tmp_path / "work_002.log").exists()
+
+
+def test_a_failure_that_another_attempt_would_repeat_ends_the_run_at_once(tmp_path: Path) -> None:
+    code = """
+import sys
+print("headway: no reward", file=sys.stderr)
+print("headway:   12 x reward: KeyError", file=sys.stderr)
+sys.exit(3)
+"""
+    supervisor, _ = supervise([python("work", code, ends=True)], tmp_path)
+    with pytest.raises(PermanentError, match=r"work stopped the run: no reward\n  12 x reward: KeyError$") as caught:
+        supervisor.run()
+    assert caught.value.exit_code == 3 and not (tmp_path / "work_002.log").exists()
+
+
+def test_the_same_crash_twice_ends_the_run(tmp_path: Path) -> None:
+    code = "import sys; print('headway: TypeError: betta (loss.py:5)'); sys.exit(70)"
+    supervisor, _ = supervise([python("work", code, ends=True)], tmp_path)
+    with pytest.raises(HeadwayError, match="TypeError: betta"):
+        supervisor.run()
+    assert (tmp_path / "work_002.log").exists() and not (tmp_path / "work_003.log").exists()
+
+
+def test_a_process_that_was_told_to_stop_by_someone_else_is_started_again(tmp_path: Path) -> None:
+    code = f"""
+import pathlib, sys
+mark = pathlib.Path({str(tmp_path / "mark")!r})
+if not mark.exists():
+    mark.touch()
+    sys.exit(130)
+"""
+    supervisor, events = supervise([python("work", code, ends=True)], tmp_path)
+    assert supervisor.run()
+    assert any("asked it to stop" in event for event in events) and (tmp_path / "work_002.log").exists()
+
+
+def test_a_request_to_stop_ends_the_run_as_ctrl_c_does(tmp_path: Path) -> None:
+    process = ManagedProcess(python("work", "import time; time.sleep(60)", ends=True), tmp_path)
+    assert not Supervisor([process], progress=lambda: 0, stop_asked=lambda: True).run()
+    assert_no_children()
 
 
 def test_grandchildren_end_with_a_killed_process(tmp_path: Path) -> None:

@@ -5,22 +5,23 @@ from dataclasses import dataclass
 
 from headway.config.inference import InferenceSettings
 from headway.config.rl import RlSettings
-from headway.config.shared import ModelSettings
-from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
 from headway.models.config import ModelConfig
 from headway.models.costs import (
-    activation_numbers,
+    MOST_SNAPSHOTS,
     adapter_count,
     kv_bytes_per_token,
     parameter_count,
     serving_numbers,
+    state_bytes_per_sequence,
 )
+from headway.trainer.memory.estimate import FLOAT32, compute_bytes, step_memory
 
 GIB = 2**30
 
-FLOAT32 = 4
-_OWN_BYTES = 3 * GIB // 2
-"""Bytes of a process without tensors, and those that its allocator cannot use: context, workspaces, fragments."""
+_TRAINER_BYTES = 3 * GIB // 4
+"""Bytes of a trainer beside those that its allocator holds: CUDA's context, workspaces of libraries."""
+_ENGINE_BYTES = 3 * GIB // 2
+"""The same of an engine, with captured graphs, and what its allocator cannot use."""
 _PREFILL_TOKENS = 8192
 """Tokens in one step of an engine on a GPU, unless the settings say otherwise."""
 
@@ -43,38 +44,17 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-def compute_bytes(model: ModelSettings) -> int:
-    """Bytes of a number in the precision of computation, on a GPU."""
-    return FLOAT32 if model.dtype == "float32" else 2
-
-
 def trainer_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     """Estimate one rank of the trainer, at its peak."""
-    trainer, lora = settings.trainer, settings.model.lora
-    number = compute_bytes(settings.model)
-    ranks = settings.shard_ranks
-    weights = parameter_count(config)
-    trained = weights if lora is None else adapter_count(config, lora)
-    state = 0 if trainer.optimizer_on_cpu else _state_numbers(trainer.optim) * trained
-    masters = FLOAT32 * trained + (0 if lora is None else number * weights)
-    return Shares(
-        {
-            "weights": masters // ranks,
-            "gradients": FLOAT32 * trained // ranks,
-            "optimizer": FLOAT32 * state // ranks,
-            # Gathered, or cast, for computation; all at once at worst.
-            "working copy": number * trained if number < FLOAT32 else 0,
-            "activations": _activations(settings, config, number),
-            "head": _head(settings, config, number),
-            "updates": _staging(settings, config, number),
-            "process": _OWN_BYTES,
-        }
-    )
+    # How many micro-batches a step has depends on the samples: several, for all that is known here.
+    parts = step_memory(settings, config, accumulates=True).parts()
+    updates = _staging(settings, config, compute_bytes(settings.model.dtype))
+    return Shares({**parts, "updates": updates, "process": _TRAINER_BYTES})
 
 
 def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     """Estimate one engine, without its KV cache."""
-    number, inference = compute_bytes(settings.model), settings.inference
+    number, inference = compute_bytes(settings.model.dtype), settings.inference
     weights = number * parameter_count(config)
     rows, logits = inference.max_running, FLOAT32 * config.vocab_size
     tokens = max(inference.max_batched_tokens, rows, _PREFILL_TOKENS)
@@ -84,41 +64,18 @@ def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
             # An update is received beside what serves; an adapter is small.
             "spare": weights if settings.model.lora is None else 0,
             "steps": 3 * rows * logits + 2 * number * tokens * serving_numbers(config),
-            "process": _OWN_BYTES,
+            "process": _ENGINE_BYTES,
         }
     )
 
 
 def kv_limits(inference: InferenceSettings, config: ModelConfig, seq_len: int, number: int) -> tuple[int, int]:
-    """Bytes of the smallest KV cache that can serve (one sequence), and of the largest that can ever be full."""
+    """Bytes of the smallest KV cache that can serve (one sequence), and of the largest that can ever be full, each with
+    the recurrent states of all running sequences."""
     blocks = -(-min(seq_len, config.max_len) // inference.block_size)
     one = blocks * inference.block_size * kv_bytes_per_token(config, number)
-    return one, inference.max_running * one
-
-
-def _state_numbers(optimizer: Optimizer) -> int:
-    """Numbers that the optimizer keeps per weight."""
-    match optimizer:
-        case AdamW() | Muon():  # Muon keeps two for embeddings and head, one for the rest
-            return 2
-        case Sgd(momentum=momentum):
-            return int(momentum > 0)
-    return 0
-
-
-def _activations(settings: RlSettings, config: ModelConfig, number: int) -> int:
-    """Estimate what blocks keep of a micro-batch for the backward pass, and what one of them holds while it runs."""
-    activations = settings.trainer.activations
-    layers = 0 if activations.offload else config.layers
-    kept = layers * activation_numbers(config, activations.checkpoint)
-    return settings.seq_len * number * (kept + 2 * activation_numbers(config, "off"))
-
-
-def _head(settings: RlSettings, config: ModelConfig, number: int) -> int:
-    """Logits of a chunk and their gradient; the weight's gradient adds up in float32."""
-    chunk = min(settings.trainer.head_chunk, settings.seq_len)
-    weight = 0 if settings.model.lora else (FLOAT32 + number) * config.vocab_size * config.width
-    return chunk * config.vocab_size * (number + FLOAT32) + weight
+    states = inference.max_running * state_bytes_per_sequence(config, number)
+    return one + states, inference.max_running * one + (1 + MOST_SNAPSHOTS * inference.prefix_cache) * states
 
 
 def _staging(settings: RlSettings, config: ModelConfig, number: int) -> int:

@@ -2,10 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from math import prod
 
+from headway.config.inference import InferenceSettings
 from headway.config.shared import PlacementSettings
 from headway.core.devices import query_gpus, resolve_device
 from headway.core.errors import UsageError
+
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -17,18 +21,36 @@ class Placement:
     explanation: str
 
 
-def place(settings: PlacementSettings, gpus: list[str], cores: int) -> Placement:
-    """Divide the cores evenly on CPU; give each process GPUs of its own where there are enough, else shared ones."""
+def gpus_per_engine(inference: InferenceSettings) -> int:
+    """Count the GPUs of one engine: vLLM's tensor x pipeline x data parallel ranks; 1 for the embedded engine."""
+    sizes = {} if inference.engine == "embedded" else {name: inference.vllm.get(name, 1) for name in PARALLEL_SIZES}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UsageError(f"inference.vllm.{name} must be a whole number from 1 on (got {size!r})")
+    return prod(sizes.values())
+
+
+def place(settings: PlacementSettings, gpus: list[str], cores: int, gpus_each: int = 1) -> Placement:
+    """Divide the cores evenly on CPU; give each process GPUs of its own where there are enough, else shared ones.
+
+    An engine gets `gpus_each`. Engines of several share none, since vLLM's ranks wait for each other.
+    """
     if resolve_device(settings.device, bool(gpus)) == "cpu":
         threads = max(1, cores // (settings.trainer_ranks + settings.engines))
         environment = {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
         text = f"CPU: {cores} cores, {threads} thread(s) for each of {settings.trainer_ranks} trainer rank(s) and "
         return Placement(environment, [environment] * settings.engines, text + f"{settings.engines} engine(s)")
     ranks = settings.trainer_ranks
-    if len(gpus) >= ranks + settings.engines:
-        split = gpus[ranks : ranks + settings.engines]
-        explanation = f"GPUs {','.join(gpus[:ranks])} train, {','.join(split)} serve"
-        return Placement(_cuda(gpus[:ranks]), [_cuda([gpu]) for gpu in split], explanation)
+    needed = ranks + settings.engines * gpus_each
+    if len(gpus) >= needed:
+        split = [gpus[i : i + gpus_each] for i in range(ranks, needed, gpus_each)]
+        explanation = f"GPUs {','.join(gpus[:ranks])} train, {' '.join(','.join(each) for each in split)} serve"
+        return Placement(_cuda(gpus[:ranks]), [_cuda(each) for each in split], explanation)
+    if gpus_each > 1:
+        raise UsageError(
+            f"{ranks} trainer rank(s) + {settings.engines} engine(s) x {gpus_each} GPUs need {needed} GPUs, but "
+            f"{len(gpus)} are visible; lower placement.engines or inference.vllm's parallel sizes"
+        )
     if ranks > len(gpus):
         raise UsageError(f"placement.trainer_ranks is {ranks} but only {len(gpus)} GPU(s) are visible")
     shared = [gpus[i % len(gpus)] for i in range(settings.engines)]

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.core.errors import UsageError
+from headway.core.errors import CRASHED, MESSAGE_PREFIX, STOPPED, PermanentError, UsageError
 from headway.core.processes import die_with_parent_environment
 from headway.monitor.logs import SUPERVISED, next_log
 
@@ -61,6 +61,7 @@ class ManagedProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._start_again_at: float | None = None
+        self._last_crash: tuple[str, int] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -97,9 +98,11 @@ class ManagedProcess:
             self.finished = True
             return f"{self.spec.name} finished"
         if code == UsageError.exit_code:
-            raise UsageError(f"{self.spec.name} refused to start: {self.log_tail()}")
+            raise UsageError(f"{self.spec.name} refused to start: {self.reason()}")
+        if code == PermanentError.exit_code:
+            raise PermanentError(f"{self.spec.name} stopped the run: {self.reason()}")
         delay = self.budget.died(time.monotonic() - self._started_at, progress)
-        if delay is None:
+        if delay is None or (code == CRASHED and self._crashed_alike(progress)):
             raise CrashLoopError(self)
         self._start_again_at = time.monotonic() + delay
         return f"{self.spec.name} died ({_cause(code)}); starting again in {delay:.1f} s"
@@ -126,6 +129,21 @@ class ManagedProcess:
         self.wait(10.0)
         self._start_again_at = None
 
+    def reason(self) -> str:
+        """Return what the process said last, as its command line printed it."""
+        lines = self.log_tail(40).splitlines()
+        said: list[str] = []
+        for line in reversed(lines):
+            if not line.startswith(MESSAGE_PREFIX):
+                break
+            said.insert(0, line.removeprefix(MESSAGE_PREFIX))
+        return "\n".join(said) or lines[-1]
+
+    def _crashed_alike(self, progress: int) -> bool:
+        """True if it crashed in the same way before, and the run made no step since: it will crash again."""
+        before, self._last_crash = self._last_crash, (self.reason(), progress)
+        return self._last_crash == before
+
     def log_tail(self, lines: int = 1) -> str:
         """Return the last `lines` of the current log, without empty ones."""
         try:
@@ -151,6 +169,8 @@ class CrashLoopError(Exception):
 
 
 def _cause(code: int | None) -> str:
+    if code == STOPPED:
+        return "someone else's signal asked it to stop"
     if code is not None and code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"

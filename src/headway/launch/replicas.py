@@ -15,7 +15,8 @@ from headway.config.loader import write_settings
 from headway.core.errors import UsageError
 from headway.core.processes import consecutive_ports, die_with_parent_command, free_port, usable_cores
 from headway.core.runs import RunPaths
-from headway.launch.placement import place_engines, visible_gpus
+from headway.launch.joining import run_flags
+from headway.launch.placement import gpus_per_engine, place_engines, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 
@@ -47,6 +48,7 @@ def run_replicas(
     count: int,
     *,
     run: RunPaths | None = None,
+    url: str | None = None,
     name: str = "replica",
     router: bool = True,
     show: Callable[[str], None] = print,
@@ -54,7 +56,8 @@ def run_replicas(
     """Serve until SIGTERM or SIGINT, then end all. An engine that dies is restarted at its port.
 
     With `run` each engine joins it and the run's orchestrator chooses among them; otherwise a router does, where one
-    is installed. Raises HeadwayError when a process keeps dying, UsageError when one refuses its settings.
+    is installed. Where the run is another host's, at `url`, engines end with it. Raises HeadwayError when a process
+    keeps dying, UsageError when one refuses its settings.
     """
     command = find_router() if router and run is None else None
     addresses = plan_addresses(settings.inference.host, settings.inference.port, count, router=command is not None)
@@ -62,7 +65,8 @@ def run_replicas(
     logs = run.logs if run is not None else folder
     file = folder / f"{name}.toml"
     write_settings(settings, file)
-    specs = engine_specs(settings, addresses, file, name, run)
+    join = [] if run is None else ["--join", str(run.root)] if url is None else ["--run", url, *run_flags(run)]
+    specs = engine_specs(settings, addresses, file, name, join)
     if command is not None:
         specs.append(router_spec(command, addresses))
     show(f"starting {count} engines; logs: {logs}")
@@ -83,16 +87,18 @@ def plan_addresses(host: str, port: int, count: int, *, router: bool) -> Address
 
 
 def engine_specs(
-    settings: ServeSettings, addresses: Addresses, file: Path, name: str, run: RunPaths | None
+    settings: ServeSettings, addresses: Addresses, file: Path, name: str, join: list[str]
 ) -> list[ProcessSpec]:
-    vllm = settings.inference.vllm
-    devices = vllm.get("tensor_parallel_size", 1) * vllm.get("pipeline_parallel_size", 1)
     cuda = [] if settings.placement.device == "cpu" else visible_gpus()
-    environments = place_engines(len(addresses.engines), cuda, usable_cores(), devices)
+    environments = place_engines(len(addresses.engines), cuda, usable_cores(), gpus_per_engine(settings.inference))
     serve = [sys.executable, "-m", "headway.cli.main", "serve", "@", str(file)]
-    join = [] if run is None else ["--join", str(run.root)]
     return [
-        ProcessSpec(f"{name}-{index}", [*serve, *join, "--port", str(port), "--name", f"{name}-{index}"], environment)
+        ProcessSpec(
+            f"{name}-{index}",
+            [*serve, *join, "--port", str(port), "--name", f"{name}-{index}"],
+            environment,
+            ends="--run" in join,
+        )
         for index, (port, environment) in enumerate(zip(addresses.engines, environments, strict=True))
     ]
 

@@ -1,10 +1,9 @@
 """A whole run on one machine: its processes, how they are started, and the loop that keeps them alive."""
 
 import fcntl
-import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 
@@ -14,34 +13,82 @@ from headway.core.errors import UsageError
 from headway.core.files import write_atomic
 from headway.core.processes import free_port, usable_cores
 from headway.core.runs import RunPaths
-from headway.launch.placement import Placement, gpus_of, place, visible_gpus
+from headway.launch.hosts import ROLES, RunHost, role_of
+from headway.launch.placement import Placement, gpus_of, gpus_per_engine, place, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.sharing import MemoryPlan, gpu_memory, plan_memory
 from headway.launch.supervisor import Supervisor
 from headway.launch.view import RunView
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
+from headway.monitor.prometheus import PrometheusExporter
+from headway.transport.control.folder import FolderControl
+from headway.transport.control.tokens import write_token
 
 
-def run_rl(settings: RlSettings, paths: RunPaths, console: Console | None = None) -> bool:
-    """Run until the last step (True) or until the user stops it (False). Raises HeadwayError on failure."""
+def run_rl(
+    settings: RlSettings, paths: RunPaths, console: Console | None = None, roles: Collection[str] = ROLES
+) -> bool:
+    """Run until the last step (True) or until the user stops it (False). Raises HeadwayError on failure.
+
+    Only processes of these `roles` start here; others join from other hosts.
+    """
     if not settings.orchestrator.envs:
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
     console = console or Console()
-    placement = place(settings.placement, visible_gpus(), usable_cores())
+    # A host that neither trains nor serves needs no GPU.
+    device = settings.placement.device if {"trainer", "inference"} & set(roles) else "cpu"
+    here = settings.placement.model_copy(update={"device": device})
+    placement = place(here, visible_gpus(), usable_cores(), gpus_per_engine(settings.inference))
     memory = _plan_memory(settings, placement)
     write_process_settings(settings, paths.config)
-    _write_token(paths)
-    with _supervisor_lock(paths), RunView(paths, settings.max_steps, console) as view:
+    write_token(paths)
+    with ExitStack() as stack:
+        stack.enter_context(_supervisor_lock(paths))
+        exporter = _exporter(settings.tracking.prometheus_port, paths, stack)
+        on_metrics = exporter.update if exporter else _ignore
+        view = stack.enter_context(RunView(paths, settings.max_steps, console, on_metrics))
         view.event(f"run folder: {paths.root}")
+        control = FolderControl(paths)
+        control.clear()
+        host = RunHost(settings.control, paths) if settings.control.host is not None else None
+        if host:
+            view.event(f"control service: {host.url}; its token is in {paths.control / 'token'}")
+        if exporter:
+            view.event(f"Prometheus metrics: {exporter.url}")
         for line in (placement.explanation, *memory.lines):
             view.event(line)
         processes = [ManagedProcess(spec, paths.logs) for spec in process_specs(settings, paths, placement, memory)]
-        supervisor = Supervisor(processes, progress=lambda: view.step, on_tick=view.tick, on_event=view.event)
-        finished = supervisor.run()
+        processes = [process for process in processes if role_of(process.spec.name) in roles]
+        supervisor = Supervisor(
+            processes,
+            progress=lambda: view.step,
+            on_tick=view.tick,
+            on_event=view.event,
+            stop_asked=control.stop_asked,
+        )
+        finished = False
+        try:
+            finished = supervisor.run()
+        finally:
+            if host:
+                host.end(finished)
         if not finished:
             view.event(f"stopped; continue with: headway rl --resume {paths.root}")
     return finished
+
+
+def _exporter(port: int | None, paths: RunPaths, stack: ExitStack) -> PrometheusExporter | None:
+    """Start the run's exporter where the settings ask for one, and record its address."""
+    if port is None:
+        return None
+    exporter = PrometheusExporter(port)
+    stack.callback(exporter.close)
+    write_atomic(paths.control / "prometheus", f"{exporter.url}\n")
+    return exporter
+
+
+def _ignore(process: str, values: dict[str, float]) -> None: ...
 
 
 def process_specs(
@@ -81,22 +128,13 @@ def _plan_memory(settings: RlSettings, placement: Placement) -> MemoryPlan:
     gpus = gpus_of(placement.trainer)
     if not gpus or settings.orchestrator.engines:
         return MemoryPlan([None] * len(placement.engines), [])
-    config = load_config(resolve_model(settings.model.path, settings.model.family))
+    config = load_config(resolve_model(settings.model.path, settings.model.family), settings.model.implementation)
     every = dict.fromkeys(gpus + [gpu for engine in placement.engines for gpu in gpus_of(engine)])
     return plan_memory(settings, config, placement, gpu_memory(list(every)))
 
 
 def _kv_flags(kv_bytes: int | None) -> list[str]:
     return [] if kv_bytes is None else ["--inference.kv_memory_gb", f"{kv_bytes / 1e9:.6g}"]
-
-
-def _write_token(paths: RunPaths) -> None:
-    """Write the secret that admin routes of this run's engines demand."""
-    paths.control.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = paths.control / "token"
-    if not token.exists():
-        write_atomic(token, secrets.token_urlsafe(32))
-        token.chmod(0o600)
 
 
 @contextmanager

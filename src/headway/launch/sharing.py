@@ -12,7 +12,6 @@ from headway.core.devices import query_gpus
 from headway.core.errors import UsageError
 from headway.launch.memory import (
     Shares,
-    compute_bytes,
     engine_shares,
     gib,
     kv_limits,
@@ -20,7 +19,8 @@ from headway.launch.memory import (
 )
 from headway.launch.placement import Placement, gpus_of
 from headway.models.config import ModelConfig
-from headway.models.costs import kv_bytes_per_token
+from headway.models.costs import kv_bytes_per_token, state_bytes_per_sequence
+from headway.trainer.memory.estimate import compute_bytes
 
 MARGIN = 0.05
 """Share of a GPU that is given to no process, because estimates are estimates."""
@@ -32,6 +32,7 @@ REMEDIES = {
     "working copy": "train an adapter with model.lora.rank",
     "activations": 'lower seq_len, or set trainer.activations.checkpoint = "selective" or "full"',
     "head": "lower trainer.head_chunk",
+    "fragments": "use a GPU with more free memory",
     "updates": 'set weights.type = "filesystem"',
     "process": "use a GPU with more free memory",
     "spare": "train an adapter with model.lora.rank, or use more GPUs",
@@ -85,7 +86,7 @@ def _divide(
 ) -> int:
     """Return the bytes of each engine's KV cache."""
     engine = engine_shares(settings, config)
-    least, most = kv_limits(settings.inference, config, settings.seq_len, compute_bytes(settings.model))
+    least, most = kv_limits(settings.inference, config, settings.seq_len, compute_bytes(settings.model.dtype))
     if settings.inference.kv_memory_gb is not None:
         least = most = min(most, int(settings.inference.kv_memory_gb * 1e9))
     spare = memory.free - int(MARGIN * memory.total) - trainer.total - engines * engine.total
@@ -111,7 +112,9 @@ def _explain(
     settings: RlSettings, config: ModelConfig, gpu: str, memory: GpuMemory, trainer: Shares, engines: int, kv: int
 ) -> str:
     engine = engine_shares(settings, config)
-    tokens = kv // kv_bytes_per_token(config, compute_bytes(settings.model))
+    number = compute_bytes(settings.model.dtype)
+    states = settings.inference.max_running * state_bytes_per_sequence(config, number)
+    tokens = (kv - states) // max(1, kv_bytes_per_token(config, number))
     left = memory.free - trainer.total - engines * (engine.total + kv)
     who = f"trainer ~{gib(trainer.total)} ({trainer.explain()}), " if trainer.parts else ""
     count = f"{engines} engines, each" if engines > 1 else "engine"

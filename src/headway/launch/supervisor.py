@@ -20,7 +20,7 @@ class Supervisor:
     """Starts processes and restarts those that die: crash-only, so no process is ever repaired.
 
     `progress` returns the run's newest step (it decides whether deaths are "in a row"); `on_tick` is called between
-    two checks of the processes, for the console.
+    two checks of the processes, for the console; `stop_asked` stops the run as Ctrl-C does.
     """
 
     def __init__(
@@ -30,11 +30,13 @@ class Supervisor:
         progress: Callable[[], int],
         on_tick: Callable[[], None] = lambda: None,
         on_event: Callable[[str], None] = logger.info,
+        stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.processes = processes
         self._progress = progress
         self._on_tick = on_tick
         self._on_event = on_event
+        self._stop_asked = stop_asked
         self._signals = 0
 
     def run(self) -> bool:
@@ -46,7 +48,7 @@ class Supervisor:
             try:
                 for process in self.processes:
                     process.start()
-                while not self._signals and not self._done():
+                while not self._signals and not self._done() and not self._stop_asked():
                     self._check()
                     self._on_tick()
                     time.sleep(0.1)

@@ -1,9 +1,10 @@
 """The console view of a run: one line per step on a plain output, a live panel on a terminal."""
 
 import json
+import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -22,14 +23,23 @@ SPARKS = "▁▂▃▄▅▆▇█"
 class RunView:
     """Shows the progress of a run. Call `tick` often; it reads files and redraws when it should."""
 
-    def __init__(self, paths: RunPaths, max_steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        max_steps: int,
+        console: Console | None = None,
+        on_metrics: Callable[[str, dict[str, float]], None] = lambda process, line: None,
+    ) -> None:
+        """`on_metrics` gets every new line of metrics, with the name of the process that wrote it."""
         self.step = 0
         self._paths = paths
         self._max_steps = max_steps
+        self._on_metrics = on_metrics
         self._console = console or Console()
         self._tails = {name: LineTail(paths.metrics / f"{name}.jsonl") for name in ("orchestrator", "trainer")}
         self._newest: dict[str, dict[str, float]] = {"orchestrator": {}, "trainer": {}}
         self._rewards: dict[int, float] = {}
+        self._lags: dict[int, float] = {}
         self._events: deque[str] = deque(maxlen=4)
         self._times: deque[tuple[float, int]] = deque(maxlen=50)
         self._next_tick = 0.0
@@ -58,6 +68,7 @@ class RunView:
         for line in self._new_lines("orchestrator"):
             if "batch/episodes" in line:  # other lines are evaluations
                 self._newest["orchestrator"] = line
+                self._lags[int(line["step"])] = line.get("lag/mean", math.nan)
             if "reward/mean" in line:
                 self._rewards[int(line["step"])] = line["reward/mean"]
         for line in self._new_lines("trainer"):
@@ -70,14 +81,18 @@ class RunView:
             self._live.update(self._panel())
 
     def _new_lines(self, process: str) -> Iterator[dict[str, float]]:
-        return map(json.loads, self._tails[process].lines())
+        """Read new lines. Metrics write numbers that are not finite as null; here they are NaN."""
+        for line in map(json.loads, self._tails[process].lines()):
+            numbers = {name: math.nan if value is None else value for name, value in line.items()}
+            self._on_metrics(process, numbers)
+            yield numbers
 
     def _line(self, line: dict[str, float]) -> str:
         reward = self._rewards.get(self.step)
         parts = [
             f"step {self.step}/{self._max_steps}",
             f"reward {reward:.3f}" if reward is not None else "reward -",
-            f"lag {self._get('orchestrator', 'lag/mean'):.1f}",
+            f"lag {self._lags.get(self.step, math.nan):.1f}",
             f"kl {line.get('mismatch_kl', 0.0):.1e}",
             f"{line.get('tokens_per_second', 0.0):,.0f} tok/s",
         ]
@@ -98,7 +113,7 @@ class RunView:
                 "training",
                 f"{self._get('trainer', 'tokens_per_second'):,.0f} tok/s",
             ),
-            ("lag", f"{self._get('orchestrator', 'lag/mean'):.2f}", "waits", self._waiting()),
+            ("lag", f"{self._lags.get(self.step, math.nan):.2f}", "waits", self._waiting()),
             (
                 "in flight",
                 f"{self._get('orchestrator', 'in_flight'):.0f}",
@@ -125,6 +140,7 @@ class RunView:
 
 
 def _sparkline(values: list[float], width: int = 32) -> str:
+    values = [value for value in values if math.isfinite(value)]
     if not values:
         return "-"
     size = max(1, -(-len(values) // width))

@@ -1,0 +1,1 @@
+"""Deployments: a run on machines that a scheduler gives out."""

@@ -1,0 +1,60 @@
+"""A run as `status`, `logs` and `stop` see it: by its folder, or by the address of its control service."""
+
+import re
+from pathlib import Path
+
+from headway.core.control import RunStatus
+from headway.core.runs import RunPaths
+from headway.monitor.runs import open_run
+from headway.transport.control.client import ControlClient
+from headway.transport.control.collected import CollectedFiles
+from headway.transport.control.folder import SERVICE_FILE, FolderControl
+from headway.transport.control.status import read_status
+from headway.transport.control.tokens import find_token
+
+_LOG = re.compile(r"(.+)_(\d+)\.log")
+_TAIL_BYTES = 1 << 18
+
+
+class RemoteRun:
+    """A run of which nothing is changed but that it may be asked to stop."""
+
+    def __init__(self, where: str) -> None:
+        """Open a run folder, or connect to an address. Raises UsageError where there is no run."""
+        self._client, self._paths = None, RunPaths(Path(where))
+        if where.startswith(("http://", "https://")):
+            self._client = ControlClient(where, find_token())
+        else:
+            self._paths = open_run(Path(where))
+            service = self._paths.control / SERVICE_FILE
+            if service.is_file():  # it knows more: who joined from other hosts
+                self._client = ControlClient(service.read_text().strip(), find_token(self._paths))
+
+    def status(self) -> RunStatus:
+        return self._client.status() if self._client else read_status(self._paths)
+
+    def stop(self) -> None:
+        if self._client:
+            self._client.stop()
+        else:
+            FolderControl(self._paths).ask_to_stop()
+
+    def newest_logs(self, process: str = "") -> list[str]:
+        """Name the log of each process's last attempt, of those whose names begin with `process`."""
+        names = self._client.get("/v1/files/logs", dict[str, int]) if self._client else self._files().sizes("logs")
+        newest: dict[str, tuple[int, str]] = {}
+        for name in names:
+            if (match := _LOG.fullmatch(name)) and match[1].rpartition(".")[2].startswith(process):
+                newest[match[1]] = max(newest.get(match[1], (0, "")), (int(match[2]), name))
+        return [name for _, name in newest.values()]
+
+    def log_tail(self, name: str, lines: int) -> list[str]:
+        """Return the last lines of a log."""
+        if self._client:
+            data = self._client.http.request("GET", f"/v1/files/logs/{name}?offset=-{_TAIL_BYTES}")
+        else:
+            data = self._files().read("logs", name, -_TAIL_BYTES, _TAIL_BYTES)
+        return data.decode(errors="replace").splitlines()[-lines:]
+
+    def _files(self) -> CollectedFiles:
+        return CollectedFiles(self._paths)
