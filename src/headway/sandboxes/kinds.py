@@ -1,0 +1,54 @@
+"""Kinds of sandboxes by name, and the one that a machine gets by default."""
+
+from collections.abc import Callable
+
+from headway.core.imports import load_object
+from headway.sandboxes.backend import Backend
+from headway.sandboxes.sandbox import SandboxUnavailableError
+
+_HERE = "headway.sandboxes"
+# Paths, not classes: a kind is imported when it is used.
+_PATHS: dict[str, str] = {
+    "bubblewrap": f"{_HERE}.bubblewrap:Bubblewrap",
+    "gvisor": f"{_HERE}.gvisor:Gvisor",
+    "container": f"{_HERE}.container:Containers",
+    "process": f"{_HERE}.process:Processes",
+}
+
+
+def backend_class(kind: str) -> type[Backend]:
+    """Find the back end for `kind`; "auto" is bubblewrap. What follows a colon is the back end's own.
+
+    Raises SandboxUnavailableError, with what to install, where this machine can't run it. "auto" never means `process`.
+    """
+    name = kind.partition(":")[0]
+    if name == "auto":
+        name = "bubblewrap"
+    if name not in _PATHS:
+        raise SandboxUnavailableError(f'no sandbox is called "{name}" (known: auto, {", ".join(_PATHS)})')
+    found: type[Backend] = load_object(_PATHS[name], "sandbox")
+    found.check()
+    return found
+
+
+def make_backend(kind: str) -> Backend:
+    """Make the back end for `kind`, such as "gvisor" or "container:python:3.12-slim"."""
+    found = backend_class(kind)
+    name, _, argument = kind.partition(":")
+    if bool(argument) != bool(found.takes):
+        problem = f"needs {found.takes}" if found.takes else f'takes nothing after its name (got "{argument}")'
+        raise SandboxUnavailableError(f'a sandbox of kind "{name}" {problem}')
+    make: Callable[..., Backend] = found
+    return make(argument) if argument else make()
+
+
+def available_kinds() -> dict[str, str]:
+    """Every kind, with "" where this machine can run it and else what to install."""
+    problems = {}
+    for kind in _PATHS:
+        try:
+            backend_class(kind)
+            problems[kind] = ""
+        except SandboxUnavailableError as unavailable:
+            problems[kind] = str(unavailable)
+    return problems

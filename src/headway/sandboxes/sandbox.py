@@ -1,0 +1,249 @@
+"""The sandbox protocol: a box in which commands run, with limits, files of its own and no network."""
+
+import asyncio
+import logging
+import posixpath
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from headway.core.errors import HeadwayError
+from headway.sandboxes.meters import meters
+from headway.sandboxes.output import Captured
+
+logger = logging.getLogger(__name__)
+
+Limit = Literal["time", "memory", "processes", "disk", "output"]
+
+WORK = "/workspace"
+"""The folder in which commands run, and which a snapshot holds."""
+HOME = "/home/agent"
+MAX_READ = 64 << 20
+
+
+class SandboxError(HeadwayError):
+    """A sandbox could not do what was asked of it; the message says why."""
+
+
+class SandboxUnavailableError(SandboxError):
+    """This machine can't run the back end; the message says what to install."""
+
+
+class SandboxGoneError(SandboxError):
+    """The sandbox ended while it was in use: stopped, killed, or out of memory."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one sandbox. Bytes, counts and seconds; `cpus` is a share of cores, such as 0.5 or 2."""
+
+    memory: int = 512 << 20
+    processes: int = 64
+    cpus: float = 1.0
+    disk: int = 256 << 20
+    """All that is written in the sandbox: work, temporary and home folders together."""
+    seconds: float = 60.0
+    """One command, unless `run` is told otherwise."""
+    output: int = 256 << 10
+    """Bytes kept of a command's stdout and of its stderr; one that writes 64 times as much is killed."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise SandboxError(f"sandbox limits: {name} must be a positive number (got {value!r})")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one command. A command killed by signal N has exit code 128 + N, as in a shell."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    limit: Limit | None = None
+    """The limit that the command ran into, if one was seen."""
+    left_out: int = 0
+    """Bytes of output beyond `Limits.output`, which the texts say at the place."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The work folder of a sandbox as a tar archive. Nothing outside a sandbox ever unpacks it."""
+
+    archive: bytes
+
+
+class Process(ABC):
+    """A live process in a sandbox whose stdin and output cross its wall."""
+
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Write to the process's stdin."""
+
+    @abstractmethod
+    async def wait(self) -> int:
+        """Return the exit code once the process has ended."""
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+
+    @abstractmethod
+    async def kill(self, signal: int = 9) -> None:
+        """Send a signal to the process and its group."""
+
+
+class Sandbox(ABC):
+    """A box of its own for one episode. Stopped by `stop` or at the end of `async with`; then nothing is left of it.
+
+    The verbs are those of verifiers' `Runtime`, and `snapshot` and `fork`.
+    """
+
+    name: str
+    limits: Limits
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        seconds: float | None = None,
+        cwd: str | None = None,
+    ) -> Result:
+        """Run a command to its end. `env` is added to a small clean environment; a missing program is exit code 127.
+
+        Processes that it leaves behind live on until `stop`, unless it ran out of time: then its group is killed.
+        """
+        out, err = Captured(self.limits.output), Captured(self.limits.output)
+        limit = seconds or self.limits.seconds
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        code, hit = await self._execute(list(argv), dict(env or {}), stdin, limit, cwd or WORK, out, err)
+        left_out = out.left_out + err.left_out
+        if hit is None and left_out:
+            hit = "output"
+        gauge = meters()
+        gauge.count("commands")
+        gauge.count("seconds_run", clock() - began)
+        if hit is not None:
+            gauge.count(f"limit_{hit}")
+        return Result(code, out.text(), err.text(), hit, left_out, clock() - began)
+
+    async def read(self, path: str, max_bytes: int = MAX_READ) -> bytes:
+        """Read a file. Raises SandboxError where there is none or it is longer than `max_bytes`."""
+        data = await self.read_start(path, max_bytes + 1)
+        if len(data) > max_bytes:
+            raise SandboxError(f"read {path}: longer than {max_bytes} bytes")
+        return data
+
+    async def read_start(self, path: str, count: int) -> bytes:
+        """Read the first `count` bytes of a file. Raises SandboxError where there is none."""
+        out, err = Captured(count), Captured(4096)
+        argv = ["head", "-c", str(count), "--", self.resolve(path)]
+        code, _ = await self._execute(argv, {}, b"", self.limits.seconds, WORK, out, err)
+        if code:
+            raise SandboxError(f"read {path}: {err.text().strip() or f'exit code {code}'}")
+        return out.kept()
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, and the folders it needs. Raises SandboxError, for example where the disk is full."""
+        out, err = Captured(4096), Captured(4096)
+        path = self.resolve(path)
+        script = ["sh", "-c", 'mkdir -p -- "$1" && cat > "$2"', "sh", posixpath.dirname(path), path]
+        code, _ = await self._execute(script, {}, data, self.limits.seconds, WORK, out, err)
+        if code:
+            raise SandboxError(f"write {path}: {err.text().strip() or f'exit code {code}'}")
+
+    async def background(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, log: str, cwd: str | None = None
+    ) -> Process:
+        """Start a process that lives until `stop`; its stdout and stderr go to the file `log` in the sandbox."""
+        script = ["sh", "-c", 'log=$1; shift; exec "$@" > "$log" 2>&1 < /dev/null', "sh", self.resolve(log), *argv]
+        return await self.open_process(script, env=env, cwd=cwd)
+
+    async def snapshot(self) -> Snapshot:
+        """Keep the work folder as it is now."""
+        limit = 2 * self.limits.disk + (1 << 20)
+        out, err = Captured(limit), Captured(4096)
+        argv = ["tar", "-C", self.resolve(WORK), "-cf", "-", "."]
+        code, _ = await self._execute(argv, {}, b"", self.limits.seconds, WORK, out, err)
+        if code or out.left_out:
+            raise SandboxError(f"snapshot: {err.text().strip() or f'exit code {code}'}")
+        return Snapshot(out.kept())
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Unpack a snapshot over the work folder."""
+        out, err = Captured(4096), Captured(4096)
+        argv = ["tar", "-C", self.resolve(WORK), "--no-same-owner", "-xf", "-"]
+        code, _ = await self._execute(argv, {}, snapshot.archive, self.limits.seconds, WORK, out, err)
+        if code:
+            raise SandboxError(f"restore: {err.text().strip() or f'exit code {code}'}")
+
+    async def unpack_folder(self, folder: Path) -> None:
+        """Copy a folder of this machine into the work folder. Its links stay links: they lead nowhere outside."""
+        packed = await asyncio.to_thread(
+            subprocess.run, ["tar", "-C", str(folder), "-cf", "-", "."], capture_output=True
+        )
+        if packed.returncode:
+            raise SandboxError(f"{folder}: {packed.stderr.decode(errors='replace').strip()}")
+        await self.restore(Snapshot(packed.stdout))
+
+    def resolve(self, path: str) -> str:
+        """Make `path` absolute within the sandbox; relative ones begin in the work folder."""
+        return posixpath.normpath(posixpath.join(WORK, path))
+
+    @abstractmethod
+    async def _execute(
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        stdin: bytes,
+        seconds: float,
+        cwd: str,
+        out: Captured,
+        err: Captured,
+    ) -> tuple[int, Limit | None]:
+        """Run `argv`; returns the exit code and the limit that was seen to be hit."""
+
+    @abstractmethod
+    async def open_process(
+        self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
+    ) -> Process:
+        """Start a live process, with pipes to it."""
+
+    @abstractmethod
+    async def expose(self, port: int) -> str:
+        """Make a port that a process in the sandbox listens on reachable; returns its URL on loopback here."""
+
+    @abstractmethod
+    async def forward(self, port: int) -> int:
+        """Make one port of this machine's loopback reachable from inside, and nothing else.
+
+        Returns the port to use there, on 127.0.0.1.
+        """
+
+    @abstractmethod
+    async def fork(self) -> "Sandbox":
+        """Start another sandbox with the same limits, whose work folder begins as this one's is now."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End everything that runs in the sandbox and remove all of it. May be called twice."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Shielded: a cancelled episode must not leave its sandbox behind.
+        await asyncio.shield(self.stop())

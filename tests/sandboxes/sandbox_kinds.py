@@ -1,0 +1,87 @@
+"""The kinds of sandboxes as test parameters; one that this machine can't run is skipped, and says why."""
+
+import asyncio
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headway.sandboxes.backend import Backend
+from headway.sandboxes.container import Containers
+from headway.sandboxes.kinds import backend_class, make_backend
+from headway.sandboxes.launched import system_links
+from headway.sandboxes.recipe import Recipe
+from headway.sandboxes.sandbox import Limits, SandboxError, Snapshot
+from headway.sandboxes.streamed import StreamedSandbox
+
+
+def unavailable(kind: str) -> str:
+    """Why this machine can't run `kind`, or ""."""
+    try:
+        backend_class(kind)
+    except SandboxError as error:
+        return str(error)
+    return ""
+
+
+class HostContainers(Containers):
+    """Containers whose image is this machine's /usr: tests have no registry to get another from."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="headway-rootfs-")
+        Path(self._folder.name).chmod(0o755)
+        for name in ("usr", "etc", "proc", "sys", "dev", "tmp", "run/headway", "home/agent", "workspace"):
+            (Path(self._folder.name) / name).mkdir(parents=True)
+        for name, link in system_links().items():
+            if link is not None:
+                (Path(self._folder.name) / f".{name}").symlink_to(link)
+        super().__init__(self._folder.name)
+
+    async def create(
+        self, recipe: Recipe | None = None, limits: Limits | None = None, snapshot: Snapshot | None = None
+    ) -> StreamedSandbox:
+        recipe = recipe or Recipe()
+        return await super().create(replace(recipe, readable=(Path("/usr"), *recipe.readable)), limits, snapshot)
+
+    async def close(self) -> None:
+        await super().close()
+        self._folder.cleanup()
+
+
+def make(kind: str) -> Backend:
+    return HostContainers() if kind == "container" else make_backend(kind)
+
+
+def _probe(kind: str) -> str:
+    """Try it: inside some containers the tools are there and the kernel refuses."""
+
+    async def main() -> str:
+        try:
+            backend = make(kind)
+        except SandboxError as error:
+            return str(error)
+        try:
+            async with await backend.create() as box:
+                done = await box.run(["true"])
+                return "" if done.exit_code == 0 else done.stderr
+        except (SandboxError, OSError) as error:
+            return str(error)
+        finally:
+            await backend.close()
+
+    return asyncio.run(main())
+
+
+_PROBLEMS = {kind: _probe(kind) for kind in ("bubblewrap", "gvisor", "container")}
+
+
+def param(kind: str, *marks: pytest.MarkDecorator) -> object:
+    problem = _PROBLEMS.get(kind, "")
+    return pytest.param(kind, marks=[pytest.mark.skipif(bool(problem), reason=f"{kind}: {problem}"), *marks])
+
+
+ISOLATING = [param("bubblewrap"), param("gvisor"), param("container", pytest.mark.slow)]
+EVERY = [*ISOLATING, param("process")]
+needs_bubblewrap = pytest.mark.skipif(bool(_PROBLEMS["bubblewrap"]), reason=str(_PROBLEMS["bubblewrap"]))
+needs_gvisor = pytest.mark.skipif(bool(_PROBLEMS["gvisor"]), reason=str(_PROBLEMS["gvisor"]))
