@@ -1,0 +1,1 @@
+"""Software engineering: repositories with an issue to resolve, judged by hidden tests."""

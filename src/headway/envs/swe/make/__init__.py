@@ -1,0 +1,1 @@
+"""Making of tasks: bugs planted in packages where their tests look."""
