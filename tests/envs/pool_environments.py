@@ -47,6 +47,14 @@ async def die_and_leave_a_child() -> None:
     await die()
 
 
+async def start_a_daemon() -> None:
+    """Start a process in a session of its own, whose parent ends at once."""
+    code = "import os, time; os.fork() and os._exit(0); os.setsid(); time.sleep(600.125)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    await process.wait()
+    await asyncio.create_subprocess_exec("sleep", "600.125")
+
+
 async def hang_the_loop() -> None:
     ctypes.PyDLL(None).sleep(600)  # holds the interpreter lock: nothing else runs in this process
 
@@ -80,6 +88,7 @@ async def print_a_lot() -> None:
 MISBEHAVIOUR = {
     "die": die,
     "die and leave a child": die_and_leave_a_child,
+    "start a daemon": start_a_daemon,
     "hang": hang_the_loop,
     "sleep": sleep_long,
     "ignore": ignore_cancellation,
@@ -253,3 +262,17 @@ class Duel(Environment):
     @reward(agent="solver")
     def solved(self, answer: str) -> bool:
         return answer == "yes"
+
+
+class Variables(SingleTurn):
+    """Writes its environment variables into a file."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def tasks(self) -> list[Task]:
+        Path(self.file).write_text("\n".join(os.environ))
+        return [Task("0")]
+
+    def prompt(self, task: Task) -> str:
+        return "hello"

@@ -9,13 +9,22 @@ import msgspec
 from aiohttp import web
 
 from headway.core.episodes import Episode
-from headway.core.protocol import GenerateChoice, GenerateRequest, GenerateResponse
+from headway.core.protocol import FRAMES, GenerateChunk, GenerateRequest
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the engine sent for one request, put together from the frames as they are."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: list[tuple[int, int]]
 
 
 @dataclass
 class Relay:
     url: str = ""
-    exchanges: list[tuple[list[int], GenerateChoice]] = field(default_factory=list)
+    exchanges: list[tuple[list[int], Reply]] = field(default_factory=list)
 
 
 @asynccontextmanager
@@ -25,13 +34,13 @@ async def relay(engine: str) -> AsyncIterator[Relay]:
 
         async def forward(request: web.Request) -> web.Response:
             body = await request.read()
-            async with session.request(request.method, engine + request.path, data=body) as reply:
-                data, status = await reply.read(), reply.status
+            headers = {name: request.headers[name] for name in ("Accept", "Content-Type") if name in request.headers}
+            async with session.request(request.method, engine + request.path_qs, data=body, headers=headers) as reply:
+                data, status, kind = await reply.read(), reply.status, reply.content_type
             if request.path.endswith("/generate") and status == 200:
-                asked = msgspec.json.decode(body, type=GenerateRequest)
-                sent = msgspec.json.decode(data, type=GenerateResponse)
-                kept.exchanges.append((asked.token_ids, sent.choices[0]))
-            return web.Response(body=data, status=status, content_type="application/json")
+                assert kind == FRAMES
+                kept.exchanges.append((msgspec.json.decode(body, type=GenerateRequest).token_ids, join(data)))
+            return web.Response(body=data, status=status, content_type=kind)
 
         app = web.Application(client_max_size=1 << 26)
         app.router.add_route("*", "/{path:.*}", forward)
@@ -45,18 +54,21 @@ async def relay(engine: str) -> AsyncIterator[Relay]:
             await runner.cleanup()
 
 
+def join(data: bytes) -> Reply:
+    """Put the frames of a streamed reply together."""
+    choices = []
+    while data:
+        size = int.from_bytes(data[:4], "little")
+        choices.append(msgspec.msgpack.decode(data[4 : 4 + size], type=GenerateChunk).choices[0])
+        data = data[4 + size :]
+    tokens = [token for choice in choices for token in choice.token_ids]
+    logprobs = [entry.logprob for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    return Reply(tuple(tokens), tuple(logprobs), choices[-1].versions)
+
+
 def assert_tokens_are_what_was_sent(episodes: list[Episode], kept: Relay) -> None:
     """Every sampled node is one reply of the engine, verbatim, to exactly the tokens before it; and none is missing."""
-    sent = [
-        (
-            tuple(asked),
-            tuple(choice.token_ids),
-            tuple(item.logprob for item in choice.logprobs.content),
-            choice.versions,
-        )
-        for asked, choice in kept.exchanges
-        if choice.logprobs is not None
-    ]
+    sent = [(tuple(asked), reply.token_ids, reply.logprobs, reply.versions) for asked, reply in kept.exchanges]
     found = []
     for episode in episodes:
         for trace in episode.traces:

@@ -92,13 +92,9 @@ def test_a_served_model_plays_and_its_tokens_are_marked(
     assert "policy: reward" in out
 
 
-def test_an_engine_that_is_away_ends_in_an_error_of_the_episode(
-    capsys: pytest.CaptureFixture[str], tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headway.envs.engines.RETRY_SECONDS", 0.0)
-    code, out, _ = headway(capsys, "try", "reverse-text", "--url", "http://127.0.0.1:9")
-    assert code == 1
-    assert "error (engine)" in out
+def test_an_engine_that_is_away_is_said_before_anything_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, errors = headway(capsys, "try", "reverse-text", "--url", "http://127.0.0.1:9")
+    assert (code, out) == (1, "") and "nothing serves at http://127.0.0.1:9" in errors
 
 
 def test_demonstrations_are_written_as_jsonl(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from scripted_engine import IM_END, TOKENIZER, ScriptedEngine, encode, serving
 
 from headway.core.episodes import EpisodeRequest, RoutedExperts, Task
 from headway.core.messages import Message
-from headway.core.protocol import GenerateChoice, Logprobs, RoutedExpertsBody, SamplingParams, TokenLogprob
+from headway.core.protocol import GenerateChoice, Logprobs, SamplingParams, TokenLogprob
 from headway.envs.base import Environment, EpisodeFailure, Game, MultiTurn, State
 from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner
@@ -48,7 +48,7 @@ def in_order(*answers):
 def test_what_the_engine_sent_is_what_the_episode_holds():
     ids = [119, 48, IM_END]
     logprobs = Logprobs([TokenLogprob(f"token_id:{t}", t, -0.25 * i) for i, t in enumerate(ids)])
-    routed = RoutedExpertsBody("AAEC", (3, 1, 1), 5, "uint8")
+    routed = RoutedExperts(b"\x00\x01\x02", (3, 1, 1), 5, "uint8")
     sent = GenerateChoice(0, ids, "stop", logprobs, [(3, 2), (4, 1)], routed)
     engine = ScriptedEngine(lambda request, prompt: sent)
     sampling = SamplingParams(temperature=0.7, stop_token_ids=(7,), max_tokens=9, seed=5)
@@ -56,7 +56,7 @@ def test_what_the_engine_sent_is_what_the_episode_holds():
     node = episode.traces[0].nodes[-1]
     assert episode.reward == 1.0
     assert (node.token_ids, node.logprobs, node.versions) == (ids, [-0.0, -0.25, -0.5], [(3, 2), (4, 1)])
-    assert node.routed_experts == RoutedExperts(b"\x00\x01\x02", (3, 1, 1), 5, "uint8")
+    assert node.routed_experts == routed
     assert (node.temperature, node.finish_reason) == (0.7, "stop")
     (asked,) = engine.requests
     assert asked.sampling_params.stop_token_ids == (7, *ChatMLRenderer(TOKENIZER).stop_token_ids)

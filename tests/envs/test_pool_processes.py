@@ -130,6 +130,62 @@ def test_what_a_worker_started_dies_with_it(tmp_path):
     with_pool(tmp_path, body, settings())
 
 
+def daemons() -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if "600.125" in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def test_what_environments_start_ends_with_workers_that_end_in_good_order(tmp_path):
+    async def body(pool, url):
+        await pool.run(ask(0, url, do="start a daemon"))
+        assert len(daemons()) == 2
+
+    with_pool(tmp_path, body, settings())
+    assert not daemons()
+
+
+def test_what_environments_start_ends_when_their_owner_is_killed(tmp_path):
+    script = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_pool_processes import *
+async def main():
+    pool = EnvPool(settings(), model=tiny_model(Path({str(tmp_path)!r})))
+    await pool.start()
+    await pool.run(ask(0, "http://127.0.0.1:9", do="start a daemon", timeout=5))
+    print(len(daemons()), flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert parent.stdout.readline().strip() == "2"
+    os.killpg(parent.pid, signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while daemons():
+        assert time.monotonic() < deadline, "they outlived the run"
+        time.sleep(0.05)
+
+
+def test_workers_get_no_secrets_unless_they_are_named(tmp_path, monkeypatch):
+    for name in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HEADWAY_TOKEN", "JUDGE_KEY", "MY_THING"):
+        monkeypatch.setenv(name, "x")
+    file = tmp_path / "variables"
+
+    async def body(pool, url):
+        pass
+
+    named = WorkerSettings(min=1, max=1, pass_env=["JUDGE_KEY", "HEADWAY_TOKEN"])
+    with_pool(tmp_path, body, settings("Variables", workers=named, file=str(file)))
+    got = set(file.read_text().split())
+    assert {"PATH", "HOME", "JUDGE_KEY"} <= got
+    assert not got & {"OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HEADWAY_TOKEN", "MY_THING"}
+
+
 def test_a_hung_event_loop_is_found_by_its_missing_heartbeat(tmp_path):
     async def body(pool, url):
         episode = await pool.run(ask(0, url, do="hang"))

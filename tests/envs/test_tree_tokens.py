@@ -224,8 +224,10 @@ def test_spans_and_paths_tell_which_message_a_token_belongs_to():
 def test_experts_of_the_first_computation_win():
     tree = TraceTree(RENDERERS["chatml-chatml"])
     messages = [Message("user", "ask")]
+    length = 0
     for turn in range(2):
         prompt = tree.prompt(messages)
+        assert prompt.routed == length
         length = len(prompt.token_ids) + 1  # the last sampled token was never fed to the model
         choices = np.full((length, 2, 1), turn, dtype=np.int8)
         experts = RoutedExperts(choices.tobytes(), choices.shape, 0, "int8")

@@ -2,15 +2,19 @@
 
 import asyncio
 import time
-from base64 import b64decode
 from collections.abc import Sequence
+from contextlib import aclosing
+from random import Random
 
 import aiohttp
 import msgspec
 
-from headway.core.episodes import EpisodeRequest, RoutedExperts
+from headway.core.episodes import EpisodeRequest
 from headway.core.messages import Message, Messages, as_messages
-from headway.core.protocol import GenerateChoice, GenerateRequest, SamplingParams
+from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.core.routing import rank_engines
+from headway.envs.engine_reports import EngineReport
+from headway.envs.partial_reply import PartialReply
 from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, Tools
 from headway.envs.tools import describe
 from headway.envs.tree import Reply, TraceTree
@@ -20,6 +24,8 @@ from headway.transport.inference import EngineError, InferenceClient
 RETRY_SECONDS = 60.0
 """Seconds for which one call is retried while no engine answers."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
+STREAM_INTERVAL = 8
+"""Tokens in one part of a streamed reply: an engine that dies takes no more of a reply with it."""
 
 
 class Engines:
@@ -29,11 +35,30 @@ class Engines:
         self._clients: dict[str, InferenceClient] = {}
         self._session: aiohttp.ClientSession | None = None
         self.context: dict[str, int] = {}
+        self._reports: dict[str, EngineReport] = {}
+        self._draw = Random()
 
     def client(self, url: str) -> InferenceClient:
         if url not in self._clients:
             self._clients[url] = InferenceClient(url, session=self.session())
         return self._clients[url]
+
+    def rank(self, urls: Sequence[str], token_ids: list[int], model: str) -> list[str]:
+        """Order engines for a prompt by what they reported last; as they are while none has. Old reports are asked for
+        anew meanwhile: nothing waits for them."""
+        if len(urls) < 2:
+            return list(urls)
+        for url in urls:
+            self._reports.setdefault(url, EngineReport()).refresh(self.client(url))
+        if not any(self._reports[url].state for url in urls):
+            return list(urls)
+        views = [self._reports[url].view(url, token_ids, model) for url in urls]
+        return [view.url for view in rank_engines(views, len(token_ids), self._draw)]
+
+    def sent(self, url: str) -> None:
+        """Count a request until the engine's next report counts it."""
+        if url in self._reports:
+            self._reports[url].sent += 1
 
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -52,12 +77,15 @@ class Engines:
         return self.context[url]
 
     async def close(self) -> None:
+        for report in self._reports.values():
+            report.close()
         if self._session is not None:
             await self._session.close()
 
 
 class EngineSampler:
-    """Samples an episode's replies: the request's engines are tried in order of preference until one answers."""
+    """Samples an episode's replies: the request's engines are tried in order of preference until one answers. A reply
+    whose engine leaves or dies goes on elsewhere, after the tokens that have arrived."""
 
     def __init__(self, request: EpisodeRequest, engines: Engines, stop_token_ids: Sequence[int]) -> None:
         stops = (*request.sampling.stop_token_ids, *stop_token_ids)
@@ -67,15 +95,28 @@ class EngineSampler:
         self._calls = 0
         self.seconds = 0.0
 
-    async def sample(self, token_ids: list[int], max_tokens: int | None, temperature: float | None) -> Reply:
-        """Raises ContextLimit, or EpisodeFailure of kind "engine" when no engine answers."""
+    async def sample(
+        self, token_ids: list[int], max_tokens: int | None, temperature: float | None, routed: int = 0
+    ) -> Reply:
+        """Sample a reply to `token_ids`; of the first `routed` the experts are known already.
+
+        Raises ContextLimit, or EpisodeFailure of kind "engine" when no engine answers."""
         sampling = self._params(max_tokens, temperature)
         started = time.perf_counter()
+        reply = PartialReply(routed)
         try:
-            choice = await self._retry(token_ids, sampling)
+            await self._retry(token_ids, sampling, reply)
         finally:
             self.seconds += time.perf_counter() - started
-        return _reply(choice, sampling.temperature, self._request.version)
+        assert reply.finish_reason is not None
+        return Reply(
+            reply.token_ids,
+            reply.logprobs,
+            reply.versions,
+            reply.finish_reason,
+            sampling.temperature,
+            reply.routed_experts,
+        )
 
     def _params(self, max_tokens: int | None, temperature: float | None) -> SamplingParams:
         sampling = self._sampling
@@ -86,54 +127,88 @@ class EngineSampler:
         self._calls += 1
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
-    async def _retry(self, token_ids: list[int], sampling: SamplingParams) -> GenerateChoice:
-        urls = self._request.engines
-        if not urls:
+    async def _retry(self, token_ids: list[int], sampling: SamplingParams, reply: PartialReply) -> None:
+        """Let one engine after the other continue `reply` until it is whole."""
+        if not self._request.engines:
             raise EpisodeFailure("engine", "the episode request names no engine")
+        urls = self._engines.rank(self._request.engines, token_ids, self._request.policy)
         wait, give_up, attempt = FIRST_WAIT, None, 0
         while True:
-            url = urls[attempt % len(urls)]
+            url, before = urls[attempt % len(urls)], len(reply)
             try:
-                return await self._once(url, token_ids, sampling)
+                await self._once(url, token_ids, sampling, reply)
+                if reply.finish_reason is not None:
+                    return
+                pause = 0.0
             except EngineError as error:
                 if not error.retryable:
                     raise EpisodeFailure("engine", str(error)) from error
+                if len(reply) > before:
+                    wait, give_up = FIRST_WAIT, None
                 give_up = give_up or time.monotonic() + RETRY_SECONDS
                 if time.monotonic() > give_up:
                     raise EpisodeFailure("engine", f"no engine answered in {attempt + 1} attempts: {error}") from error
-                attempt += 1
-                if attempt % len(urls) == 0:
-                    await asyncio.sleep(max(wait, error.retry_after or 0.0))
-                    wait = min(2 * wait, LONGEST_WAIT)
+                pause = max(wait, error.retry_after or 0.0)
+            attempt += 1
+            if attempt % len(urls) == 0:
+                await asyncio.sleep(max(wait, pause))
+                wait = min(2 * wait, LONGEST_WAIT)
 
-    async def _once(self, url: str, token_ids: list[int], sampling: SamplingParams) -> GenerateChoice:
-        request = self._request
-        client = self._engines.client(url)
-        sampling = self._fitted(token_ids, sampling, self._engines.context.get(url))
-        body = GenerateRequest(token_ids, request.policy, sampling, priority=request.priority)
+    async def _once(self, url: str, token_ids: list[int], sampling: SamplingParams, reply: PartialReply) -> None:
+        """Continue `reply` at the engine of `url`, until it is whole or the engine leaves. Raises EngineError; what
+        came before that stays."""
+        known = token_ids + reply.token_ids
         try:
-            response = await client.generate(body, session_id=request.episode_id)
+            await self._stream(url, known, self._fitted(known, sampling, self._engines.context.get(url), reply), reply)
         except EngineError as error:
             if error.status not in (400, 413, 422) or url in self._engines.context:
                 raise
             if await self._engines.learn_context(url) is None:
                 raise
-            return await self._once(url, token_ids, sampling)
-        choice = response.choices[0] if response.choices else None
-        if choice is None or choice.finish_reason == "abort":
-            raise EngineError(200, f"the engine at {url} aborted the reply", retryable=True)
-        return choice
+            await self._once(url, token_ids, sampling, reply)
 
-    def _fitted(self, token_ids: list[int], sampling: SamplingParams, context: int | None) -> SamplingParams:
-        """`sampling` with no more tokens than the context has room for, where its length is known."""
-        if context is None:
-            return sampling
-        room = context - len(token_ids)
-        if room <= 0:
-            raise ContextLimit(f"the conversation has {len(token_ids)} tokens; the context holds {context}")
-        if sampling.max_tokens is not None and sampling.max_tokens > room:
-            return msgspec.structs.replace(sampling, max_tokens=room)
-        return sampling
+    async def _stream(self, url: str, token_ids: list[int], sampling: SamplingParams, reply: PartialReply) -> None:
+        request = self._request
+        body = GenerateRequest(
+            token_ids,
+            request.policy,
+            sampling,
+            priority=request.priority,
+            routed_experts_start=reply.routed,
+            stream=True,
+            stream_interval=STREAM_INTERVAL,
+            may_migrate=True,
+        )
+        reply.begin()
+        self._engines.sent(url)
+        chunks = self._engines.client(url).generate_stream(body, session_id=request.episode_id)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                for choice in chunk.choices:
+                    try:
+                        reply.extend(choice, request.version)
+                    except ValueError as error:
+                        raise EpisodeFailure("engine", str(error)) from error
+                    if choice.finish_reason == "migrate":
+                        return
+                    if choice.finish_reason == "abort":
+                        reply.undo()
+                        raise EngineError(200, f"the engine at {url} aborted the reply", retryable=True)
+        if reply.finish_reason is None:
+            raise EngineError(0, f"the reply from the engine at {url} broke off", retryable=True)
+
+    def _fitted(
+        self, token_ids: list[int], sampling: SamplingParams, context: int | None, reply: PartialReply
+    ) -> SamplingParams:
+        """`sampling` with as many tokens as are still to come, and no more than the context has room for, where its
+        length is known."""
+        wanted = None if sampling.max_tokens is None else sampling.max_tokens - len(reply)
+        if context is not None:
+            room = context - len(token_ids)
+            if room <= 0:
+                raise ContextLimit(f"the conversation has {len(token_ids)} tokens; the context holds {context}")
+            wanted = wanted if wanted is None else min(wanted, room)
+        return msgspec.structs.replace(sampling, max_tokens=wanted)
 
 
 class EnginePolicy(Policy):
@@ -149,25 +224,8 @@ class EnginePolicy(Policy):
         self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
     ) -> Message:
         prompt = self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools])
-        reply = await self._sampler.sample(prompt.token_ids, max_tokens, temperature)
+        reply = await self._sampler.sample(prompt.token_ids, max_tokens, temperature, prompt.routed)
         return self.tree.record(prompt, reply)
 
     def another(self, name: str) -> Policy:
         return EnginePolicy(self._renderer, self._sampler, name)
-
-
-def _reply(choice: GenerateChoice, temperature: float, version: int) -> Reply:
-    if choice.logprobs is None or len(choice.logprobs.content) != len(choice.token_ids):
-        raise EpisodeFailure("engine", "the engine sent no logprob for some of its tokens")
-    experts = None
-    if choice.routed_experts is not None:
-        body = choice.routed_experts
-        experts = RoutedExperts(b64decode(body.data), body.shape, body.start, body.dtype)
-    return Reply(
-        choice.token_ids,
-        [entry.logprob for entry in choice.logprobs.content],
-        choice.versions or [(version, len(choice.token_ids))],
-        choice.finish_reason,
-        temperature,
-        experts,
-    )

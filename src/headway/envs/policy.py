@@ -11,6 +11,10 @@ from headway.envs.tools import ToolFunction, describe
 Tools = Sequence[Tool | ToolFunction | Callable[..., Any]]
 
 
+NOTE_LENGTH = 16_384
+"""Characters of a note that are kept: it travels and is stored with every episode."""
+
+
 class EpisodeFailure(Exception):  # noqa: N818 - `EpisodeError` is the same as data
     """Ends the episode with an error of this kind. Environments may raise it, or catch a policy's."""
 
@@ -72,6 +76,11 @@ class Policy(ABC):
 
     def metric(self, name: str, value: float) -> None:
         self.trace.metrics[name] = float(value)
+
+    def note(self, name: str, text: str) -> None:
+        """Keep a text for those who read the episode later, such as outcomes of tests; long ones are cut."""
+        cut = len(text) - NOTE_LENGTH
+        self.trace.notes[name] = text if cut <= 0 else f"{text[:NOTE_LENGTH]}\n[{cut} characters left out]"
 
 
 class MessagePolicy(Policy):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, UsageError
 from headway.core.imports import load_object
 from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.base import Environment
@@ -41,6 +41,6 @@ def find_factory(id: str) -> Callable[..., object]:
         if id not in known:
             hint = did_you_mean(nearest(id, known), quote='"')
             names = ", ".join(sorted(known)) or "none"
-            raise HeadwayError(f'no environment is called "{id}"{hint} (known: {names}; or module:Name, path.py:Name)')
+            raise UsageError(f'no environment is called "{id}"{hint} (known: {names}; or module:Name, path.py:Name)')
         id = known[id]
     return load_object(id, "environment")  # type: ignore[no-any-return]  # callable, which is checked there

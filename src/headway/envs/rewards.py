@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
-from headway.core.episodes import Task, Trace
+from headway.core.episodes import MAX_REWARD, Task, Trace
 from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.policy import EpisodeFailure
@@ -107,8 +107,10 @@ async def _value(item: Reward, arguments: dict[str, object]) -> float:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
-        raise EpisodeFailure("reward", f"reward {item.name} returned {value!r:.80}; it must be a finite number")
+    limit = MAX_REWARD if item.weight else math.inf
+    if not (math.isfinite(number) and abs(number) <= limit):
+        rule = "it must be a finite number" + (f" of at most {MAX_REWARD:g}" if item.weight else "")
+        raise EpisodeFailure("reward", f"reward {item.name} returned {value!r:.80}; {rule}")
     return number
 
 

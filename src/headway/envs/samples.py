@@ -71,9 +71,8 @@ def _experts(nodes: Sequence[Node], length: int) -> Experts | None:
     out: Experts = np.full((length, layers, k), -1, dtype=np.int16)
     filled = 0
     for record in records:
-        choices = np.frombuffer(record.data, dtype=np.dtype(record.dtype)).reshape(record.shape)
-        start, end = max(record.start, filled), min(record.start + record.shape[0], length)
+        start, end = max(record.start, filled), min(record.end, length)
         if start < end:
-            out[start:end] = choices[start - record.start : end - record.start]
+            out[start:end] = record.array()[start - record.start : end - record.start]
             filled = end
     return out

@@ -22,7 +22,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens for the engine, and the branch that its reply will extend: `rendered` comes after node `parent`."""
+    """Tokens for the engine, and the branch that its reply will extend: `rendered` comes after node `parent`. Routed
+    experts of the first `routed` tokens are recorded there already."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
@@ -31,6 +32,7 @@ class Prompt:
     first_message: int
     token_ids: list[int]
     rewrites: bool
+    routed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,16 @@ class TraceTree:
             if rendered.token_ids[: len(before)] != before:
                 return self._anew(messages, tools, rendered)
             extension = _after(rendered, len(before), start)
-        return Prompt(messages, tools, known.leaf, extension, start, before + extension.token_ids, False)
+        tokens, routed = before + extension.token_ids, self._routed(known.leaf)
+        return Prompt(messages, tools, known.leaf, extension, start, tokens, False, routed)
 
     def _anew(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], rendered: Rendered) -> Prompt:
         return Prompt(messages, tools, -1, rendered, 0, rendered.token_ids, self._said_before(messages))
+
+    def _routed(self, leaf: int) -> int:
+        """Count the tokens of a branch from its root on whose routed experts are recorded."""
+        records = [self.trace.nodes[index].routed_experts for index in self.trace.path(leaf)]
+        return max((record.end for record in records if record is not None), default=0)
 
     def _tokens(self, leaf: int) -> list[int]:
         return [token for index in self.trace.path(leaf) for token in self.trace.nodes[index].token_ids]

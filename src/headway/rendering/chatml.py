@@ -142,7 +142,11 @@ class ChatMLRenderer(TokenizerRenderer):
         return Rendered(segments)
 
     def parse(self, token_ids: TokenIds, tools: Tools = ()) -> Message:
-        return parse_reply(self._reply_text(token_ids), thinking=self.style.opening.endswith("<think>\n"))
+        return parse_reply(self._reply_text(token_ids), thinking=self.thinking)
+
+    @property
+    def thinking(self) -> bool:
+        return self.style.opening.endswith("<think>\n")
 
     def _closing(self, token_ids: TokenIds, reply: int) -> list[int] | None:
         """Tokens that end the turn that `token_ids` stop in: a newline, and before it what a cut-off reply lacks."""

@@ -14,10 +14,7 @@ from headway.rendering.replies import call_id
 FORMATS = {
     "qwen3_5": "qwen3.5",
     "qwen3_5_moe": "qwen3.5",
-    "glm4_moe": "glm-4.5",
     "glm_moe_dsa": "glm-5",
-    "gpt_oss": "gpt-oss",
-    "minimax_m2": "minimax-m2",
     "deepseek_v3": "deepseek-v3",
     "kimi_k2": "kimi-k2",
     "nemotron_h": "nemotron-3",

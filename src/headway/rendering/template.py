@@ -68,7 +68,8 @@ class TemplateRenderer(TokenizerRenderer):
 
     def render(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> Rendered:
         text = self._template.text(messages, tools, generation_prompt=generation_prompt)
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        # A batch of one lets other threads run meanwhile.
+        encoding = self.tokenizer.encode_batch([text], add_special_tokens=False)[0]
         starts = [start for start, _ in encoding.offsets]
         content = [False] * len(starts)
         cuts = self._cuts(messages, 0, tools, text)

@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer and chat template, read from its folder without the transformers package."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust side raises bare Exception on a broken file
         raise HeadwayError(f"{file} is not a tokenizer: {error}") from error
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """Return a digest of the tokenizer in `folder`: equal for those that give equal ids to equal pieces."""
+    vocabulary = sorted(load_tokenizer(folder).get_vocab(with_added_tokens=True).items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
 
 def load_tokenizer_config(folder: Path) -> dict[str, Any]:

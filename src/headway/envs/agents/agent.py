@@ -1,11 +1,12 @@
 """Any agent program as an environment: it is pointed at the episode's own OpenAI endpoint and run unchanged."""
 
 import inspect
+import io
 import json
 import math
-import os
 import re
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from headway.core.imports import load_object
 from headway.envs.agents.program import run_program
 from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, EpisodeFailure, Policy
-
-_SECRETS = ("HEADWAY_TOKEN",)
-"""Variables that the program must not inherit."""
+from headway.envs.sandboxed import Sandboxes
+from headway.sandboxes.recipe import Recipe
+from headway.sandboxes.sandbox import WORK, Snapshot
+from headway.sandboxes.variables import clean_variables
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class AgentRun:
     stderr: str
     calls: int
     scratch: Path
+    """What the program wrote to HEADWAY_SCRATCH; from a sandbox only plain files and folders, no links."""
 
 
 RewardFunction = Callable[[dict[str, Any], AgentRun], Any]
@@ -46,6 +49,9 @@ class AgentProgram(Environment):
     In the command, `{name}` stands for a field of the task and `{python}` for this interpreter. The program also
     finds the task as JSON in HEADWAY_TASK and an empty folder in HEADWAY_SCRATCH. `tasks` is a list of objects
     or a JSONL file; `reward` the import path, `module:function` or `file.py:function`, of a `RewardFunction`.
+
+    With `sandbox` ("auto", or a kind of sandbox) the program runs in one: it sees the system, this interpreter, `cwd`
+    and the paths in `readable`, all read-only, and reaches its model and nothing else. `limits` are the sandbox's.
     """
 
     def __init__(
@@ -57,6 +63,10 @@ class AgentProgram(Environment):
         timeout: float = 300.0,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
+        sandbox: str | None = None,
+        limits: Mapping[str, Any] | None = None,
+        readable: Sequence[str] = (),
+        sandboxes: int = 32,
     ) -> None:
         if isinstance(command, str) or not command:
             raise UsageError('agent: command must be a list of words, such as ["{python}", "agent.py", "{question}"]')
@@ -64,29 +74,52 @@ class AgentProgram(Environment):
         self._tasks = _read_tasks(tasks)
         self._reward: RewardFunction = load_object(reward, "agent: reward")
         self._proxy = Proxy()
+        self._sandboxes = Sandboxes("agent", sandbox, limits, sandboxes) if sandbox else None
+        seen = [sys.prefix, sys.base_prefix, *([cwd] if cwd else []), *readable]
+        self._recipe = Recipe(readable=tuple(dict.fromkeys(Path(path).absolute() for path in seen)))
 
     def tasks(self) -> Sequence[Task]:
         return self._tasks
 
     async def close(self) -> None:
         await self._proxy.close()
+        if self._sandboxes is not None:
+            await self._sandboxes.close()
 
     async def run(self, task: Task, policy: Policy) -> None:
         with tempfile.TemporaryDirectory(prefix="headway-agent-", ignore_cleanup_errors=True) as scratch:
             async with self._proxy.endpoint(lambda _session: policy) as endpoint:
-                environment = {
-                    **{name: value for name, value in os.environ.items() if name not in _SECRETS},
+                variables = {
                     **self._env,
                     "OPENAI_BASE_URL": endpoint.base_url,
                     "OPENAI_API_KEY": endpoint.api_key,
                     "HEADWAY_TASK": json.dumps(task.data),
-                    "HEADWAY_SCRATCH": scratch,
                 }
-                code, out, err = await run_program(self._words(task), environment, self._cwd, self._timeout)
+                if self._sandboxes is not None:
+                    async with self._sandboxes.episode(policy):
+                        code, out, err = await self._run_inside(self._words(task), variables, endpoint.port, scratch)
+                else:
+                    environment = clean_variables({"HEADWAY_SCRATCH": scratch, **variables})
+                    code, out, err = await run_program(self._words(task), environment, self._cwd, self._timeout)
                 endpoint.check()
             if not endpoint.calls:
                 raise EpisodeFailure("environment", f"the agent never asked its model (exit code {code}): {err[-400:]}")
             await self._score(task, AgentRun(code, out, err, endpoint.calls, Path(scratch)), policy)
+
+    async def _run_inside(
+        self, words: list[str], variables: dict[str, str], port: int, scratch: str
+    ) -> tuple[int, str, str]:
+        """Run the program in a sandbox that reaches one port, and bring what it wrote to its scratch folder."""
+        assert self._sandboxes is not None
+        limits = self._sandboxes.limits
+        async with self._sandboxes.pool.sandbox(self._recipe, limits, owner="agent") as box:
+            await box.forward(port)
+            inside = {"HEADWAY_SCRATCH": box.resolve(WORK), **variables}
+            done = await box.run(words, env=inside, seconds=self._timeout, cwd=self._cwd)
+            if done.limit == "time":
+                raise EpisodeFailure("timeout", f"the agent took longer than {self._timeout:g} s")
+            _unpack(await box.snapshot(), scratch)
+        return done.exit_code, done.stdout, done.stderr
 
     def _words(self, task: Task) -> list[str]:
         fields = {"python": sys.executable, **task.data}
@@ -107,6 +140,16 @@ class AgentProgram(Environment):
             if not math.isfinite(number):
                 raise EpisodeFailure("reward", f"the agent's reward {name} is {number}; it must be a finite number")
             policy.reward(name, number)
+
+
+def _unpack(snapshot: Snapshot, folder: str) -> None:
+    """Write the plain files and folders of a snapshot; links could lead out of the folder."""
+
+    def plain(entry: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        return tarfile.data_filter(entry, path) if entry.isfile() or entry.isdir() else None
+
+    with tarfile.open(fileobj=io.BytesIO(snapshot.archive)) as archive:
+        archive.extractall(folder, filter=plain)
 
 
 def _read_tasks(tasks: str | Sequence[Mapping[str, Any]]) -> list[Task]:

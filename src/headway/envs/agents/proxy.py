@@ -25,6 +25,7 @@ class Endpoint:
     """The chat API of one episode's agent. `failure` is why a call went unanswered, if one did."""
 
     base_url: str
+    port: int
     api_key: str
     speaker: Callable[[str], Policy]
     calls: int = 0
@@ -54,7 +55,7 @@ class Proxy:
         """
         await self._start()
         key = secrets.token_urlsafe(24)
-        endpoint = Endpoint(f"http://127.0.0.1:{self._port}/{key}/v1", key, speaker)
+        endpoint = Endpoint(f"http://127.0.0.1:{self._port}/{key}/v1", self._port, key, speaker)
         self._endpoints[key] = endpoint
         try:
             yield endpoint

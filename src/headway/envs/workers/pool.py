@@ -187,7 +187,7 @@ class EnvPool:
 
     async def _add_worker(self, tasks: bool = False) -> list[Task]:
         settings = self._settings
-        worker = WorkerProcess(self, self.name)
+        worker = WorkerProcess(self, self.name, settings.workers.pass_env)
         model = str(self._model)
         start = Start(settings.id, settings.args, self.name, model, self._renderer, self._family, tasks)
         known = await worker.start(start, settings.workers.memory_gb, self._start_timeout)

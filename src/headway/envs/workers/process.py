@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -9,16 +10,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from headway.core.episodes import Episode, Task
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, PermanentError
 from headway.envs.workers import frames
+from headway.envs.workers.keeper import MARK, end_marked, owner_mark
 from headway.envs.workers.output import OutputLog
+from headway.envs.workers.variables import worker_variables
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
+_numbers = itertools.count()
 
 
 class Owner(Protocol):
@@ -32,8 +37,10 @@ class Owner(Protocol):
 class WorkerProcess:
     """A child process that speaks frames over a socket pair, in a session of its own with whatever it starts."""
 
-    def __init__(self, owner: Owner, name: str) -> None:
+    def __init__(self, owner: Owner, name: str, pass_env: Sequence[str] = ()) -> None:
         self._owner = owner
+        self._mark = f"{owner_mark()}.{next(_numbers)}"
+        self._pass_env = pass_env
         self._name = name
         self._connection = frames.FrameConnection(self._received, self._disconnected)
         self._ready: asyncio.Future[list[Task]] = asyncio.get_running_loop().create_future()
@@ -120,7 +127,12 @@ class WorkerProcess:
             stderr=subprocess.STDOUT,
             pass_fds=[handle],
             start_new_session=True,
-            env=_environment(),
+            env={
+                **worker_variables(self._pass_env),
+                "TOKENIZERS_PARALLELISM": "false",
+                "PYTHONUNBUFFERED": "1",
+                MARK: self._mark,
+            },
         )
 
     async def _reap(self) -> None:
@@ -130,6 +142,9 @@ class WorkerProcess:
             if time.monotonic() > deadline:
                 self._signal()
             await asyncio.sleep(0.02)
+        if process is not None:
+            # Also what left the worker's session, or outlived a worker that ended in good order.
+            await asyncio.to_thread(end_marked, self._mark)
 
     def _received(self, data: bytes) -> None:
         self._pinged = None
@@ -141,7 +156,8 @@ class WorkerProcess:
             case frames.Ready(tasks=tasks) if not self._ready.done():
                 self._ready.set_result(tasks)
             case frames.Failed(message=message) if not self._ready.done():
-                self._ready.set_exception(HeadwayError(message))
+                # The environment itself failed, as it would for another worker.
+                self._ready.set_exception(PermanentError(message))
             case frames.Retiring(reason=reason):
                 logger.warning("environment %s: worker %d will be replaced: %s", self._name, self.pid, reason)
                 self.retiring = True
@@ -160,9 +176,3 @@ class WorkerProcess:
 
     def _died_early(self) -> HeadwayError:
         return HeadwayError(f'environment "{self._name}": its worker died while starting; see its output in the log')
-
-
-def _environment() -> dict[str, str]:
-    """The environment of a worker: ours, except for the token of the engines' admin routes."""
-    kept = {name: value for name, value in os.environ.items() if name != "HEADWAY_TOKEN"}
-    return kept | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
