@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headway.algorithms.registry import make_algorithm
@@ -129,8 +129,8 @@ class World:
     def last_step(self) -> int:
         return max(self.sent, default=0)
 
-    def load_state(self) -> bytes | None:
-        return self.sent[self.last_step()][1] if self.sent else None
+    def load_states(self) -> Iterator[tuple[int, bytes]]:
+        return ((step, self.sent[step][1]) for step in sorted(self.sent, reverse=True))
 
     # The recorder.
 
@@ -294,7 +294,7 @@ def watch_groups(orchestrator: Orchestrator) -> None:
         assert group.id not in settled, "a group was settled twice"
         settled.add(group.id)
         assert group.settled and not group.in_flight
-        if not group.cancelled:
+        if not group.closing:
             assert len(group.finished) + len(group.failed) == group.size
         inner(group, source, version)
 

@@ -47,3 +47,15 @@ def test_slow_rollouts_use_the_whole_budget() -> None:
 def test_on_policy_runs_have_no_lag_at_all() -> None:
     world = run(steps=12, max_lag=0, episode_seconds=0.2, train_seconds=0.5, cap=64)
     assert [values["lag/max"] for values in world.metrics if "lag/max" in values] == [0.0] * 12
+
+
+def test_a_group_is_trained_without_the_episodes_that_would_make_it_too_old() -> None:
+    """One episode in twenty takes far longer than its group may: it is given up, and not the whole group."""
+    logging.getLogger("headway").setLevel(logging.CRITICAL)
+    plan = calm_plan(steps=60, max_lag=2, episode_seconds=0.05, train_seconds=0.2, cap=64)
+    plan.hang_rate = 0.05
+    world = run_virtually(live(plan))
+    sizes = [len(ready.group.rollouts) for groups, _ in world.sent.values() for ready in groups]
+    assert min(sizes) in (2, 3), "groups of four, of which at least half must be there"
+    given_up = sum(values.get("cancelled/too_old", 0.0) for values in world.metrics)
+    assert given_up < 0.1 * sum(values.get("episodes", 0.0) for values in world.metrics)

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from headway.core.protocol import SamplingParams
 from headway.core.records import read_rollouts, write_rollouts
 from headway.core.runs import RunPaths
 from headway.envs.samples import episode_samples
-from headway.orchestrator.collect.collector import LEAST_SHARE, Collector
+from headway.orchestrator.collect.collector import LEAST_SHARE, Collector, checked_samples
 from headway.orchestrator.collect.filters import judge, load_gates, repeated_share
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.dispatch.curriculum import InOrder
@@ -34,6 +35,7 @@ from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.health import ENGINE_PATIENCE_SECONDS, WINDOW, Health
 from headway.orchestrator.outbox import BatchOutbox, rollout_records
 from headway.orchestrator.scores import summarize
+from headway.orchestrator.state import OrchestratorState
 from headway.orchestrator.tally import StepTally, batch_values
 from headway.transport.rollouts import make_receiver, make_sender
 
@@ -285,7 +287,7 @@ def test_the_outbox_packs_records_and_prunes_what_checkpoints_cover(tmp_path: Pa
         asyncio.run(outbox.send(step, [group], {"reward/mean": 0.5}, b"%d" % step))
         if step % 2 == 0:
             finish_checkpoint(paths, step)
-    assert outbox.last_step() == 6 and outbox.load_state() == b"6"
+    assert outbox.last_step() == 6 and next(outbox.load_states()) == (6, b"6")
     assert paths.complete_checkpoints() == [2, 4, 6]
     assert sorted(p.name for p in paths.batches.iterdir()) == ["step_000002", *(f"step_00000{s}" for s in (3, 4, 5, 6))]
     part = make_receiver(FilesystemRollouts(), paths, 1, 2).receive(6, timeout=0)
@@ -337,7 +339,7 @@ def test_a_run_that_began_from_anothers_checkpoint_counts_on_from_there(tmp_path
     paths = RunPaths(tmp_path)
     finish_checkpoint(paths, 7)
     outbox = BatchOutbox(make_sender(FilesystemRollouts(), paths), paths, seq_len=8, ranks=1, cost=Cost(), record=False)
-    assert outbox.last_step() == 7 and outbox.load_state() is None
+    assert outbox.last_step() == 7 and list(outbox.load_states()) == []
 
 
 def test_frozen_samplers_data_has_no_age() -> None:
@@ -356,3 +358,24 @@ def test_moving_averages_survive_a_restart() -> None:
     one.advantages(scored(make_episode(1.0)))
     other.load(json.loads(json.dumps(one.save())))
     assert other.averages == one.averages
+
+
+def test_a_damaged_state_gives_way_to_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+    whole = OrchestratorState(step=4, evaluated=3).encode()
+    assert OrchestratorState.newest([(5, whole[:9]), (4, whole)]) == OrchestratorState(step=4, evaluated=3)
+    assert "after batch 5 is damaged" in caplog.text
+    assert OrchestratorState.newest([(5, b"{"), (4, b"")]) is None
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e7, math.inf, math.nan])
+def test_rewards_that_no_advantage_can_hold_are_invalid(reward: float) -> None:
+    with pytest.raises(ValueError, match="its reward is"):
+        checked_samples(make_episode(reward))
+
+
+def test_starts_of_sandboxes_are_counted_over_all_environments() -> None:
+    tally = StepTally()
+    assert "sandboxes/starts_per_second" not in tally.values(2.0)
+    tally.rewards_and_metrics["code/sandbox_starts"] += [2.0, 3.0]
+    tally.rewards_and_metrics["terminal/sandbox_starts"] += [1.0]
+    assert tally.values(2.0)["sandboxes/starts_per_second"] == 3.0

@@ -13,7 +13,8 @@ from headway.core.protocol import EngineState, WeightReply, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.orchestrator.fleet.engine import STRIKES
 from headway.orchestrator.fleet.fleet import MAX_REFUSALS, SLOW_SLACK_SECONDS, Fleet
-from headway.orchestrator.fleet.membership import admin_token, engine_finder
+from headway.orchestrator.fleet.membership import engine_finder
+from headway.transport.control.folder import FolderControl
 from headway.transport.inference import EngineError
 
 
@@ -290,8 +291,8 @@ def test_episodes_go_to_the_least_loaded_and_groups_stay_together() -> None:
 
 def test_engines_are_named_in_settings_or_join_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = RunPaths(tmp_path)
-    assert list(engine_finder(["http://a:1/"], paths)().values()) == ["http://a:1"]
-    find = engine_finder([], paths)
+    assert list(engine_finder(["http://a:1/"], FolderControl(paths))().values()) == ["http://a:1"]
+    find = engine_finder([], FolderControl(paths))
     assert find() == {}
     folder = paths.control / "engines"
     folder.mkdir(parents=True)
@@ -299,8 +300,8 @@ def test_engines_are_named_in_settings_or_join_by_file(tmp_path: Path, monkeypat
     (folder / "two.json").write_text("half a fi")
     assert find() == {"one": "http://b:2"}
     monkeypatch.delenv("HEADWAY_TOKEN", raising=False)
-    assert admin_token(paths) is None
+    assert FolderControl(paths).token is None
     (paths.control / "token").write_text("secret\n")
-    assert admin_token(paths) == "secret"
+    assert FolderControl(paths).token == "secret"
     monkeypatch.setenv("HEADWAY_TOKEN", "other")
-    assert admin_token(paths) == "other"
+    assert FolderControl(paths).token == "other"

@@ -12,6 +12,7 @@ import pytest
 from engine_script import ScriptedEngine
 
 from headway.config.shared import RolloutTransport, RunSettings, ZmqRollouts
+from headway.core.errors import STOPPED
 from headway.core.protocol import WeightUpdate
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
@@ -146,7 +147,7 @@ def test_a_signal_ends_it_cleanly_with_all_its_workers(tmp_path: Path) -> None:
         children = descendants() - before
         assert len(children) >= 2, "the process and its workers"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(60) == STOPPED, "exit code 0 means that the work is done"
         assert gone(children)
 
 

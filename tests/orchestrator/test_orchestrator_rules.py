@@ -63,7 +63,7 @@ def test_nothing_is_started_that_no_batch_can_use() -> None:
 
 def test_no_more_is_under_way_than_keeps_the_trainer_busy() -> None:
     assert may_open_group(1, 0, 7, 8.0, 2.0, limits()) and not may_open_group(1, 0, 7, 9.0, 2.0, limits())
-    assert next_pace(2.0, trainer_starved=True, waited_share=0.0, limits=limits()) == pytest.approx(2.6)
+    assert next_pace(2.0, trainer_starved=True, waited_share=0.0, limits=limits()) == pytest.approx(3.0)
     assert next_pace(8.0, trainer_starved=True, waited_share=0.0, limits=limits()) == 9.0, "no more than can be used"
     assert next_pace(2.0, trainer_starved=False, waited_share=0.8, limits=limits()) == pytest.approx(1.94)
     assert next_pace(1.0, trainer_starved=False, waited_share=1.0, limits=limits()) == 1.0, "always a batch"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from headway.algorithms.base import Context
 from headway.algorithms.registry import make_algorithm
 from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestratorSettings, SamplingSettings
-from headway.core.errors import HeadwayError
+from headway.core.errors import PermanentError
 from headway.core.protocol import SamplingParams
 from headway.envs.workers.pool import EnvPool
 from headway.orchestrator.dispatch.curriculum import make_curriculum
@@ -32,7 +32,7 @@ class WorkerPools:
         self._stack.push_async_callback(pool.close)
         await pool.start()
         if not pool.tasks:
-            raise HeadwayError(f"environment {settings.id} has no tasks; check its args")
+            raise PermanentError(f"environment {settings.id} has no tasks; check its args")
         self._pools.append(pool)
         return pool
 

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from headway.core.episodes import Episode
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, PermanentError
 
 WINDOW = 256
 ENGINE_PATIENCE_SECONDS = 900.0
@@ -63,7 +63,7 @@ class Health:
         if self._engine_trouble_since is None:
             self._engine_trouble_since = now
         if now - self._engine_trouble_since > ENGINE_PATIENCE_SECONDS:
-            self._fail(
+            self.failure = self.failure or HeadwayError(
                 f"no episode has reached an engine for {ENGINE_PATIENCE_SECONDS:.0f} s; the last one says: {message}"
             )
 
@@ -85,4 +85,4 @@ class Health:
             )
 
     def _fail(self, message: str) -> None:
-        self.failure = self.failure or HeadwayError(message)
+        self.failure = self.failure or PermanentError(message)

@@ -104,7 +104,8 @@ class Orchestrator:
         while True:
             self.health.check()
             self._drop_stale()
-            if (groups := self.admission.take_batch()) is not None:
+            self.dispatcher.cancel(self.training.close_expiring())
+            if not self.training.closing and (groups := self.admission.take_batch()) is not None:
                 self._learn_pace(complete_at)
                 return groups
             if complete_at is None and self.admission.full_batch_waits():
@@ -192,10 +193,9 @@ class Orchestrator:
 
     def _restore(self) -> None:
         self.admission.step = self.outbox.last_step() + 1
-        saved = self.outbox.load_state()
-        if saved is None:
+        state = OrchestratorState.newest(self.outbox.load_states())
+        if state is None:
             return
-        state = OrchestratorState.decode(saved, "the last batch")
         self.evaluated, self.admission.pace = state.evaluated, state.pace
         self.health.empty_episodes = state.empty_episodes
         self.training.mix.load(state.mix)

@@ -1,7 +1,8 @@
 """The outbox of the orchestrator: batches are recorded, packed and spooled, off the event loop."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from headway.core.packing import Cost, make_batch
@@ -9,6 +10,8 @@ from headway.core.records import RolloutRecord, SampleRecord, without_experts, w
 from headway.core.runs import RunPaths
 from headway.orchestrator.collect.ready import ReadyGroup
 from headway.transport.rollouts import BatchSender
+
+logger = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS = 2
 """Batches stay until this many newer checkpoints cover them: a trainer may fall back on the one before the newest.
@@ -22,16 +25,34 @@ class Outbox(Protocol):
 
     def last_step(self) -> int: ...
 
-    def load_state(self) -> bytes | None: ...
+    def load_states(self) -> Iterator[tuple[int, bytes]]:
+        """Yield states that were sent with batches, the newest first."""
+        ...
 
 
 class BatchOutbox:
     def __init__(
-        self, sender: BatchSender, paths: RunPaths, *, seq_len: int, ranks: int, cost: Cost, record: bool
+        self,
+        sender: BatchSender,
+        paths: RunPaths,
+        *,
+        seq_len: int,
+        ranks: int,
+        cost: Cost,
+        record: bool,
+        checkpoints: Callable[[], list[int]] | None = None,
     ) -> None:
+        """`checkpoints` returns the steps of the trainer's complete ones; by default those in the run folder."""
         self._sender, self._paths = sender, paths
         self._seq_len, self._ranks, self._cost, self._record = seq_len, ranks, cost, record
+        self._find_checkpoints = checkpoints or paths.complete_checkpoints
         self._checkpoints: list[int] = []
+        trained = max(self._find_checkpoints(), default=0)
+        if lost := sender.drop_unreachable(trained):
+            logger.warning(
+                "the newest checkpoint is of step %d and batch %d is gone: batches %d to %d are collected again",
+                trained, trained + 1, trained + 1, lost[-1],
+            )  # fmt: skip
 
     async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:
         await asyncio.to_thread(self._send, step, groups, metrics, state)
@@ -50,7 +71,7 @@ class BatchOutbox:
 
         A trainer that keeps a single checkpoint is handled by remembering the one it replaced.
         """
-        complete = self._paths.complete_checkpoints()
+        complete = self._find_checkpoints()
         known = complete if len(complete) >= KEPT_CHECKPOINTS else sorted({*self._checkpoints, *complete})
         self._checkpoints = known[-KEPT_CHECKPOINTS:]
         if len(self._checkpoints) == KEPT_CHECKPOINTS:
@@ -58,10 +79,10 @@ class BatchOutbox:
 
     def last_step(self) -> int:
         """Return the step of the newest batch, or of the checkpoint that a run began from."""
-        return max([self._sender.last_step(), *self._paths.complete_checkpoints()])
+        return max([self._sender.last_step(), *self._find_checkpoints()])
 
-    def load_state(self) -> bytes | None:
-        return self._sender.load_state()
+    def load_states(self) -> Iterator[tuple[int, bytes]]:
+        return self._sender.load_states()
 
 
 def rollout_records(step: int, groups: Sequence[ReadyGroup]) -> Iterator[RolloutRecord]:

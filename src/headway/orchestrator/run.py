@@ -16,6 +16,7 @@ import aiohttp
 from headway.algorithms.base import Context
 from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
 from headway.config.shared import TrackingSettings
+from headway.core.control import RunControl
 from headway.core.errors import UsageError
 from headway.core.packing import Cost
 from headway.core.protocol import WeightUpdate
@@ -34,7 +35,7 @@ from headway.orchestrator.dispatch.training import TrainingWork
 from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round, write_round
 from headway.orchestrator.fleet.fleet import Fleet
-from headway.orchestrator.fleet.membership import admin_token, engine_finder
+from headway.orchestrator.fleet.membership import engine_finder
 from headway.orchestrator.fleet.updates import POLL_SECONDS, WeightUpdater
 from headway.orchestrator.health import Health
 from headway.orchestrator.loop import MetricsRecorder, Orchestrator, first_to_end
@@ -43,9 +44,10 @@ from headway.orchestrator.tally import StepTally
 from headway.rendering.base import Renderer
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
-from headway.transport.weights.announcements import latest
 
 logger = logging.getLogger(__name__)
+
+STOP_POLL_SECONDS = 0.5
 
 
 class RunRecorder:
@@ -70,16 +72,20 @@ class RunRecorder:
         self._metrics.close()
 
 
-def orchestrate(settings: OrchestrateSettings, paths: RunPaths) -> None:
-    """Run the orchestrator of a run until its last step, or until SIGTERM or SIGINT. Raises HeadwayError."""
-    asyncio.run(_run_until_stopped(settings, paths))
+def orchestrate(settings: OrchestrateSettings, paths: RunPaths, control: RunControl) -> bool:
+    """Run the orchestrator of a run until its last step (True), or until SIGTERM or SIGINT. Raises HeadwayError."""
+    finished = asyncio.run(_run_until_stopped(settings, paths, control))
+    if finished:
+        control.finish()
+    return finished
 
 
-async def _run_until_stopped(settings: OrchestrateSettings, paths: RunPaths) -> None:
+async def _run_until_stopped(settings: OrchestrateSettings, paths: RunPaths, control: RunControl) -> bool:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await first_to_end(_run(settings, paths), _stopped(stop))
+    await first_to_end(_run(settings, paths, control), _stopped(stop), _stop_when_asked(control, stop))
+    return not stop.is_set()
 
 
 async def _stopped(stop: asyncio.Event) -> None:
@@ -87,16 +93,25 @@ async def _stopped(stop: asyncio.Event) -> None:
     logger.info("stopping")
 
 
-async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
+async def _stop_when_asked(control: RunControl, stop: asyncio.Event) -> None:
+    while True:
+        if control.stop_asked():
+            stop.set()
+            logger.info("stopping, as the run is asked to")
+            return
+        await asyncio.sleep(STOP_POLL_SECONDS)
+
+
+async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunControl) -> None:
     options = settings.orchestrator
     if not options.envs:
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
     model, renderer, family = resolve_folder(settings.model.path), settings.model.renderer, settings.model.family
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(open_session())
-        token = admin_token(paths)
         fleet = Fleet(
-            engine_finder(options.engines, paths), lambda url: InferenceClient(url, token=token, session=session)
+            engine_finder(options.engines, control),
+            lambda url: InferenceClient(url, token=control.token, session=session),
         )
         context = Context(lambda: fleet.choose(""), lambda: _renderer(model, renderer, family))
         pools = WorkerPools(stack, model, renderer, family)
@@ -104,15 +119,16 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
         for source in sources:
             stack.push_async_callback(source.algorithm.close)
         evals = await pools.eval_envs(options.eval.envs, options.sampling)
-        sender = make_sender(settings.rollouts, paths)
+        sender = make_sender(settings.rollouts, paths, control)
         stack.callback(sender.close)
         outbox = BatchOutbox(
             sender,
             paths,
             seq_len=settings.seq_len,
-            ranks=settings.placement.data_ranks,
+            ranks=settings.placement.batch_parts,
             cost=Cost.of_width(model_width(model)),
             record=options.record_rollouts,
+            checkpoints=control.checkpoints,
         )
         recorder = RunRecorder(paths, outbox.last_step(), settings.tracking)
         stack.callback(recorder.close)
@@ -126,7 +142,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths) -> None:
             outbox=outbox,
             recorder=recorder,
             on_evaluation=recorder.log_evaluation,
-            announced=lambda: latest(paths),
+            announced=control.latest,
             worker_metrics=pools.metrics,
         )
         freeze_gc()

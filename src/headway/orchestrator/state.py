@@ -1,15 +1,17 @@
 """State that the orchestrator resumes from after a restart, written with every batch."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from headway.core.errors import HeadwayError
 from headway.orchestrator.collect.ready import ReadyQueue
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.dispatch.training import TrainingWork
+
+logger = logging.getLogger(__name__)
 
 
 class SourceState(msgspec.Struct):
@@ -34,11 +36,14 @@ class OrchestratorState(msgspec.Struct):
         return msgspec.json.encode(self)
 
     @classmethod
-    def decode(cls, data: bytes, where: str) -> "OrchestratorState":
-        try:
-            return msgspec.json.decode(data, type=cls)
-        except msgspec.DecodeError as error:
-            raise HeadwayError(f"{where}: not an orchestrator's state ({error}); start a new run") from None
+    def newest(cls, saved: Iterable[tuple[int, bytes]]) -> "OrchestratorState | None":
+        """Decode the newest of the states, given newest first, that is whole; None where none is."""
+        for step, data in saved:
+            try:
+                return msgspec.json.decode(data, type=cls)
+            except msgspec.DecodeError as error:
+                logger.warning("the state after batch %d is damaged (%s); an older one is used", step, error)
+        return None
 
 
 def save_sources(work: TrainingWork, scoring: Iterable[OpenGroup], ready: ReadyQueue) -> dict[str, SourceState]:

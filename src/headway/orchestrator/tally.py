@@ -34,6 +34,7 @@ class StepTally:
         self.solved = 0
         self.episodes = 0
         self.sampled_tokens = 0
+        self.expert_bytes, self.expert_tokens = 0, 0
         self.lengths: list[int] = []
         self.turns: list[int] = []
         self.truncated = 0
@@ -51,6 +52,9 @@ class StepTally:
             self.seconds[name].append(seconds)
         for trace in episode.traces:
             self.sampled_tokens += _sampled(trace)
+            records = [node.routed_experts for node in trace.nodes if node.routed_experts is not None]
+            self.expert_bytes += sum(len(record.data) for record in records)
+            self.expert_tokens += sum(record.shape[0] for record in records)
 
     def saw_group(self, group: Group) -> None:
         for rollout in group.rollouts:
@@ -86,6 +90,11 @@ class StepTally:
         # A batch may be formed of what was there already; then there is nothing to say about new episodes.
         if every:
             out["pass_rate"] = self.solved / len(every)
+        starts = [sum(values) for name, values in self.rewards_and_metrics.items() if name.endswith("/sandbox_starts")]
+        if starts and seconds > 0:
+            out["sandboxes/starts_per_second"] = sum(starts) / seconds
+        if self.expert_tokens:
+            out["routed_experts/bytes_per_token"] = self.expert_bytes / self.expert_tokens
         if self.turns:
             out["truncated"] = self.truncated / len(self.turns)
         started = max(1, self.episodes)

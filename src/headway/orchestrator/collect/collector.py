@@ -2,14 +2,13 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from headway.algorithms.base import Group, Rollout, mean
 from headway.config.orchestrator import FilterSettings
-from headway.core.episodes import Episode
+from headway.core.episodes import MAX_REWARD, Episode
 from headway.core.errors import HeadwayError
 from headway.core.samples import Sample
 from headway.envs.samples import episode_samples
@@ -133,8 +132,8 @@ def checked_samples(episode: Episode) -> list[Sample]:
     samples = episode_samples(episode)
     for sample in samples:
         reward = episode.traces[sample.trace].reward
-        if not math.isfinite(reward):
-            raise ValueError(f"its reward is {reward}")
+        if not abs(reward) <= MAX_REWARD:
+            raise ValueError(f"its reward is {reward}; rewards are numbers of at most {MAX_REWARD:g}")
         if not np.isfinite(sample.logprobs).all():
             raise ValueError("an engine sent logprobs that are not finite")
     return samples

@@ -47,6 +47,15 @@ class Admission:
     def full_batch_waits(self) -> bool:
         return self.ready.episodes >= self.limits.batch_size
 
+    def completes_batch(self, episodes: int) -> bool:
+        """Tell whether the batch could be sent if `episodes` more were ready, and is due: it is full without them, or
+        the trainer waits for it."""
+        if not self.may_send():
+            return False
+        more = (episodes + self.collector.outstanding) * self.collector.useful_share
+        due = self.full_batch_waits() or self.updater.newest_version >= self.step - 1
+        return due and self.ready.episodes + more >= self.limits.batch_size
+
     def take_batch(self) -> list[ReadyGroup] | None:
         """Remove and return the groups of batch `step`; None while there are too few, or the trainer isn't ready."""
         return self.ready.take(self.limits.batch_size) if self.may_send() else None

@@ -28,6 +28,7 @@ class OpenGroup:
     in_flight: dict[str, tuple[int, int]] = field(default_factory=dict)
     finished: list[Episode] = field(default_factory=list)
     failed: list[Episode] = field(default_factory=list)
+    closing: bool = False
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -45,15 +46,24 @@ class OpenGroup:
         slot, attempt = self.in_flight.pop(episode.id)
         if episode.error is None:
             self.finished.append(episode)
-        elif self.cancelled or episode.error.kind in NOT_RETRIED or attempt >= RETRIES:
+        elif self.closing or episode.error.kind in NOT_RETRIED or attempt >= RETRIES:
             self.failed.append(episode)
         else:
             self.waiting.append((slot, attempt + 1))
 
-    def cancel(self) -> None:
-        """Start nothing more. The caller cancels what is in flight."""
-        self.cancelled = True
+    def close_early(self) -> None:
+        """Start nothing more: what has finished is the group. The caller cancels what is in flight."""
+        self.closing = True
         self.waiting.clear()
+
+    def cancel(self) -> None:
+        """Give the group up. The caller cancels what is in flight."""
+        self.close_early()
+        self.cancelled = True
+
+    @property
+    def unfinished(self) -> int:
+        return self.size - len(self.finished) - len(self.failed)
 
     @property
     def settled(self) -> bool:

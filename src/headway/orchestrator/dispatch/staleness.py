@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-PACE_GROWTH, PACE_DECAY = 1.3, 0.97
+PACE_GROWTH, PACE_DECAY = 1.5, 0.97
 PLENTY = 0.5
 
 
@@ -24,6 +24,11 @@ def lag(step: int, oldest_version: int) -> int:
 def too_old(step: int, oldest_version: int, max_lag: int) -> bool:
     """Tell whether a sample is too old for batch `step` and all later ones."""
     return lag(step, oldest_version) > max_lag
+
+
+def last_chance(step: int, version: int, max_lag: int) -> bool:
+    """Tell whether batch `step` is the last one that samples of `version` are not too old for."""
+    return lag(step, version) <= max_lag < lag(step + 1, version)
 
 
 def may_send(step: int, newest_version: int, limits: StalenessLimits) -> bool:

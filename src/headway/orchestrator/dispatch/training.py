@@ -11,9 +11,12 @@ from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import EngineRouter, Launch, random_id
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.sources import Mix, Source
-from headway.orchestrator.dispatch.staleness import too_old
+from headway.orchestrator.dispatch.staleness import last_chance, too_old
 from headway.orchestrator.health import Health
 from headway.orchestrator.tally import StepTally
+
+LEAST_SHARE = 0.5
+"""Share of a group that must have finished before it may be closed without the rest."""
 
 
 class TrainingWork:
@@ -109,11 +112,45 @@ class TrainingWork:
             self._waiting[group.id] = group
         if group.settled:
             self._close(group)
+        elif self._may_close(group):
+            self._changed.set()
 
     def _close(self, group: OpenGroup) -> None:
         del self.open[group.id]
         self.outstanding -= group.size
         self._collector.add(group, self.sources[group.env], self._admission.updater.newest_version)
+
+    def close_expiring(self) -> list[str]:
+        """Close the groups that no batch after this one can use without their slowest episodes, if the batch is due
+        and complete with what has finished of them. Return the episodes to cancel.
+
+        Waiting for them would age everything else that is under way, and in the end throw away the whole group. A
+        synchronous run (lag 0) has nothing else under way, and waits.
+        """
+        expiring = [group for group in self.open.values() if self._may_close(group)]
+        if not expiring or not self._admission.completes_batch(sum(len(group.finished) for group in expiring)):
+            return []
+        episodes: list[str] = []
+        for group in expiring:
+            self._tally.cancelled["too_old"] += group.unfinished
+            group.close_early()
+            self._waiting.pop(group.id, None)
+            episodes += list(group.in_flight)
+            if group.settled:  # nothing of it was in flight: the rest waited to be started, or to be tried again
+                self._close(group)
+        return episodes
+
+    @property
+    def closing(self) -> bool:
+        """True while groups that are closed early wait for their last episodes to be cancelled."""
+        return any(group.closing and not group.cancelled for group in self.open.values())
+
+    def _may_close(self, group: OpenGroup) -> bool:
+        source, max_lag = self.sources[group.env], self._admission.limits.max_lag
+        if group.closing or source.algorithm.sampler is not None or max_lag == 0:
+            return False
+        enough = len(group.finished) >= max(source.at_least, LEAST_SHARE * group.size)
+        return enough and last_chance(self._admission.step, group.version, max_lag)
 
     def cancel_hopeless(self, step: int, max_lag: int) -> list[str]:
         """Cancel the groups that are too old for batch `step`. Return the episodes to cancel."""
