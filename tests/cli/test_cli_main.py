@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from headway.cli import main as cli
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import CRASHED, HeadwayError, UsageError
 
 HEAVY = ("torch", "pydantic", "aiohttp", "numpy", "msgspec", "rich", "transformers")
 
@@ -79,7 +79,7 @@ def test_foreseen_errors_are_one_line_and_an_exit_code(
     [
         (OSError(errno.ENOSPC, "No space left on device", "/x"), "headway: /x: the disk is full", 1),
         (OSError(errno.EROFS, "Read-only file system", "/x"), "headway: /x: the file system is read-only", 1),
-        (ValueError("odd"), "headway: ValueError: odd (", 1),
+        (ValueError("odd"), "headway: ValueError: odd (", CRASHED),
         (KeyboardInterrupt(), "headway: interrupted", 130),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_traceback_can_be_asked_for(
 ) -> None:
     command.run = lambda argv: 1 // 0  # type: ignore[attr-defined] # a module made here
     monkeypatch.setenv("HEADWAY_DEBUG", "1")
-    assert cli.run(["env", "list"]) == 1
+    assert cli.run(["env", "list"]) == CRASHED
     assert "Traceback" in capsys.readouterr().err
 
 

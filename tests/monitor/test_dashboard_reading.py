@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import BEGAN, add_step, append, make_run, rollout, write_logprobs, write_rollouts
 
+from headway.core.records import rollout_step
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.catalog import Catalog
 from headway.monitor.dashboard.index import Filter, RolloutIndex
@@ -259,3 +260,23 @@ def test_a_summary_survives_missing_and_broken_files(tmp_path: Path) -> None:
     (folder / "metrics" / "trainer.jsonl").unlink()
     line = summarize(RunPaths(folder))
     assert line["status"] == "stopped" and line["command"] == ""
+
+
+def test_numbers_beyond_a_column_do_not_hide_a_run(tmp_path: Path) -> None:
+    table = MetricTable(tmp_path / "m.jsonl")
+    (tmp_path / "m.jsonl").write_text('{"step": 1e300, "a": 1}\n{"step": 3, "a": 2}\n{"step": -1e19, "a": 2}\n')
+    table.refresh()
+    assert table.steps().tolist() == [3]
+    assert rollout_step("step_99999999999.jsonl.gz") is None and rollout_step("step_000007.jsonl.gz") == 7
+
+
+def test_rollouts_with_strange_numbers_are_listed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    record = rollout(1) | {"lag": -(10**6)}
+    record["samples"] = [{"advantage": 0.0, "tokens": 2**40}]
+    write_rollouts(folder, 1, [record])
+    index = RolloutIndex(RunPaths(folder))
+    index.refresh()
+    index.wait()
+    (row,) = page(index, Filter(), 0, 10)["rows"]
+    assert row["lag"] < -30000 and row["tokens"] == 2**31 - 1

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,8 @@ from headway.monitor.logs import SUPERVISED, record_crash, setup_logging
 
 
 @pytest.fixture(autouse=True)
-def quiet_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unsupervised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SUPERVISED, raising=False)
-    yield
-    root = logging.getLogger("headway")
-    for handler in root.handlers[:]:
-        root.removeHandler(handler)
-        handler.close()
-    root.propagate = True
 
 
 def test_files_are_plain_and_one_per_attempt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

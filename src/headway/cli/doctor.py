@@ -12,8 +12,8 @@ from headway.monitor.doctor.finding import Finding
 HELP = """\
 usage: headway doctor [--json] [--port PORT] [--output-dir FOLDER]
 
-Says what this machine can do: packages and pins, devices, engines, memory, disk, ports, limits; and
-for each problem its remedy. Exits with 1 when something will not work.
+Says what this machine can do: packages and pins, devices, engines, memory, disk, ports, limits,
+sandboxes; and for each problem its remedy. Exits with 1 when something will not work.
 
   --json               the findings as JSON
   --port PORT          the port to try (8000)
@@ -42,10 +42,12 @@ def examine(output_dir: Path, port: int) -> Iterator[Finding]:
     """Yield all findings about this machine."""
     from headway.monitor.doctor.machine import check_devices, check_resources
     from headway.monitor.doctor.packages import check_packages
+    from headway.sandboxes.findings import check_sandboxes
 
     yield from check_packages()
     yield from check_devices()
     yield from check_resources(output_dir, port)
+    yield from check_sandboxes()
 
 
 def _print(finding: Finding) -> None:

@@ -34,7 +34,7 @@ NAME is a name from the list, an import path `module:Name`, or a file `path.py:N
   --tasks N           how many tasks to show (3)
   --task N            which task to play, counted from 0 (0)
   --url URL           the server that plays; without it you do
-  --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (tiny)
+  --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (the server tells)
   --family CLASS      its model family, as FILE.py:CLASS or MODULE:CLASS, where Headway does not bring it along
   --tokens            show every token, those that the model sampled in green ([brackets] without color)
   --max-tokens N      tokens per reply (64)
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> Namespace:
     played = {"task": 0, "url": str, "tokens": False, "max_tokens": 64, "temperature": 1.0}
-    parser = OptionParser("env", model="tiny", family=str, tasks=3, n=1000, seed=0, **played)
+    parser = OptionParser("env", model=str, family=str, tasks=3, n=1000, seed=0, **played)
     parser.add_argument("--args", type=environment_argument, action="append", default=[])
     parser.add_argument("-o", dest="output", type=Path)
     options = parser.parse_args(list(join_environment_arguments(argv)))
@@ -166,11 +166,17 @@ async def _watch(name: str, environment: "Environment", task: "Task", options: N
     from headway.envs.engines import Engines
     from headway.envs.episodes import EpisodeRunner
     from headway.envs.transcript import transcript
+    from headway.models.registry import load_family
     from headway.models.tiny import resolve_model
     from headway.rendering.load import load_renderer
+    from headway.rendering.served import model_of_servers
 
     assert options.url is not None
-    renderer, engines = load_renderer(resolve_model(options.model), family=options.family), Engines()
+    if options.family is not None:
+        load_family(options.family)
+    given = resolve_model(options.model) if options.model else None
+    folder = await model_of_servers([options.url], given)
+    renderer, engines = load_renderer(folder), Engines()
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     try:
         runner = EpisodeRunner(environment, name, renderer, engines)

@@ -25,7 +25,7 @@ API; its key, where it wants one, is read from OPENAI_API_KEY.
   --url URL           the server; may be given several times, episodes go to the least loaded
   --env NAME          a name of `headway env list`, `module:Name` or `file.py:Name`; may be given several times
   --args.NAME VALUE   an argument of the last named environment, such as --args.split eval
-  --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (tiny)
+  --model FOLDER      whose tokenizer the server uses: a folder or a built-in name (the server tells)
   --family CLASS      its model family, as FILE.py:CLASS or MODULE:CLASS, where Headway does not bring it along
   --name NAME         what the server calls the model (policy)
   --api chat          the server speaks only OpenAI's chat API
@@ -35,6 +35,7 @@ API; its key, where it wants one, is read from OPENAI_API_KEY.
   --max-tokens N      tokens per reply (up to the end of the context)
   --concurrency N     episodes at a time (64)
   --timeout S         seconds an episode may take (600)
+  --pass-env NAME     an environment variable that the environments need, such as OPENAI_API_KEY
   -o FOLDER           write one JSON line per task there
   --json              print the summary as JSON instead of a table
 
@@ -63,11 +64,12 @@ def run(argv: list[str]) -> int:
 def parse(argv: Sequence[str]) -> Namespace:
     """Raises UsageError on anything that isn't understood."""
     played = {"tasks": int, "samples": 1, "temperature": 1.0, "max_tokens": int, "concurrency": 64, "timeout": 600.0}
-    parser = OptionParser("eval", model="tiny", family=str, name="policy", json=False, **played)
+    parser = OptionParser("eval", model=str, family=str, name="policy", json=False, **played)
     parser.add_argument("--url", dest="urls", action="append", default=[])
     parser.add_argument("--env", dest="envs", type=lambda name: (name, {}), action="append", default=[])
     parser.add_argument("--args", type=environment_argument, action=_OfLastEnvironment)
     parser.add_argument("--api", choices=("tokens", "chat"), default="tokens")
+    parser.add_argument("--pass-env", action="append", default=[])
     parser.add_argument("-o", dest="output", type=Path)
     options = parser.parse_args(list(join_environment_arguments(argv)))
     if not options.urls:
@@ -89,7 +91,7 @@ class _OfLastEnvironment(Action):
 def _settings(options: Namespace) -> "list[EvalEnvSettings]":
     from pydantic import ValidationError
 
-    from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
+    from headway.config.orchestrator import EvalEnvSettings, SamplingSettings, WorkerSettings
 
     try:
         sampling = SamplingSettings(temperature=options.temperature, max_tokens=options.max_tokens)
@@ -101,6 +103,7 @@ def _settings(options: Namespace) -> "list[EvalEnvSettings]":
                 timeout=options.timeout,
                 tasks=options.tasks,
                 samples=options.samples,
+                workers=WorkerSettings(pass_env=options.pass_env),
             )
             for name, args in options.envs
         ]
@@ -113,11 +116,17 @@ async def _evaluate(options: Namespace) -> "Round":
     from headway.monitor.progress import progress_bar
     from headway.orchestrator.run import resolve_folder
     from headway.orchestrator.standalone import evaluate
+    from headway.rendering.served import model_of_servers
 
+    if options.api == "chat":
+        folder = resolve_folder(options.model or "tiny")  # only to count tokens
+    else:
+        given = resolve_folder(options.model) if options.model else None
+        folder = await model_of_servers(options.urls, given)
     return await evaluate(
         _settings(options),
         options.urls,
-        model=resolve_folder(options.model),
+        model=folder,
         renderer="auto",
         family=options.family,
         policy=options.name,

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from headway import __version__
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import CRASHED, MESSAGE_PREFIX, STOPPED, HeadwayError, UsageError
 from headway.core.processes import die_with_parent_if_asked
 
 COMMANDS = {
@@ -28,8 +28,12 @@ COMMANDS = {
         "serve": "serve a model over HTTP",
         "eval": "evaluate a model on environments",
         "env": "list, try and check environments",
+        "swe": "make software-engineering tasks from packages",
     },
     "Look inside": {
+        "status": "say where a run stands, from its folder or its address",
+        "logs": "show the logs of all processes of a run",
+        "stop": "ask a run to stop, with a checkpoint",
         "dash": "open the live dashboard of runs",
         "plot": "draw reward and staleness of runs",
         "rollouts": "read recorded episodes",
@@ -59,7 +63,10 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run one command line and return its exit code.
+
+    0 done, 1 failed, 2 wrong usage, 3 failed as another attempt would, 70 failed unexpectedly, 130 stopped.
+    """
     try:
         code = _dispatch(argv)
         sys.stdout.flush()
@@ -67,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
     except HeadwayError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail("interrupted", STOPPED)
     except BrokenPipeError:
         # The reader of our output is gone (`| head`); keep the interpreter from failing again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -128,17 +135,17 @@ def _crash(error: Exception) -> int:
         return _fail(where + DISK_ERRORS[error.errno], 1)
     if os.environ.get("HEADWAY_DEBUG"):
         traceback.print_exception(error)
-        return 1
+        return CRASHED
     logs = sys.modules.get("headway.monitor.logs")
     record = logs.record_crash(error) if logs else None
     where = f"the traceback is in {record}" if record else "set HEADWAY_DEBUG=1 to see the traceback"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return _fail(f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno}); {where}", 1)
+    return _fail(f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno}); {where}", CRASHED)
 
 
 def _fail(message: str, code: int) -> int:
     for line in message.splitlines() or [""]:
-        print(f"headway: {line}", file=sys.stderr)
+        print(MESSAGE_PREFIX + line.removeprefix(MESSAGE_PREFIX), file=sys.stderr)
     return code
 
 

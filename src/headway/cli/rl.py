@@ -1,9 +1,15 @@
 """`headway rl`: a whole run on this machine."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
+from headway.core.errors import STOPPED, UsageError
+
+if TYPE_CHECKING:
+    from headway.config.loader import Resolved
+    from headway.config.rl import RlSettings
 
 HELP = """\
 usage: headway rl @ CONFIG.toml [@ MORE.toml ...] [--section.setting VALUE ...]
@@ -15,15 +21,18 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
-  --dry-run         write the resolved settings of every process and exit
+  --dry-run         write the resolved settings of every process and exit; with --deployment.type slurm, print the job
   --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
   --from RUN@STEP   start a new run from a checkpoint of another one
+  --only ROLES      start only these here, of inference, orchestrator and trainer, with commas between; the others join
+                    from other hosts by `--run URL` (needs --control.host)
   --dash            serve the live dashboard of the runs beside this one and print its address
 
 Examples:
   headway rl @ examples/reverse_text/rl.toml
   headway rl @ examples/reverse_text/rl.toml --trainer.optim.lr 3e-5 --run.name slower
   headway rl --resume outputs/slower --max_steps 300
+  headway rl @ rl.toml --run.name large --deployment.type slurm --deployment.inference.nodes 4
 """
 
 
@@ -32,11 +41,12 @@ def run(argv: list[str]) -> int:
     from headway.config.loader import load_settings
     from headway.config.rl import RlSettings
     from headway.launch.fork import fork_run, parse_checkpoint
+    from headway.launch.hosts import parse_roles, with_network_transports
     from headway.launch.rl import run_rl
     from headway.monitor.dry_run import with_absolute_paths, write_dry_run
     from headway.monitor.runs import create_run, open_run
 
-    parser = OptionParser("rl", dash=False, resume=Path)
+    parser = OptionParser("rl", dash=False, resume=Path, only=str)
     parser.add_argument("--from", dest="parent")
     options, argv = parser.parse_known_args(argv)
     if options.resume and options.parent:
@@ -46,7 +56,16 @@ def run(argv: list[str]) -> int:
     if options.parent:
         origin, step = parse_checkpoint(options.parent)
         argv = ["@", str(origin.config / "rl.toml"), "--run.name", "none", *argv]
+    roles = parse_roles(options.only)
     resolved = load_settings(RlSettings, argv)
+    if options.only and resolved.settings.control.host is None:
+        raise UsageError("--only leaves the others to other hosts: give the address they join at, --control.host")
+    slurm = resolved.settings.deployment.type == "slurm"
+    # A node that runs the orchestrator has its own address then.
+    host = "127.0.0.1" if slurm else resolved.settings.control.host
+    resolved = replace(resolved, settings=with_network_transports(resolved.settings, resolved.origins, host))
+    if slurm:
+        return _submit(resolved, options.resume)
     if resolved.dry_run and not options.resume:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0
@@ -61,4 +80,22 @@ def run(argv: list[str]) -> int:
         from headway.monitor.dashboard import start_in_thread
 
         print(f"live dashboard: {start_in_thread(paths.root.parent)}")
-    return 0 if run_rl(settings, paths) else 130
+    return 0 if run_rl(settings, paths, roles=roles) else STOPPED
+
+
+def _submit(resolved: "Resolved[RlSettings]", resume: Path | None) -> int:
+    """Give the run to Slurm; with --dry-run, print the job instead."""
+    from headway.config.loader import write_settings
+    from headway.launch.deployments.slurm import batch_script, submit
+    from headway.monitor.dry_run import with_absolute_paths
+    from headway.monitor.runs import create_run, open_run
+
+    port = resolved.settings.control.port if "control.port" in resolved.origins else None
+    if resolved.dry_run:
+        print(batch_script(resolved.settings, port=port), end="")
+        return 0
+    paths = open_run(resume) if resume else create_run(resolved.settings.run, "rl")
+    settings = with_absolute_paths(resolved.settings, paths)
+    write_settings(settings, paths.config / "rl.toml")
+    print(f"job {submit(settings, paths, port=port)}: see `squeue`, or `headway status {paths.root}`")
+    return 0

@@ -87,7 +87,7 @@ def _print(records: "Iterable[RolloutRecord]", step: int, options: Namespace) ->
     for record in records:
         shown += 1
         advantages = ", ".join(f"{sample.advantage:+.3f}" for sample in record.samples) or "not trained"
-        body = Group(*(line for trace in record.episode.traces for line in _trace_lines(trace, options)))
+        body = Group(*(line for trace in record.episode.traces for line in trace_lines(trace, options)))
         title = f"step {step}  {record.env}  reward {record.reward:.3f}  advantage {advantages}  lag {record.lag}"
         seconds = "  ".join(f"{name} {value:.2f} s" for name, value in record.episode.timings.items())
         subtitle = f"task {record.episode.task.id}  group {record.group[:8]}  {seconds}"
@@ -97,7 +97,7 @@ def _print(records: "Iterable[RolloutRecord]", step: int, options: Namespace) ->
     return 0
 
 
-def _trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]":
+def trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]":
     from rich.text import Text
 
     parts = "  ".join(f"{name} {value:.3f}" for name, value in trace.rewards.items())
@@ -115,6 +115,8 @@ def _trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType
             if options.tokens:
                 versions = ", ".join(f"v{version} x {count}" for version, count in node.versions)
                 yield Text(f"           {node.token_ids} {versions}", style="dim")
+    for name, note in trace.notes.items():
+        yield Text(f"{name:>9}  ", style="bold").append(_printable(note), style="cyan not bold")
 
 
 def _printable(text: str) -> str:

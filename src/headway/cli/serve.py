@@ -1,12 +1,14 @@
 """`headway serve`: a model over HTTP."""
 
+from argparse import Namespace
 from pathlib import Path
 
 from headway.cli.options import OptionParser
+from headway.core.errors import UsageError
 
 HELP = """\
 usage: headway serve MODEL [--port 8000] [--host 127.0.0.1] [--dtype float32|bfloat16] [--device cpu|cuda]
-                     [--engine embedded|vllm] [--join RUN [--name NAME]] [--replicas N [--no-router]]
+                     [--engine embedded|vllm] [--join RUN|--run URL] [--name NAME] [--replicas N [--no-router]]
                      [@ CONFIG.toml ...] [--section.setting VALUE ...]
 
 Serves a checkpoint folder or a built-in model (tiny, tiny-llama, tiny-moe) with OpenAI's routes and the inference
@@ -14,6 +16,8 @@ protocol: tokens in, tokens out, weight updates while requests are in flight.
 
   --engine NAME   vllm takes any argument of its own as --inference.vllm.NAME VALUE
   --join RUN      become an engine of the run in this folder; --name tells its engines apart
+  --run URL       become an engine of a run on another host: settings come from there, and so does the end; the run's
+                  token is read from HEADWAY_TOKEN or from the file that HEADWAY_TOKEN_FILE names
   --replicas N    start N engines at consecutive ports and keep them alive; vllm-router, where it is installed, takes
                   --port and spreads requests over them by their x-session-id, unless --join or --no-router is given
   @ FILE          a layer of settings; later layers and flags win
@@ -50,11 +54,13 @@ def run(argv: list[str]) -> int:
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import open_run
 
-    parser = OptionParser("serve", join=Path, name=str, replicas=int)
+    parser = OptionParser("serve", join=Path, run=str, name=str, replicas=int)
     parser.add_argument("--no-router", dest="router", action="store_false")
     options, argv = parser.parse_known_args(argv)
     if argv and not argv[0].startswith(("-", "@")):
         argv = ["--model", *argv]
+    if options.run:
+        return _serve_elsewhere(options, argv)
     resolved = load_settings(ServeSettings, argv, aliases=ALIASES)
     settings = resolved.settings
     if resolved.dry_run:
@@ -71,4 +77,29 @@ def run(argv: list[str]) -> int:
     from headway.inference.serve import serve
 
     asyncio.run(serve(settings, paths, name))
+    return 0
+
+
+def _serve_elsewhere(options: Namespace, argv: list[str]) -> int:
+    """Serve as an engine of the run whose control service is at `options.run`."""
+    import asyncio
+
+    from headway.config.inference import ServeSettings
+    from headway.inference.serve import serve
+    from headway.launch.joining import join, only_check
+    from headway.launch.replicas import run_replicas
+    from headway.monitor.logs import setup_logging
+    from headway.transport.control.client import own_name
+
+    if options.join:
+        raise UsageError("--join names a run folder and --run a run's address; give one of them")
+    if only_check(options.run, ServeSettings, argv, aliases=ALIASES):
+        return 0
+    joined = join(options.run, "inference", ServeSettings, argv, command="serve", aliases=ALIASES)
+    settings, name = joined.settings, options.name or f"inference-{own_name()}"
+    if options.replicas is not None:
+        run_replicas(settings, options.replicas, run=joined.paths, url=options.run, name=name)
+        return 0
+    setup_logging(name, joined.paths, json=settings.log.json_lines, level=settings.log.level)
+    asyncio.run(serve(settings, joined.paths, name, joined.client))
     return 0

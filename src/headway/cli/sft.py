@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from headway.cli.options import OptionParser
-from headway.cli.train import run_flags, run_ranks
+from headway.cli.train import run_ranks
 from headway.core.errors import UsageError
+from headway.launch.joining import run_flags
 
 HELP = """\
 usage: headway sft @ SFT.toml [@ MORE.toml ...] [--section.setting VALUE ...]

@@ -2,21 +2,29 @@
 
 from typing import TYPE_CHECKING
 
+from headway.cli.options import OptionParser
+from headway.core.errors import STOPPED, UsageError
+from headway.launch.joining import run_flags
+
 if TYPE_CHECKING:
     from headway.config.trainer import TrainSettings
     from headway.core.runs import RunPaths
 
 HELP = """\
 usage: headway train @ TRAINER.toml [@ MORE.toml ...] [--section.setting VALUE ...]
+       headway train --run URL [--restart] [--section.setting VALUE ...]
 
 Runs the trainer of a run: waits for batches, trains, publishes weights, writes checkpoints. `headway rl` starts it for
 you; by itself it joins the run named by run.name, or makes one. Continues from the newest complete checkpoint.
 With placement.trainer_ranks above 1 it starts that many ranks on this machine. Ctrl-C finishes the step, writes a
 checkpoint and exits.
 
+  --run URL         be the trainer of a run on another host: settings come from there, files stay in a folder here; the
+                    run's token is read from HEADWAY_TOKEN or from the file that HEADWAY_TOKEN_FILE names
+  --restart         with --run: start it again when it dies, as `headway rl` does
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
-  --dry-run         write the resolved settings and exit
+  --dry-run         write the resolved settings, say what each rank would hold and send, and exit
 
 Examples:
   headway train @ outputs/my-run/config/trainer.toml
@@ -31,18 +39,47 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.runs import join_run
 
+    options, argv = OptionParser("train", run=str, restart=False).parse_known_args(argv)
+    if options.run:
+        return _train_elsewhere(options.run, argv, restart=options.restart)
+    if options.restart:
+        raise UsageError("--restart goes with --run URL; `headway rl` restarts what it starts")
     resolved = load_settings(TrainSettings, argv)
     settings = resolved.settings
     if resolved.dry_run:
         print(*write_dry_run(settings, "train"), sep="\n")
+        print(_layout(settings))
         return 0
     paths = join_run(settings.run, "train")
     if (code := run_ranks("train", argv, settings, paths)) is not None:
         return code
     from headway.trainer.rl import train
 
-    train(settings, paths)
-    return 0
+    return 0 if train(settings, paths) else STOPPED
+
+
+def _train_elsewhere(url: str, argv: list[str], *, restart: bool) -> int:
+    """Train for the run whose control service is at `url`."""
+    from headway.config.trainer import TrainSettings
+    from headway.launch.joining import join, keep_alive, only_check
+    from headway.trainer.parallel.group import rank_in_group
+    from headway.trainer.rl import train
+    from headway.transport.control.client import JoinedControl
+
+    if only_check(url, TrainSettings, argv):
+        return 0
+    joined = join(url, "trainer", TrainSettings, argv, command="train")
+    again = ["--run", url, *argv]
+    if restart:
+        return 0 if keep_alive("trainer", ["train", *again, *run_flags(joined.paths)], joined.paths) else STOPPED
+    if (code := run_ranks("train", again, joined.settings, joined.paths)) is not None:
+        return code
+    rank = rank_in_group()
+    control = JoinedControl(joined.client, joined.paths, "trainer", f"trainer-{rank}" if rank else "trainer")
+    try:
+        return 0 if train(joined.settings, joined.paths, control) else STOPPED
+    finally:
+        control.close()
 
 
 def run_ranks(command: str, argv: list[str], settings: "TrainSettings", paths: "RunPaths") -> int | None:
@@ -61,6 +98,10 @@ def run_ranks(command: str, argv: list[str], settings: "TrainSettings", paths: "
     return None
 
 
-def run_flags(paths: "RunPaths") -> list[str]:
-    """Return the flags that make a command join this run instead of making one."""
-    return ["--run.name", paths.root.name, "--run.output_dir", str(paths.root.parent)]
+def _layout(settings: "TrainSettings") -> str:
+    from headway.models.registry import load_config
+    from headway.models.tiny import resolve_model
+    from headway.trainer.parallel.report import describe_layout
+
+    folder = resolve_model(settings.model.path, settings.model.family)
+    return describe_layout(settings, load_config(folder, settings.model.implementation))

@@ -1,10 +1,13 @@
 """A dry run: the settings that each process would read, written down, and nothing started."""
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from headway.config.commands import write_process_settings
 from headway.config.loader import write_settings
+from headway.config.orchestrator import EnvSettings
 from headway.config.rl import RlSettings
 from headway.config.shared import SharedSettings
 from headway.core.imports import absolute_path
@@ -29,10 +32,28 @@ def write_dry_run(settings: SharedSettings, command: str) -> list[Path]:
 
 
 def with_absolute_paths(settings: S, paths: RunPaths) -> S:
-    """Write out the folders of run, model and model family, so that the settings hold from anywhere."""
+    """Write out the folders of run, model and `file.py:name`s, so that the settings hold from anywhere."""
     root, model = paths.root.resolve(), settings.model
     run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
     folder = str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
     family = model.family and absolute_path(model.family)
     model = model.model_copy(update={"path": folder, "family": family})
-    return settings.model_copy(update={"run": run, "model": model})
+    settings = settings.model_copy(update={"run": run, "model": model})
+    return _with_absolute_files(settings)  # type: ignore[no-any-return]  # what comes in goes out
+
+
+def _with_absolute_files(value: Any) -> Any:
+    """Write out the folders of all texts of the form `file.py:name` whose file is there."""
+    if isinstance(value, BaseModel):
+        given = {name: getattr(value, name) for name in value.model_fields_set}
+        changed = {name: new for name, old in given.items() if (new := _with_absolute_files(old)) != old}
+        if isinstance(value, EnvSettings) and "id" in changed and value.name is None:
+            changed["name"] = value.id  # metrics keep the name that the user wrote
+        return value.model_copy(update=changed) if changed else value
+    if isinstance(value, dict):
+        return {key: _with_absolute_files(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_with_absolute_files(item) for item in value)
+    if isinstance(value, str) and ".py:" in value and Path(value.rpartition(":")[0]).expanduser().is_file():
+        return absolute_path(value)
+    return value

@@ -3,7 +3,7 @@
 import math
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from headway.core.errors import HeadwayError
@@ -12,17 +12,24 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render(values: Mapping[str, float], labels: Mapping[str, str] = {}, prefix: str = "headway") -> str:
-    """Values in Prometheus' text format; a name that ends in `_total` is a counter, every other a gauge.
+    """Values in Prometheus' text format; see `render_all`."""
+    return render_all([(labels, values)], prefix)
 
-    Signs that Prometheus has no place for in names become underscores: `loss/rl` is `headway_loss_rl`. Of names
-    that become equal the last one stays.
+
+def render_all(groups: Iterable[tuple[Mapping[str, str], Mapping[str, float]]], prefix: str = "headway") -> str:
+    """Groups of values, each with its labels, in Prometheus' text format.
+
+    A name that ends in `_total` is a counter, every other a gauge. Signs that Prometheus has no place for in names
+    become underscores: `loss/rl` is `headway_loss_rl`. Of names of a group that become equal the last one stays.
     """
-    named = {metric_name(name, prefix): value for name, value in values.items()}
-    shown = _labels(labels)
+    samples: dict[str, dict[str, float]] = {}
+    for labels, values in groups:
+        for name, value in values.items():
+            samples.setdefault(metric_name(name, prefix), {})[_labels(labels)] = value
     lines = []
-    for name, value in named.items():
+    for name, by_label in samples.items():
         lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
-        lines.append(f"{name}{shown} {_number(value)}")
+        lines += [f"{name}{labels} {_number(value)}" for labels, value in by_label.items()]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -30,12 +37,11 @@ def metric_name(name: str, prefix: str = "headway") -> str:
     return re.sub(r"[^a-zA-Z0-9_:]", "_", f"{prefix}_{name}" if prefix else name)
 
 
-class PrometheusSink:
-    """Answers `GET /metrics` on loopback with the latest values that were logged."""
+class PrometheusExporter:
+    """Answers `GET /metrics` on loopback with the latest values of each process."""
 
-    def __init__(self, process: str, port: int) -> None:
-        self._labels = {"process": process}
-        self._values: dict[str, float] = {}
+    def __init__(self, port: int) -> None:
+        self._values: dict[str, dict[str, float]] = {}
         self._lock = threading.Lock()
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
@@ -51,13 +57,17 @@ class PrometheusSink:
     def port(self) -> int:
         return self._server.server_port
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/metrics"
+
+    def update(self, process: str, values: Mapping[str, float]) -> None:
         with self._lock:
-            self._values |= {"step": float(step), **values}
+            self._values.setdefault(process, {}).update(values)
 
     def text(self) -> str:
         with self._lock:
-            return render(self._values, self._labels)
+            return render_all(({"process": process}, values) for process, values in self._values.items())
 
     def close(self) -> None:
         self._server.shutdown()
@@ -65,7 +75,18 @@ class PrometheusSink:
         self._thread.join()
 
 
-def _handler(sink: PrometheusSink) -> type[BaseHTTPRequestHandler]:
+class PrometheusSink(PrometheusExporter):
+    """The exporter of one process that runs by itself."""
+
+    def __init__(self, process: str, port: int) -> None:
+        super().__init__(port)
+        self._process = process
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.update(self._process, {"step": float(step), **values})
+
+
+def _handler(sink: PrometheusExporter) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":

@@ -238,8 +238,8 @@ class RolloutIndex:
             number,
             line.reward,
             advantage,
-            min(line.lag, 2**15 - 1),
-            sum(sample.tokens for sample in samples),
+            _bounded(line.lag, 2**15 - 1),
+            _bounded(sum(sample.tokens for sample in samples), 2**31 - 1),
             line.episode.timings.get("total", np.nan),
             self._number("env", line.env),
             self._number("error", line.episode.error.kind if line.episode.error is not None else ""),
@@ -275,6 +275,11 @@ class RolloutIndex:
 
     def _named(self) -> dict[str, list[str]]:
         return {"envs": list(self._names["env"]), "errors": [name for name in self._names["error"] if name]}
+
+
+def _bounded(number: int, limit: int) -> int:
+    """Keep a number of a strange record within its column."""
+    return max(-limit, min(number, limit))
 
 
 def _scan(folder: Path) -> list[Any]:

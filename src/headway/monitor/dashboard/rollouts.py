@@ -23,7 +23,7 @@ from headway.monitor.dashboard.summary import read_settings
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-BUILT_IN = ("tiny", "tiny-llama", "tiny-moe")
+BUILT_IN = ("tiny", "tiny-llama", "tiny-moe", "tiny-glm4-moe", "tiny-gpt-oss")
 """Models that come with the package and share one tokenizer."""
 SEARCH_SECONDS = 1.5
 """A search answers after this long with what it found, and goes on when asked to."""

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from headway.core.errors import HeadwayError
+from headway.core.processes import host_name
 from headway.monitor.dashboard.api import add_routes
 from headway.monitor.dashboard.catalog import Catalog
 
@@ -91,18 +92,11 @@ def _check_host(host: str) -> Middleware:
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if host in LOOPBACK and _host_name(request.host) not in LOOPBACK:
+        if host in LOOPBACK and host_name(request.host) not in LOOPBACK:
             raise web.HTTPForbidden(text="open this dashboard by its loopback address")
         return await handler(request)
 
     return guard
-
-
-def _host_name(header: str) -> str:
-    """`127.0.0.1:8400`, `[::1]:8400` and `localhost` without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
 
 
 async def _harden(request: web.Request, response: web.StreamResponse) -> None:

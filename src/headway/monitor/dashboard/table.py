@@ -15,6 +15,8 @@ from headway.monitor.tail import LineTail
 
 Floats = NDArray[np.float64]
 
+LAST_STEP = 2**31 - 1
+"""Lines of later steps are nonsense."""
 MOST_COLUMNS = 2000
 """Names beyond this many are left out, so that memory stays bounded."""
 
@@ -86,7 +88,9 @@ class MetricTable:
         try:
             values = msgspec.json.decode(line, type=dict[str, float | None])
             step = int(values.pop("step") or 0)
-        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, KeyError, UnicodeDecodeError, OverflowError, ValueError):
+            return
+        if abs(step) > LAST_STEP:
             return
         known = step in self._rows
         row = self._rows.setdefault(step, len(self._steps))

@@ -23,6 +23,9 @@ export function conversation(record) {
           trace.branches.length > 1 ? h("h3", { class: "soft" }, `branch ${order + 1}`) : null,
           branch.map((node) => turn(trace.nodes[node])),
         ]),
+        Object.entries(trace.notes ?? {}).map(([name, note]) =>
+          h("div", { class: "turn" }, h("div", { class: "who" }, h("b", {}, visible(name))), longText(note)),
+        ),
         place < episode.traces.length - 1 ? h("hr") : null,
       ),
     ),

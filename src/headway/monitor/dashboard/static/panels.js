@@ -21,7 +21,7 @@ const PANELS = [
   },
   { title: "Evaluation", lines: [each(O, /^eval\/(.+\/(?:avg|pass@\d+))$/, { points: true })] },
   { title: "Pass rate", lines: [line(O, "pass_rate", "solved")] },
-  { title: "Parts of the reward", lines: [each(O, /^env\/(.+)$/)] },
+  { title: "Parts of the reward", lines: [each(O, /^env\/((?!.*\/sandbox_).+)$/)] },
   {
     title: "Loss",
     lines: [
@@ -117,6 +117,9 @@ const PANELS = [
     lines: [line(O, "workers/serving", "serving", { main: true }), line(O, "workers/lost", "lost")],
     raw: true,
   },
+  { title: "Sandboxes started per second", lines: [line(O, "sandboxes/starts_per_second", "starts")] },
+  { title: "Sandboxes: seconds of an episode by phase", lines: [each(O, /^env\/(.+\/sandbox_seconds_.+)$/)] },
+  { title: "Sandboxes: limits hit per episode", lines: [each(O, /^env\/(.+\/sandbox_limit_.+)$/)], raw: true },
   { title: "Truncated", lines: [line(O, "truncated", "share")] },
   { title: "Useful share of sampled tokens", lines: [line(O, "useful_share", "share")] },
   { title: "Experts", lines: [each(T, /^experts\/(.+)$/)] },

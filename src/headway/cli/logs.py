@@ -1,0 +1,30 @@
+"""`headway logs`: the logs of all processes of a run, in one view."""
+
+from headway.cli.options import OptionParser
+
+HELP = """\
+usage: headway logs RUN|URL [PROCESS] [-n 20]
+
+Prints the last lines of the newest log of every process of a run, or of those whose names begin with PROCESS. RUN is a
+run folder; URL is the address of its control service, which demands the run's token (see `headway status --help`). Logs
+of processes on other hosts have the host's name in front.
+
+Examples:
+  headway logs outputs/my-run
+  headway logs outputs/my-run trainer -n 100
+  HEADWAY_TOKEN_FILE=token headway logs http://10.0.0.1:8500
+"""
+
+
+def run(argv: list[str]) -> int:
+    from headway.launch.remote import RemoteRun
+
+    parser = OptionParser("logs", n=20)
+    parser.add_argument("run")
+    parser.add_argument("process", nargs="?", default="")
+    options = parser.parse_args(argv)
+    run_ = RemoteRun(options.run)
+    for name in run_.newest_logs(options.process):
+        print(f"== {name}")
+        print(*run_.log_tail(name, options.n), sep="\n")
+    return 0
