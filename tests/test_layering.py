@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "headway"
 FLOORS = [
     {"core"},
-    {"config", "models", "rendering", "transport", "monitor"},
+    {"config", "models", "rendering", "transport", "monitor", "sandboxes"},
     {"envs", "algorithms"},
     {"trainer", "inference", "orchestrator"},
     {"launch"},

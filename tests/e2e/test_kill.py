@@ -2,8 +2,6 @@
 
 import os
 import random
-import re
-import shutil
 import signal
 import subprocess
 import time
@@ -118,15 +116,11 @@ def test_ctrl_c_leaves_no_process_and_a_run_that_resumes(moment: float, rl_flags
     assert_whole(run, 12)
 
 
-def test_a_run_goes_on_once_its_damaged_checkpoint_is_removed(run_rl: RunRl) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(run_rl: RunRl) -> None:
     run = run_rl("--max_steps", "8", "--trainer.checkpoints.interval", "3")
     assert run.paths.complete_checkpoints() == [6, 8]
     (run.paths.checkpoint(8) / "trainer" / "__0_0.distcp").unlink()
-    go_on = ("rl", "--resume", str(run.paths.root), "--max_steps", "11")
-    failed = start(*go_on)
-    output, _ = failed.communicate(timeout=200)
-    advice = re.search(r"(\S+) is damaged .*; remove it to continue from the checkpoint before it", output)
-    assert failed.returncode and advice, output[-6000:]
-    shutil.rmtree(advice[1])
-    headway(*go_on)
+    headway("rl", "--resume", str(run.paths.root), "--max_steps", "11")
+    aside = run.paths.checkpoint(8).with_name(f"damaged_{run.paths.checkpoint(8).name}")
+    assert aside.is_dir() and run.paths.complete_checkpoints() == [9, 11]
     assert_whole(run, 11)

@@ -66,6 +66,21 @@ def test_experts_are_replayed_in_the_trainer(run_rl: RunRl, tmp_path_factory: py
     assert_trainer_agrees_with_engine(run)
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("shape", ["tiny-glm4-moe", "tiny-gpt-oss", "tiny-hybrid"])
+def test_families_learn(run_rl: RunRl, tmp_path_factory: pytest.TempPathFactory, shape: str) -> None:
+    """Short words, for few steps. Without lag, and with routing replayed, the trainer computes what the engine sampled
+    by."""
+    rows = reverse_text.demonstrations(10_000, seed=0, copy_share=0.5, min_len=3, max_len=4)
+    short = ("--max_steps", "300", "--trainer.schedule.decay_steps", "150")
+    model = warm_up(tmp_path_factory.mktemp(shape), rows, "--model.path", shape, *short)
+    env = '[{id = "reverse-text", args = {min_len = 3, max_len = 4}}]'
+    task = ("--orchestrator.envs", env, "--orchestrator.eval.envs", "[]", "--orchestrator.batch_size", "64")
+    run = run_rl("--max_steps", "25", *ON_POLICY, "--model.path", str(model), *task)
+    assert_learned(run, by=0.08)
+    assert max(run.column("trainer", "mismatch_kl")) < 1e-6
+
+
 @pytest.fixture(scope="module")
 def teacher(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of the same model after some more, and only right, demonstrations."""
