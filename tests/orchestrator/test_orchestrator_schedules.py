@@ -33,6 +33,10 @@ def test_schedules_hold_all_rules() -> None:
     run_schedules(range(500))
 
 
+def test_a_group_that_is_closed_early_with_nothing_in_flight_is_settled() -> None:
+    run_schedules(range(610, 611))  # its last episode waits to be tried again when the group is closed
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_ten_thousand_schedules_hold_all_rules() -> None:
