@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from headway.sandboxes.bubblewrap import Bubblewrap
-from headway.sandboxes.cgroups import ROOT
+from headway.sandboxes.local.bubblewrap import Bubblewrap
+from headway.sandboxes.local.cgroups import ROOT
+from headway.sandboxes.local.sweep import state_root
 from headway.sandboxes.sandbox import Limits
-from headway.sandboxes.sweep import state_root
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from headway.sandboxes.backend import Backend
-from headway.sandboxes.container import Containers
 from headway.sandboxes.kinds import backend_class, make_backend
-from headway.sandboxes.launched import system_links
+from headway.sandboxes.local.container import Containers
+from headway.sandboxes.local.launched import system_links
 from headway.sandboxes.recipe import Recipe
-from headway.sandboxes.sandbox import Limits, SandboxError, Snapshot
-from headway.sandboxes.streamed import StreamedSandbox
+from headway.sandboxes.sandbox import Limits, Sandbox, SandboxError, Snapshot
 
 
 def unavailable(kind: str) -> str:
@@ -40,7 +39,7 @@ class HostContainers(Containers):
 
     async def create(
         self, recipe: Recipe | None = None, limits: Limits | None = None, snapshot: Snapshot | None = None
-    ) -> StreamedSandbox:
+    ) -> Sandbox:
         recipe = recipe or Recipe()
         return await super().create(replace(recipe, readable=(Path("/usr"), *recipe.readable)), limits, snapshot)
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from sandbox_kinds import needs_bubblewrap, needs_gvisor
 
-from headway.sandboxes.cgroups import ROOT, Cgroups
 from headway.sandboxes.gate import FairGate
+from headway.sandboxes.local.cgroups import ROOT, Cgroups
+from headway.sandboxes.local.owners import is_orphan, owned_name, start_time
+from headway.sandboxes.local.sweep import state_root, sweep
 from headway.sandboxes.meters import measured
-from headway.sandboxes.owners import is_orphan, owned_name, start_time
 from headway.sandboxes.pool import SandboxPool
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import Limits
-from headway.sandboxes.sweep import state_root, sweep
 
 
 def test_the_gate_is_bounded_and_serves_who_holds_least() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from sandbox_kinds import EVERY, ISOLATING, make, needs_bubblewrap, needs_gvisor
 
-from headway.sandboxes.bubblewrap import keeper_command
-from headway.sandboxes.cgroups import Cgroups
+from headway.sandboxes.local.bubblewrap import keeper_command
+from headway.sandboxes.local.cgroups import Cgroups
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import Limits, Sandbox, SandboxError, SandboxGoneError
 
@@ -227,7 +227,7 @@ def test_a_sandbox_that_ends_says_so() -> None:
 
 @needs_bubblewrap
 def test_the_keeper_in_python_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.sandboxes.bubblewrap.keeper_command", lambda state: keeper_command(state, False))
+    monkeypatch.setattr("headway.sandboxes.local.bubblewrap.keeper_command", lambda state: keeper_command(state, False))
 
     async def use(box: Sandbox) -> None:
         assert "keeper" in (await box.run(["cat", "/proc/1/cmdline"])).stdout
@@ -276,7 +276,7 @@ def test_limits_that_are_none_are_refused() -> None:
 def test_without_control_groups_rlimits_bound_processes_and_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("headway.sandboxes.launched.Cgroups", lambda: Cgroups(Path("/nowhere"), "0::/\n"))
+    monkeypatch.setattr("headway.sandboxes.local.launched.Cgroups", lambda: Cgroups(Path("/nowhere"), "0::/\n"))
     fork = "import os\nfor n in range(100):\n  print(n, flush=True)\n  if os.fork() == 0: __import__('time').sleep(60)"
 
     async def use(box: Sandbox) -> None:

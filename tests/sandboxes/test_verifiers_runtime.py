@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sandbox_kinds import needs_bubblewrap
 
-from headway.sandboxes.bubblewrap import Bubblewrap
+from headway.sandboxes.local.bubblewrap import Bubblewrap
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import SandboxError
 

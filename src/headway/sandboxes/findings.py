@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from headway.monitor.doctor.finding import Finding
-from headway.sandboxes.cgroups import Cgroups
 from headway.sandboxes.kinds import available_kinds
+from headway.sandboxes.local.cgroups import Cgroups
 
 
 def check_sandboxes() -> Iterator[Finding]:

@@ -9,10 +9,10 @@ from headway.sandboxes.sandbox import SandboxUnavailableError
 _HERE = "headway.sandboxes"
 # Paths, not classes: a kind is imported when it is used.
 _PATHS: dict[str, str] = {
-    "bubblewrap": f"{_HERE}.bubblewrap:Bubblewrap",
-    "gvisor": f"{_HERE}.gvisor:Gvisor",
-    "container": f"{_HERE}.container:Containers",
-    "process": f"{_HERE}.process:Processes",
+    "bubblewrap": f"{_HERE}.local.bubblewrap:Bubblewrap",
+    "gvisor": f"{_HERE}.local.gvisor:Gvisor",
+    "container": f"{_HERE}.local.container:Containers",
+    "process": f"{_HERE}.local.process:Processes",
 }
 
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 
 CHUNK = 1 << 16
+PIPE_GRACE = 0.25
+"""Seconds that a command's pipes are read after it has ended, while processes it left behind hold them."""
 FLOOD = 64
 """A command that writes this many times what is kept is ended: reading on would only burn time."""
 

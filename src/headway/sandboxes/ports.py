@@ -6,12 +6,12 @@ import socket
 from collections.abc import Awaitable, Callable
 
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[], Awaitable[socket.socket]] | Callable[[], Awaitable[_Streams]]
+"""Opens the other end of a connection."""
 _CHUNK = 1 << 16
 
 
-def relay(
-    connect: Callable[[], Awaitable[socket.socket]] | Callable[[], Awaitable[_Streams]],
-) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+def relay(connect: Connect) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     """Return a handler for `asyncio.start_server` that joins each connection with the one that `connect` opens."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,3 +37,12 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
+
+
+def to_loopback(port: int) -> Connect:
+    """Return what connects to a port of this machine."""
+
+    async def connect() -> _Streams:
+        return await asyncio.open_connection("127.0.0.1", port)
+
+    return connect

@@ -1,12 +1,13 @@
 """Recipes for the work folder that a sandbox begins with."""
 
 import io
+import os
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.sandboxes.sandbox import Sandbox, SandboxError, Snapshot
+from headway.sandboxes.sandbox import Limits, Sandbox, SandboxError, Snapshot
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Recipe:
     def is_plain(self) -> bool:
         """Tell if the recipe is files only, which are written faster than a folder is prepared."""
         return self.folder is None and not self.setup
+
+    @property
+    def setup_limits(self) -> Limits:
+        """Bounds of the sandbox in which the folder is prepared."""
+        return Limits(4 << 30, 512, os.cpu_count() or 1, 4 << 30, self.setup_seconds)
 
     async def fill(self, box: Sandbox) -> None:
         """Do in an empty work folder all that the recipe says. Raises SandboxError where its setup fails."""

@@ -6,7 +6,7 @@ import posixpath
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -55,6 +55,17 @@ class Limits:
         for name, value in vars(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise SandboxError(f"sandbox limits: {name} must be a positive number (got {value!r})")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command as back ends get it. `seconds` bounds it; `env` is added to the sandbox's own variables."""
+
+    argv: Sequence[str]
+    seconds: float
+    env: Mapping[str, str] = field(default_factory=dict)
+    stdin: bytes = b""
+    cwd: str = WORK
 
 
 @dataclass(frozen=True)
@@ -124,10 +135,10 @@ class Sandbox(ABC):
         Processes that it leaves behind live on until `stop`, unless it ran out of time: then its group is killed.
         """
         out, err = Captured(self.limits.output), Captured(self.limits.output)
-        limit = seconds or self.limits.seconds
         clock = asyncio.get_running_loop().time
         began = clock()
-        code, hit = await self._execute(list(argv), dict(env or {}), stdin, limit, cwd or WORK, out, err)
+        command = Command(list(argv), seconds or self.limits.seconds, dict(env or {}), stdin, cwd or WORK)
+        code, hit = await self._execute(command, out, err)
         left_out = out.left_out + err.left_out
         if hit is None and left_out:
             hit = "output"
@@ -147,21 +158,15 @@ class Sandbox(ABC):
 
     async def read_start(self, path: str, count: int) -> bytes:
         """Read the first `count` bytes of a file. Raises SandboxError where there is none."""
-        out, err = Captured(count), Captured(4096)
-        argv = ["head", "-c", str(count), "--", self.resolve(path)]
-        code, _ = await self._execute(argv, {}, b"", self.limits.seconds, WORK, out, err)
-        if code:
-            raise SandboxError(f"read {path}: {err.text().strip() or f'exit code {code}'}")
-        return out.kept()
+        return (
+            await self._must(f"read {path}", ["head", "-c", str(count), "--", self.resolve(path)], keep=count)
+        ).kept()
 
     async def write(self, path: str, data: bytes) -> None:
         """Write a file, and the folders it needs. Raises SandboxError, for example where the disk is full."""
-        out, err = Captured(4096), Captured(4096)
         path = self.resolve(path)
         script = ["sh", "-c", 'mkdir -p -- "$1" && cat > "$2"', "sh", posixpath.dirname(path), path]
-        code, _ = await self._execute(script, {}, data, self.limits.seconds, WORK, out, err)
-        if code:
-            raise SandboxError(f"write {path}: {err.text().strip() or f'exit code {code}'}")
+        await self._must(f"write {path}", script, data)
 
     async def background(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, log: str, cwd: str | None = None
@@ -172,21 +177,16 @@ class Sandbox(ABC):
 
     async def snapshot(self) -> Snapshot:
         """Keep the work folder as it is now."""
-        limit = 2 * self.limits.disk + (1 << 20)
-        out, err = Captured(limit), Captured(4096)
         argv = ["tar", "-C", self.resolve(WORK), "-cf", "-", "."]
-        code, _ = await self._execute(argv, {}, b"", self.limits.seconds, WORK, out, err)
-        if code or out.left_out:
-            raise SandboxError(f"snapshot: {err.text().strip() or f'exit code {code}'}")
-        return Snapshot(out.kept())
+        packed = await self._must("snapshot", argv, keep=2 * self.limits.disk + (1 << 20))
+        if packed.left_out:
+            raise SandboxError("snapshot: the work folder is larger than twice the disk limit")
+        return Snapshot(packed.kept())
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Unpack a snapshot over the work folder."""
-        out, err = Captured(4096), Captured(4096)
         argv = ["tar", "-C", self.resolve(WORK), "--no-same-owner", "-xf", "-"]
-        code, _ = await self._execute(argv, {}, snapshot.archive, self.limits.seconds, WORK, out, err)
-        if code:
-            raise SandboxError(f"restore: {err.text().strip() or f'exit code {code}'}")
+        await self._must("restore", argv, snapshot.archive)
 
     async def unpack_folder(self, folder: Path) -> None:
         """Copy a folder of this machine into the work folder. Its links stay links: they lead nowhere outside."""
@@ -201,18 +201,17 @@ class Sandbox(ABC):
         """Make `path` absolute within the sandbox; relative ones begin in the work folder."""
         return posixpath.normpath(posixpath.join(WORK, path))
 
+    async def _must(self, what: str, argv: list[str], stdin: bytes = b"", keep: int = 4096) -> Captured:
+        """Run a command of our own; returns its output, up to `keep` bytes. Raises SandboxError where it fails."""
+        out, err = Captured(keep), Captured(4096)
+        code, _ = await self._execute(Command(argv, self.limits.seconds, stdin=stdin), out, err)
+        if code:
+            raise SandboxError(f"{what}: {err.text().strip() or f'exit code {code}'}")
+        return out
+
     @abstractmethod
-    async def _execute(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        stdin: bytes,
-        seconds: float,
-        cwd: str,
-        out: Captured,
-        err: Captured,
-    ) -> tuple[int, Limit | None]:
-        """Run `argv`; returns the exit code and the limit that was seen to be hit."""
+    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
+        """Run a command; returns the exit code and the limit that was seen to be hit."""
 
     @abstractmethod
     async def open_process(
@@ -247,3 +246,8 @@ class Sandbox(ABC):
     ) -> None:
         # Shielded: a cancelled episode must not leave its sandbox behind.
         await asyncio.shield(self.stop())
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as a shell has it: 128 + N for a process that signal N ended, which Python calls -N."""
+    return code if code >= 0 else 128 - code

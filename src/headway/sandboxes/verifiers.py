@@ -10,7 +10,7 @@ from verifiers.v1.runtimes.base import BaseRuntimeInfo, ProgramResult, Runtime, 
 from headway.sandboxes.backend import Backend
 from headway.sandboxes.output import Captured
 from headway.sandboxes.recipe import Recipe
-from headway.sandboxes.sandbox import WORK, Limit, Limits, Process, Sandbox, SandboxError, Snapshot
+from headway.sandboxes.sandbox import WORK, Command, Limit, Limits, Process, Sandbox, SandboxError, Snapshot
 
 
 class HeadwayRuntimeInfo(BaseRuntimeInfo):  # type: ignore[misc]  # the package brings no types
@@ -113,24 +113,16 @@ class RuntimeSandbox(Sandbox):
         resolved = super().resolve(path)
         return "." if resolved == WORK else resolved.removeprefix(f"{WORK}/")
 
-    async def _execute(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        stdin: bytes,
-        seconds: float,
-        cwd: str,
-        out: Captured,
-        err: Captured,
-    ) -> tuple[int, Limit | None]:
+    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         # Runtimes take no stdin and no folder: a file and a shell stand for them.
-        if stdin:
-            await self._runtime.write(".headway-stdin", stdin)
-        source = ".headway-stdin" if stdin else "/dev/null"
+        if command.stdin:
+            await self._runtime.write(".headway-stdin", command.stdin)
+        source = ".headway-stdin" if command.stdin else "/dev/null"
         script = 'exec < "$1"; cd "$2" || exit 126; shift 2; exec "$@"'
         try:
-            async with asyncio.timeout(seconds):
-                done = await self._runtime.run(["sh", "-c", script, "sh", source, self.resolve(cwd), *argv], env)
+            async with asyncio.timeout(command.seconds):
+                argv = ["sh", "-c", script, "sh", source, self.resolve(command.cwd), *command.argv]
+                done = await self._runtime.run(argv, dict(command.env))
         except TimeoutError:
             return 137, "time"
         out.feed(done.stdout.encode())

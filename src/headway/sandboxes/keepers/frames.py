@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
+from headway.sandboxes.keepers.base import packed_command
 from headway.sandboxes.sandbox import SandboxGoneError
 
 WINDOW = 1 << 18
@@ -117,12 +118,10 @@ class FrameConnection:
         on_data: "Callable[[Channel, str, bytes], None]",
     ) -> Channel:
         """Start a command."""
-        words = [cwd, str(len(argv)), *argv, *(f"{name}={value}" for name, value in env.items())]
-        if any("\0" in word for word in words):
-            raise ValueError("a command, its folder and its variables can't contain NUL")
+        packed = packed_command(argv, env, cwd)
         channel = self._channel()
         channel.on_data = lambda stream, data: on_data(channel, stream, data)
-        self.send("R", channel.number, 0, b"".join(os.fsencode(word) + b"\0" for word in words))
+        self.send("R", channel.number, 0, packed)
         return channel
 
     async def open_port(self, operation: str, port: int) -> Channel:

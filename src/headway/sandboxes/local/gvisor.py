@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.compiler import program, shared_library
-from headway.core.errors import HeadwayError
-from headway.sandboxes.cgroups import Cgroup
-from headway.sandboxes.frames import FrameConnection
-from headway.sandboxes.launched import KEEPER, LaunchedBackend, started, system_links
-from headway.sandboxes.owners import owned_name
+from headway.core.compiler import shared_library
+from headway.sandboxes.keepers.frames import FrameConnection
+from headway.sandboxes.keepers.streamed import StreamedSandbox, stream_keeper
+from headway.sandboxes.local.cgroups import Cgroup
+from headway.sandboxes.local.launched import KEEPER, LaunchedBackend, started, system_links
+from headway.sandboxes.local.owners import owned_name
+from headway.sandboxes.local.seccomp import sandbox_filter
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import HOME, WORK, Limits, SandboxUnavailableError
-from headway.sandboxes.seccomp import sandbox_filter
-from headway.sandboxes.streamed import StreamedSandbox
 
 KERNEL_MEMORY = 40 << 20
 """Bytes that the kernel itself may take, beyond the sandbox's limit: measured as 19 MB idle, 35 with 20 processes."""
@@ -26,6 +25,7 @@ KERNEL_THREADS, THREADS_PER_PROCESS = 128, 12
 _CAPABILITIES = ["CAP_SETUID", "CAP_SETGID", "CAP_KILL"]
 """Of the keeper alone: commands run as another user and have none."""
 _SHIM = "/run/headway/statless.so"
+_STATLESS = Path(__file__).with_name("statless.c")
 
 
 class Gvisor(LaunchedBackend):
@@ -42,8 +42,8 @@ class Gvisor(LaunchedBackend):
         super().__init__()
         (self._state / "runsc").mkdir(mode=0o700)
         self._bundles: dict[object, Path] = {}
-        shutil.copyfile(program("sandbox-stream-keeper", _here("stream_keeper.c")), self._state / "keeper")
-        shutil.copyfile(shared_library("sandbox-statless", [_here("statless.c")]), self._state / "statless.so")
+        shutil.copyfile(stream_keeper(self.name), self._state / "keeper")
+        shutil.copyfile(shared_library("sandbox-statless", [_STATLESS]), self._state / "statless.so")
         for name in ("keeper", "statless.so"):
             (self._state / name).chmod(0o755)
 
@@ -59,10 +59,7 @@ class Gvisor(LaunchedBackend):
             raise SandboxUnavailableError('sandboxes of kind "gvisor" need root: runsc sets up its own namespaces')
         if shutil.which("unshare") is None:
             raise SandboxUnavailableError('sandboxes of kind "gvisor" need unshare: apt-get install util-linux')
-        try:
-            program("sandbox-stream-keeper", _here("stream_keeper.c"))
-        except HeadwayError as error:
-            raise SandboxUnavailableError(f'sandboxes of kind "gvisor" need a C compiler ({error})') from None
+        stream_keeper(cls.name)
 
     async def _start(self, recipe: Recipe, limits: Limits, lower: Path | None, work: Path | None) -> StreamedSandbox:
         name = owned_name()
@@ -74,23 +71,15 @@ class Gvisor(LaunchedBackend):
         heard, stderr = os.pipe()
         connection = FrameConnection()
         try:
-            kill, gone = await self._launch(
-                self._request(name, recipe, limits, lower, work, group), [theirs_in, stderr, theirs_out]
-            )
+            request = self._request(name, recipe, limits, lower, work, group)
+            given = [theirs_in, stderr, theirs_out]
+            life = await self._launch(request, given, lambda end: self.create(recipe, limits, end))
         finally:
             for descriptor in (theirs_in, theirs_out, stderr):
                 os.close(descriptor)
         await connection.open(ours_out, ours_in)
         connection.send("F", 0, 0, sandbox_filter(also=("setpriority",)))
-        box = StreamedSandbox(
-            name,
-            limits,
-            connection,
-            kill,
-            gone,
-            lambda end: self.create(recipe, limits, end),
-            {"LD_PRELOAD": _SHIM},
-        )
+        box = StreamedSandbox(name, limits, connection, life, {"LD_PRELOAD": _SHIM})
         await started(box, connection.ready, heard, lambda said: said)
         return box
 
@@ -170,7 +159,3 @@ def _make_root(root: Path, readable: Sequence[Path]) -> None:
             place.mkdir(exist_ok=True)
         else:
             place.touch()
-
-
-def _here(name: str) -> Path:
-    return Path(__file__).with_name(name)

@@ -10,14 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headway.sandboxes.backend import Backend
-from headway.sandboxes.output import Captured
-from headway.sandboxes.owners import owned_name
+from headway.sandboxes.local.sweep import state_folder
+from headway.sandboxes.output import PIPE_GRACE, Captured
 from headway.sandboxes.recipe import Recipe
-from headway.sandboxes.sandbox import WORK, Limit, Limits, Process, Sandbox, Snapshot
-from headway.sandboxes.sweep import state_root, sweep
+from headway.sandboxes.sandbox import WORK, Command, Limit, Limits, Process, Sandbox, Snapshot, shell_code
 from headway.sandboxes.variables import clean_variables
-
-PIPE_GRACE = 0.25
 
 
 class Processes(Backend):
@@ -27,8 +24,7 @@ class Processes(Backend):
     isolates = False
 
     def __init__(self) -> None:
-        sweep()
-        self._state = Path(tempfile.mkdtemp(prefix=owned_name() + "x", dir=state_root()))
+        self._state = state_folder()
         self._boxes: list[ProcessSandbox] = []
 
     @classmethod
@@ -79,24 +75,17 @@ class ProcessSandbox(Sandbox):
         self._groups.add(process.pid)
         return process
 
-    async def _execute(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        stdin: bytes,
-        seconds: float,
-        cwd: str,
-        out: Captured,
-        err: Captured,
-    ) -> tuple[int, Limit | None]:
+    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         given = out.pipe(), err.pipe()
         try:
-            source = asyncio.subprocess.PIPE if stdin else asyncio.subprocess.DEVNULL
-            process = await self._spawn(argv, env, cwd, stdin=source, stdout=given[0], stderr=given[1])
+            source = asyncio.subprocess.PIPE if command.stdin else asyncio.subprocess.DEVNULL
+            process = await self._spawn(
+                command.argv, command.env, command.cwd, stdin=source, stdout=given[0], stderr=given[1]
+            )
         except OSError as error:
             out.close()
             err.close()
-            err.feed(f"cannot run {argv[0]}: {error.strerror}\n".encode())
+            err.feed(f"cannot run {command.argv[0]}: {error.strerror}\n".encode())
             return (127 if isinstance(error, FileNotFoundError) else 126), None
         finally:
             for descriptor in given:
@@ -104,10 +93,10 @@ class ProcessSandbox(Sandbox):
         out.on_flood = err.on_flood = lambda: _kill_group(process.pid)
         hit: Limit | None = None
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(command.seconds):
                 if process.stdin is not None:
                     with contextlib.suppress(ConnectionError):
-                        process.stdin.write(stdin)
+                        process.stdin.write(command.stdin)
                         await process.stdin.drain()
                     process.stdin.close()
                 code = await process.wait()
@@ -122,7 +111,7 @@ class ProcessSandbox(Sandbox):
             raise
         await out.finished(PIPE_GRACE)
         await err.finished(PIPE_GRACE)
-        return (code if code >= 0 else 128 - code), hit
+        return shell_code(code), hit
 
     async def open_process(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str | None = None
@@ -158,12 +147,11 @@ class PlainProcess(Process):
         await self._stdin.drain()
 
     async def wait(self) -> int:
-        code = await self._process.wait()
-        return code if code >= 0 else 128 - code
+        return shell_code(await self._process.wait())
 
     def poll(self) -> int | None:
         code = self._process.returncode
-        return code if code is None or code >= 0 else 128 - code
+        return None if code is None else shell_code(code)
 
     async def kill(self, signal: int = 9) -> None:
         _kill_group(self._process.pid, signal)

@@ -4,19 +4,18 @@ import asyncio
 import logging
 import os
 import shutil
-import tempfile
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headway.sandboxes.backend import Backend
-from headway.sandboxes.cgroups import Cgroup, Cgroups
-from headway.sandboxes.launching import Launcher
-from headway.sandboxes.owners import owned_name
+from headway.sandboxes.backend import Backend, Once, beginning_with
+from headway.sandboxes.keepers.base import Life
+from headway.sandboxes.local.cgroups import Cgroup, Cgroups
+from headway.sandboxes.local.launching import Launcher
+from headway.sandboxes.local.sweep import state_folder
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import HOME, Limits, Sandbox, SandboxError, SandboxGoneError, Snapshot
-from headway.sandboxes.sweep import state_root, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +37,16 @@ class LaunchedBackend(Backend):
 
     def __init__(self) -> None:
         self.check()
-        sweep()
         self._owner = self.owner if os.geteuid() == 0 else os.geteuid()
         self._cgroups = Cgroups()
         if self._cgroups.problem:
             logger.warning("sandboxes have no control groups (%s): %s", self._cgroups.problem, self.without_groups)
-        self._state = Path(tempfile.mkdtemp(prefix=owned_name() + "x", dir=state_root()))
-        self._state.chmod(0o711)
+        self._state = state_folder()
         for name in ("mount", "etc", "roots"):
             (self._state / name).mkdir(mode=0o755)
         _write_etc(self._state / "etc")
         self._launcher: Launcher | None = None
-        self._roots: dict[object, asyncio.Task[Path]] = {}
+        self._roots: Once[Path] = Once()
 
     without_groups: ClassVar[str] = (
         "memory and processes are bounded by rlimits, for each process and not for the sandbox, and cpu is not bounded"
@@ -59,21 +56,15 @@ class LaunchedBackend(Backend):
         self, recipe: Recipe | None = None, limits: Limits | None = None, snapshot: Snapshot | None = None
     ) -> Sandbox:
         recipe, limits = recipe or Recipe(), limits or Limits()
-        lower = None if recipe.is_plain or snapshot is not None else await self._root(recipe)
+        lower = None
+        if not recipe.is_plain and snapshot is None:
+            lower = await self._roots.get(recipe.key, lambda: self._prepare(recipe))
         if snapshot is None and recipe.is_plain and recipe.files:
             snapshot = recipe.archive()
-        box = await self._start(recipe, limits, lower, None)
-        if snapshot is not None:
-            try:
-                await box.restore(snapshot)
-            except BaseException:
-                await box.stop()
-                raise
-        return box
+        return await beginning_with(await self._start(recipe, limits, lower, None), snapshot)
 
     async def close(self) -> None:
-        for task in self._roots.values():
-            task.cancel()
+        self._roots.cancel()
         if self._launcher is not None:
             await self._launcher.close()
         await asyncio.to_thread(shutil.rmtree, self._state, ignore_errors=True)
@@ -83,14 +74,14 @@ class LaunchedBackend(Backend):
         """Start a sandbox over `lower`, a prepared folder that stays as it is, or with `work` itself as work folder."""
 
     async def _launch(
-        self, request: dict[str, Any], given: list[int]
-    ) -> "tuple[Callable[[], None], asyncio.Future[str | None]]":
-        """Start the launcher's child; returns what kills it, and its end with the limit that was hit, if one was."""
+        self, request: dict[str, Any], given: list[int], again: Callable[[Snapshot], Awaitable[Sandbox]]
+    ) -> Life:
+        """Start the launcher's child; returns its life."""
         if self._launcher is None:
             self._launcher = Launcher()
         launcher = self._launcher
         number, gone = await launcher.launch(request, given)
-        return lambda: launcher.kill(number), gone
+        return Life(lambda: launcher.kill(number), gone, again)
 
     def _base_request(self, recipe: Recipe, limits: Limits, lower: Path | None, group: Cgroup | None) -> dict[str, Any]:
         """The part of a request to the launcher that does not depend on what isolates."""
@@ -109,24 +100,12 @@ class LaunchedBackend(Backend):
             "rlimits": rlimits,
         }
 
-    async def _root(self, recipe: Recipe) -> Path:
-        """Prepare a recipe's folder once, whoever asks first."""
-        if recipe.key not in self._roots:
-            self._roots[recipe.key] = asyncio.get_running_loop().create_task(self._prepare(recipe))
-        task = self._roots[recipe.key]
-        try:
-            return await asyncio.shield(task)
-        except SandboxError:
-            self._roots.pop(recipe.key, None)
-            raise
-
     async def _prepare(self, recipe: Recipe) -> Path:
         root = self._state / "roots" / str(len(list((self._state / "roots").iterdir())))
         root.mkdir(mode=0o755)
         if os.geteuid() == 0:
             os.chown(root, self._owner, self._owner)
-        limits = Limits(seconds=recipe.setup_seconds, memory=4 << 30, processes=512, cpus=os.cpu_count() or 1)
-        async with await self._start(recipe, limits, None, root) as box:
+        async with await self._start(recipe, recipe.setup_limits, None, root) as box:
             await recipe.fill(box)
         return root
 

@@ -10,14 +10,15 @@ from typing import Any
 
 from headway.core.compiler import program
 from headway.core.errors import HeadwayError
-from headway.sandboxes.cgroups import Cgroup
-from headway.sandboxes.connection import KeeperConnection
-from headway.sandboxes.kept import KeptSandbox
-from headway.sandboxes.launched import KEEPER, LaunchedBackend, started, system_links
-from headway.sandboxes.owners import owned_name
+from headway.sandboxes import keepers
+from headway.sandboxes.keepers.connection import KeeperConnection
+from headway.sandboxes.keepers.kept import KeptSandbox
+from headway.sandboxes.local.cgroups import Cgroup
+from headway.sandboxes.local.launched import KEEPER, LaunchedBackend, started, system_links
+from headway.sandboxes.local.owners import owned_name
+from headway.sandboxes.local.seccomp import sandbox_filter
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import HOME, WORK, Limits, SandboxUnavailableError
-from headway.sandboxes.seccomp import sandbox_filter
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,13 @@ class Bubblewrap(LaunchedBackend):
             os.lseek(filter_file, 0, os.SEEK_SET)
             connection = KeeperConnection(ours)
             given = [theirs.fileno(), stderr, filter_file]
-            kill, gone = await self._launch(self._request(recipe, limits, lower, work, group), given)
+            request = self._request(recipe, limits, lower, work, group)
+            life = await self._launch(request, given, lambda end: self.create(recipe, limits, end))
         finally:
             theirs.close()
             os.close(stderr)
             os.close(filter_file)
-        box = KeptSandbox(name, limits, connection, kill, gone, group, lambda end: self.create(recipe, limits, end))
+        box = KeptSandbox(name, limits, connection, life, group.exceeded if group else lambda: None)
         await started(box, connection.ready, heard, _advice)
         return box
 
@@ -90,7 +92,7 @@ class Bubblewrap(LaunchedBackend):
 
 def keeper_command(state: Path, compiled: bool = True) -> list[str]:
     """The file of the keeper, in `state` where every user may run it, and the words before it in its command."""
-    here = Path(__file__).parent
+    here = Path(keepers.__file__).parent
     try:
         if not compiled:
             raise HeadwayError("asked for Python")

@@ -5,21 +5,19 @@ import os
 import resource
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-from headway.core.compiler import program
-from headway.core.errors import HeadwayError
-from headway.sandboxes.backend import Backend
-from headway.sandboxes.frames import FrameConnection
-from headway.sandboxes.launched import KEEPER, started
-from headway.sandboxes.owners import is_orphan, owned_name
+from headway.sandboxes.backend import SnapshotBackend
+from headway.sandboxes.keepers.base import Life
+from headway.sandboxes.keepers.frames import FrameConnection
+from headway.sandboxes.keepers.streamed import StreamedSandbox, stream_keeper
+from headway.sandboxes.local.launched import KEEPER, started
+from headway.sandboxes.local.owners import is_orphan, owned_name
+from headway.sandboxes.local.seccomp import sandbox_filter
+from headway.sandboxes.local.sweep import state_folder
 from headway.sandboxes.recipe import Recipe
-from headway.sandboxes.sandbox import HOME, WORK, Limits, SandboxError, SandboxUnavailableError, Snapshot
-from headway.sandboxes.seccomp import sandbox_filter
-from headway.sandboxes.streamed import StreamedSandbox
-from headway.sandboxes.sweep import state_root, sweep
+from headway.sandboxes.sandbox import HOME, WORK, Limits, SandboxUnavailableError
 
 USER = 65533
 """The user that commands run as, also outside where containers have no user namespace."""
@@ -28,7 +26,7 @@ _CAPABILITIES = ("CHOWN", "SETUID", "SETGID", "KILL")
 LABEL = "headway-sandbox"
 
 
-class Containers(Backend):
+class Containers(SnapshotBackend):
     """Makes sandboxes from one image, which may also be the folder of a root file system (podman only).
 
     The image stays read-only; the work, home and temporary folders are in memory and bounded by the disk limit each.
@@ -40,65 +38,25 @@ class Containers(Backend):
 
     def __init__(self, image: str) -> None:
         self.check()
-        sweep()
+        super().__init__()
         self._image = image
         self._tool = str(_tool())
         self._remove_orphans()
-        self._state = Path(tempfile.mkdtemp(prefix=owned_name() + "x", dir=state_root()))
-        self._state.chmod(0o711)
-        shutil.copyfile(program("sandbox-stream-keeper", _keeper_source()), self._state / "keeper")
+        self._state = state_folder()
+        shutil.copyfile(stream_keeper(self.name), self._state / "keeper")
         (self._state / "keeper").chmod(0o755)
         self._boxes: dict[str, StreamedSandbox] = {}
-        self._prepared: dict[object, asyncio.Task[Snapshot]] = {}
 
     @classmethod
     def check(cls) -> None:
         if _tool() is None:
             raise SandboxUnavailableError("neither podman nor docker is installed: apt-get install podman")
-        try:
-            program("sandbox-stream-keeper", _keeper_source())
-        except HeadwayError as error:
-            raise SandboxUnavailableError(f'sandboxes of kind "container" need a C compiler ({error})') from None
-
-    async def create(
-        self, recipe: Recipe | None = None, limits: Limits | None = None, snapshot: Snapshot | None = None
-    ) -> StreamedSandbox:
-        recipe, limits = recipe or Recipe(), limits or Limits()
-        if snapshot is None and recipe.is_plain and recipe.files:
-            snapshot = recipe.archive()
-        elif snapshot is None and not recipe.is_plain:
-            snapshot = await self._prepare(recipe)
-        box = await self._start(recipe, limits)
-        if snapshot is not None:
-            try:
-                await box.restore(snapshot)
-            except BaseException:
-                await box.stop()
-                raise
-        return box
+        stream_keeper(cls.name)
 
     async def close(self) -> None:
-        for task in self._prepared.values():
-            task.cancel()
+        self._prepared.cancel()
         await asyncio.gather(*(box.stop() for box in list(self._boxes.values())))
         await asyncio.to_thread(shutil.rmtree, self._state, ignore_errors=True)
-
-    async def _prepare(self, recipe: Recipe) -> Snapshot:
-        """Fill a recipe's folder once, whoever asks first."""
-
-        async def fill() -> Snapshot:
-            limits = Limits(seconds=recipe.setup_seconds, memory=4 << 30, processes=512, disk=4 << 30)
-            async with await self._start(recipe, limits) as box:
-                await recipe.fill(box)
-                return await box.snapshot()
-
-        if recipe.key not in self._prepared:
-            self._prepared[recipe.key] = asyncio.get_running_loop().create_task(fill())
-        try:
-            return await asyncio.shield(self._prepared[recipe.key])
-        except SandboxError:
-            self._prepared.pop(recipe.key, None)
-            raise
 
     async def _start(self, recipe: Recipe, limits: Limits) -> StreamedSandbox:
         name = owned_name()
@@ -120,9 +78,8 @@ class Containers(Backend):
         await connection.open(ours_out, ours_in)
         connection.send("F", 0, 0, sandbox_filter())
         gone = asyncio.ensure_future(self._end(name, client))
-        box = StreamedSandbox(
-            name, limits, connection, lambda: None, gone, lambda end: self.create(recipe, limits, end)
-        )
+        life = Life(lambda: None, gone, lambda end: self.create(recipe, limits, end))
+        box = StreamedSandbox(name, limits, connection, life)
         self._boxes[name] = box
         await started(box, connection.ready, heard, lambda said: said)
         return box
@@ -162,10 +119,6 @@ class Containers(Backend):
 
 def _tool() -> str | None:
     return shutil.which("podman") or shutil.which("docker")
-
-
-def _keeper_source() -> Path:
-    return Path(__file__).with_name("stream_keeper.c")
 
 
 def _runtime(tool: str) -> list[str]:

@@ -4,62 +4,70 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 
-from headway.sandboxes.frames import CHUNK, Channel, FrameConnection
-from headway.sandboxes.kept import PIPE_GRACE, VARIABLES
-from headway.sandboxes.output import Captured
-from headway.sandboxes.ports import relay
-from headway.sandboxes.sandbox import WORK, Limit, Limits, Process, Sandbox, SandboxGoneError, Snapshot
+from headway.core.compiler import program
+from headway.core.errors import HeadwayError
+from headway.sandboxes.keepers.base import VARIABLES, KeeperSandbox, Life
+from headway.sandboxes.keepers.frames import CHUNK, Channel, FrameConnection
+from headway.sandboxes.output import PIPE_GRACE, Captured
+from headway.sandboxes.ports import Connect, relay, to_loopback
+from headway.sandboxes.sandbox import (
+    WORK,
+    Command,
+    Limit,
+    Limits,
+    Process,
+    SandboxGoneError,
+    SandboxUnavailableError,
+    shell_code,
+)
 
 DYING_SECONDS = 10.0
+PROGRAM = Path(__file__).with_name("stream_keeper.c")
 
 
-class StreamedSandbox(Sandbox):
-    """Talks to a stream keeper. `kill` ends the sandbox from outside.
+def stream_keeper(kind: str) -> Path:
+    """Compile the stream keeper. Raises SandboxUnavailableError, for a back end called `kind`, where that fails."""
+    try:
+        return program("sandbox-stream-keeper", PROGRAM)
+    except HeadwayError as error:
+        raise SandboxUnavailableError(f'sandboxes of kind "{kind}" need a C compiler ({error})') from None
 
-    `gone` is done once nothing of it is left, with the limit that killed it, if one did.
-    """
+
+class StreamedSandbox(KeeperSandbox):
+    """Talks to a stream keeper: commands and connections are channels of one stream of bytes."""
 
     def __init__(
         self,
         name: str,
         limits: Limits,
         connection: FrameConnection,
-        kill: Callable[[], None],
-        gone: "asyncio.Future[str | None]",
-        again: Callable[[Snapshot], Awaitable[Sandbox]],
+        life: Life,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.limits = name, limits
-        self._connection, self._kill, self._gone, self._again = connection, kill, gone, again
+        super().__init__(name, limits, connection, life)
+        self._connection = connection
         self._variables = {**VARIABLES, **(variables or {})}
-        self._servers: list[asyncio.Server] = []
         self._carrying: set[asyncio.Task[None]] = set()
 
-    async def _execute(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        stdin: bytes,
-        seconds: float,
-        cwd: str,
-        out: Captured,
-        err: Captured,
-    ) -> tuple[int, Limit | None]:
+    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         captured = {"O": out, "E": err}
 
         def received(channel: Channel, stream: str, data: bytes) -> None:
             captured[stream].feed(data)
             channel.grant(len(data))
 
-        channel = self._connection.run(argv, {**self._variables, **env}, self.resolve(cwd), received)
+        channel = self._connection.run(
+            command.argv, {**self._variables, **command.env}, self.resolve(command.cwd), received
+        )
         out.on_flood = err.on_flood = channel.kill
-        feeding = asyncio.ensure_future(_feed(channel, stdin))
+        feeding = asyncio.ensure_future(_feed(channel, command.stdin))
         hit: Limit | None = None
         try:
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(command.seconds):
                     status, full = await asyncio.shield(channel.ended)
             except TimeoutError:
                 hit = "time"
@@ -85,7 +93,7 @@ class StreamedSandbox(Sandbox):
     async def _killer(self) -> Limit | None:
         """The limit that ended the whole sandbox, where one did: kernels of others die as one."""
         with contextlib.suppress(TimeoutError):
-            found = await asyncio.wait_for(asyncio.shield(self._gone), DYING_SECONDS)
+            found = await asyncio.wait_for(asyncio.shield(self._life.gone), DYING_SECONDS)
             return "memory" if found == "memory" else "processes" if found == "processes" else None
         return None
 
@@ -110,23 +118,18 @@ class StreamedSandbox(Sandbox):
         channel = self._connection.run(list(argv), variables, self.resolve(cwd or WORK), received)
         return StreamedProcess(channel, streams["O"], streams["E"])
 
-    async def expose(self, port: int) -> str:
-        async def inside() -> socket.socket:
+    def _inside(self, port: int) -> Connect:
+        async def connect() -> socket.socket:
             return self._carry(await self._connection.open_port("C", port))
 
-        server = await asyncio.start_server(relay(inside), "127.0.0.1", 0)
-        self._servers.append(server)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return connect
 
     async def forward(self, port: int) -> int:
         listener = await self._connection.open_port("L", port)
 
-        async def outside() -> "tuple[asyncio.StreamReader, asyncio.StreamWriter]":
-            return await asyncio.open_connection("127.0.0.1", port)
-
         async def join(channel: Channel) -> None:
             reader, writer = await asyncio.open_connection(sock=self._carry(channel))
-            await relay(outside)(reader, writer)
+            await relay(to_loopback(port))(reader, writer)
 
         listener.on_accept = lambda channel: self._keep(join(channel))
         return port
@@ -142,17 +145,10 @@ class StreamedSandbox(Sandbox):
         self._carrying.add(task)
         task.add_done_callback(self._carrying.discard)
 
-    async def fork(self) -> Sandbox:
-        return await self._again(await self.snapshot())
-
     async def stop(self) -> None:
-        for server in self._servers:
-            server.close()
         for task in self._carrying:
             task.cancel()
-        self._connection.close()
-        self._kill()
-        await asyncio.shield(self._gone)
+        await super().stop()
 
 
 class StreamedProcess(Process):
@@ -229,5 +225,4 @@ async def _pump(channel: Channel, ours: socket.socket) -> None:
 
 
 def _exit_code(status: int) -> int:
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+    return shell_code(os.waitstatus_to_exitcode(status))

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.core.errors import HeadwayError
-from headway.sandboxes.cgroups import ROOT
-from headway.sandboxes.owners import is_orphan
+from headway.sandboxes.local.cgroups import ROOT
+from headway.sandboxes.local.owners import is_orphan, owned_name
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,14 @@ def state_root() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise HeadwayError(f"{root} belongs to someone else, or others may write there; remove it or set TMPDIR")
     return root
+
+
+def state_folder() -> Path:
+    """Make a folder that belongs to this process, after a sweep. Sandboxes may enter it but not list it."""
+    sweep()
+    folder = Path(tempfile.mkdtemp(prefix=owned_name() + "x", dir=state_root()))
+    folder.chmod(0o711)
+    return folder
 
 
 def sweep(cgroup_root: Path = ROOT) -> Swept:

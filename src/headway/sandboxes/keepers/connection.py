@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
+from headway.sandboxes.keepers.base import packed_command
 from headway.sandboxes.sandbox import SandboxGoneError
 
 _Reply = tuple[int, int, list[int]]
@@ -32,12 +33,10 @@ class KeeperConnection:
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, given: Sequence[int]
     ) -> tuple[int, "asyncio.Future[_Reply]"]:
         """Start a command with the descriptors `given` as stdin, stdout, stderr; returns its number and its end."""
-        words = [cwd, str(len(argv)), *argv, *(f"{name}={value}" for name, value in env.items())]
-        if any("\0" in word for word in words):
-            raise ValueError("a command, its folder and its variables can't contain NUL")
+        packed = packed_command(argv, env, cwd)
         payload = os.memfd_create("command")
         try:
-            os.write(payload, b"".join(os.fsencode(word) + b"\0" for word in words))
+            os.write(payload, packed)
             return self._request("R", 0, [payload, *given])
         finally:
             os.close(payload)

@@ -3,67 +3,33 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from headway.sandboxes.cgroups import Cgroup
-from headway.sandboxes.connection import KeeperConnection
-from headway.sandboxes.output import Captured
-from headway.sandboxes.ports import relay
-from headway.sandboxes.sandbox import (
-    HOME,
-    WORK,
-    Limit,
-    Limits,
-    Process,
-    Sandbox,
-    SandboxGoneError,
-    Snapshot,
-)
-
-PIPE_GRACE = 0.25
-"""Seconds that a command's pipes are read after it has ended, while processes it left behind hold them."""
-VARIABLES = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
-    "HOME": HOME,
-    "USER": "agent",
-    "LANG": "C.UTF-8",
-    "TMPDIR": "/tmp",
-    "PYTHONDONTWRITEBYTECODE": "1",
-}
+from headway.sandboxes.keepers.base import VARIABLES, KeeperSandbox, Life
+from headway.sandboxes.keepers.connection import KeeperConnection
+from headway.sandboxes.output import PIPE_GRACE, Captured
+from headway.sandboxes.ports import Connect, relay, to_loopback
+from headway.sandboxes.sandbox import WORK, Command, Limit, Limits, Process, SandboxGoneError, shell_code
 
 
-class KeptSandbox(Sandbox):
-    """Talks to a keeper. `kill` ends the sandbox from outside; `gone` is done once nothing of it is left."""
+class KeptSandbox(KeeperSandbox):
+    """Talks to a keeper by messages that carry descriptors: pipes and sockets go through the wall themselves."""
 
     def __init__(
-        self,
-        name: str,
-        limits: Limits,
-        connection: KeeperConnection,
-        kill: Callable[[], None],
-        gone: "asyncio.Future[str | None]",
-        group: Cgroup | None,
-        again: Callable[[Snapshot], Awaitable[Sandbox]],
+        self, name: str, limits: Limits, connection: KeeperConnection, life: Life, exceeded: Callable[[], Limit | None]
     ) -> None:
-        self.name, self.limits = name, limits
-        self._connection, self._kill, self._gone, self._group, self._again = connection, kill, gone, group, again
-        self._servers: list[asyncio.Server] = []
-        self._exceeded: Limit | None = None
+        """`exceeded` tells the limit that was hit since the start, if one was."""
+        super().__init__(name, limits, connection, life)
+        self._connection, self._exceeded = connection, exceeded
+        self._seen: Limit | None = None
 
-    async def _execute(
-        self,
-        argv: list[str],
-        env: dict[str, str],
-        stdin: bytes,
-        seconds: float,
-        cwd: str,
-        out: Captured,
-        err: Captured,
-    ) -> tuple[int, Limit | None]:
+    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         hit: Limit | None = None
-        given = [_stdin(stdin), out.pipe(), err.pipe()]
+        given = [_stdin(command.stdin), out.pipe(), err.pipe()]
         try:
-            number, ended = self._connection.start(argv, {**VARIABLES, **env}, self.resolve(cwd), given)
+            number, ended = self._connection.start(
+                command.argv, {**VARIABLES, **command.env}, self.resolve(command.cwd), given
+            )
         except BaseException:
             out.close()
             err.close()
@@ -74,7 +40,7 @@ class KeptSandbox(Sandbox):
         out.on_flood = err.on_flood = lambda: self._connection.kill(number)
         try:
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(command.seconds):
                     status, full, _ = await asyncio.shield(ended)
             except TimeoutError:
                 hit = "time"
@@ -88,8 +54,7 @@ class KeptSandbox(Sandbox):
             raise
         await out.finished(PIPE_GRACE)
         await err.finished(PIPE_GRACE)
-        code = os.waitstatus_to_exitcode(status)
-        code = code if code >= 0 else 128 - code
+        code = shell_code(os.waitstatus_to_exitcode(status))
         if hit is None and code:
             hit = self._limit_hit()
         if hit is None and full:
@@ -97,9 +62,9 @@ class KeptSandbox(Sandbox):
         return code, hit
 
     def _limit_hit(self) -> Limit | None:
-        """The limit that the group's counters show for the first time."""
-        found = self._group.exceeded() if self._group is not None else None
-        new, self._exceeded = found if found != self._exceeded else None, found
+        """The limit that is seen for the first time."""
+        found = self._exceeded()
+        new, self._seen = found if found != self._seen else None, found
         return new
 
     async def open_process(
@@ -132,29 +97,13 @@ class KeptSandbox(Sandbox):
         writer = asyncio.StreamWriter(transport, flow, None, loop)
         return KeptProcess(self._connection, number, ended, writer, *streams)
 
-    async def expose(self, port: int) -> str:
-        server = await asyncio.start_server(relay(lambda: self._connection.open_port("C", port)), "127.0.0.1", 0)
-        self._servers.append(server)
-        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    def _inside(self, port: int) -> Connect:
+        return lambda: self._connection.open_port("C", port)
 
     async def forward(self, port: int) -> int:
         listener = await self._connection.open_port("L", port)
-
-        async def outside() -> "tuple[asyncio.StreamReader, asyncio.StreamWriter]":
-            return await asyncio.open_connection("127.0.0.1", port)
-
-        self._servers.append(await asyncio.start_server(relay(outside), sock=listener))
+        self._servers.append(await asyncio.start_server(relay(to_loopback(port)), sock=listener))
         return port
-
-    async def fork(self) -> Sandbox:
-        return await self._again(await self.snapshot())
-
-    async def stop(self) -> None:
-        for server in self._servers:
-            server.close()
-        self._connection.close()
-        self._kill()
-        await asyncio.shield(self._gone)
 
 
 class KeptProcess(Process):
@@ -178,14 +127,12 @@ class KeptProcess(Process):
 
     async def wait(self) -> int:
         status, _, _ = await asyncio.shield(self._ended)
-        code = os.waitstatus_to_exitcode(status)
-        return code if code >= 0 else 128 - code
+        return shell_code(os.waitstatus_to_exitcode(status))
 
     def poll(self) -> int | None:
         if not self._ended.done():
             return None
-        code = os.waitstatus_to_exitcode(self._ended.result()[0])
-        return code if code >= 0 else 128 - code
+        return shell_code(os.waitstatus_to_exitcode(self._ended.result()[0]))
 
     async def kill(self, signal: int = 9) -> None:
         self._connection.kill(self._number, signal)

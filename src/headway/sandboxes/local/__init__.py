@@ -1,0 +1,1 @@
+"""Back ends that run on this machine, and what they share: launcher, control groups, seccomp, owners, the sweep."""
