@@ -1,6 +1,7 @@
 """A control service over a real socket, and members of it."""
 
 import json
+import random
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +18,36 @@ from headway.transport.control.tokens import write_token
 from headway.transport.http_thread import HttpThread
 
 TOKEN = "the-secret-of-this-run"
+SMALL_RUN = """
+max_steps = {steps}
+seq_len = 128
+[trainer.checkpoints]
+interval = 2
+[orchestrator]
+batch_size = 16
+group_size = 4
+filters = {{ zero_advantage = false }}
+[orchestrator.sampling]
+max_tokens = 8
+[[orchestrator.envs]]
+id = "reverse-text"
+workers = {{ max = 1 }}
+"""
+ROUTES = [
+    ("GET", "/v1/status"),
+    ("PUT", "/v1/members/a"),
+    ("DELETE", "/v1/members/a"),
+    ("POST", "/v1/announcements"),
+    ("GET", "/v1/announcements/latest"),
+    ("PUT", "/v1/rollouts"),
+    ("POST", "/v1/stop"),
+    ("POST", "/v1/finish"),
+    ("GET", "/v1/settings/trainer"),
+    ("GET", "/v1/files/logs"),
+    ("GET", "/v1/files/logs/a_001.log"),
+    ("PUT", "/v1/files/logs/a_001.log?offset=0"),
+    ("GET", "/anything/else"),
+]
 
 
 class Clock:
@@ -73,3 +104,46 @@ def decoded(answer: tuple[int, bytes]) -> object:
     status, body = answer
     assert status == 200, body
     return json.loads(body)
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A request that has the token, and says nothing that the service may act on."""
+
+    method: str
+    route: str
+    body: bytes
+
+
+def malformed(count: int, rng: random.Random) -> Iterator[Malformed]:
+    bodies = [
+        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"name": 3}', b'{"version": "x"}', b'{"version": -1}', b"9" * 5000,
+        b'{"name": "a", "role": "king", "host": "h", "started": 1}',
+        b'{"name": "b", "role": "engine", "host": "h", "started": 1, "url": "file:///etc/passwd"}',
+        b'{"name": "a", "role": "engine", "host": "h", "started": 1, "url": "http://x:1", "extra": 1}',
+        b'{"name": "../up", "role": "engine", "host": "h", "started": 1, "url": "http://x:1"}',
+        b'{"name": "a", "role": "trainer", "host": "h1", "started": 9, "checkpoints": [3, 1]}',
+        b'"http://not.tcp:1"', b'"tcp://host:port"', b'{"version": 1, "fingerprint": 2, "transport": {}}',
+    ]  # fmt: skip
+    writing = [
+        (method, route) for method, route in ROUTES if method != "GET" and route not in ("/v1/stop", "/v1/finish")
+    ]
+    names = ["a", "..", "%2e%2e%2fup", "a%00b", "x" * 300, "a%20b", "%c3%bc", ".hidden"]
+    for _ in range(count):
+        method, route = rng.choice(writing)
+        if "files" in route:
+            name = rng.choice(["..%2f..%2frun.json", "run.json", "x.toml", "%2e%2e", "a_001.log"])
+            offset = rng.choice(["-1", "x", "1e9", "99999999"])
+            route = f"/v1/files/{rng.choice(['logs', 'control', 'config', '..'])}/{name}?offset={offset}"
+        elif "members" in route:
+            route = f"/v1/members/{rng.choice(names)}"
+        body = rng.choice(bodies)
+        if rng.random() < 0.5:
+            body = bytes(rng.randrange(256) for _ in range(rng.randrange(200)))
+        yield Malformed(method, route, body)
+
+
+def check_malformed(message: Malformed, status: int) -> None:
+    """Demand a refusal; who is no member may leave, and nothing is written beyond the end of a file."""
+    nothing = message.method == "DELETE" or "offset=99999999" in message.route
+    assert status in (400, 404, 405, 409) or (status == 200 and nothing), (message, status)

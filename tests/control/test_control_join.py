@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from control_helpers import SMALL_RUN
 
 from headway.core.processes import free_port
 from headway.core.runs import RunPaths
@@ -15,21 +16,6 @@ from headway.core.runs import RunPaths
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 6
-SETTINGS = f"""
-max_steps = {STEPS}
-seq_len = 128
-[trainer.checkpoints]
-interval = 2
-[orchestrator]
-batch_size = 16
-group_size = 4
-filters = {{ zero_advantage = false }}
-[orchestrator.sampling]
-max_tokens = 8
-[[orchestrator.envs]]
-id = "reverse-text"
-workers = {{ max = 1 }}
-"""
 
 
 def reachable_address() -> str:
@@ -47,7 +33,7 @@ def start(folder: Path, *arguments: str, token: str) -> "subprocess.Popen[str]":
 
 
 def test_a_run_without_a_shared_folder_reaches_its_end_and_its_members_leave(tmp_path: Path) -> None:
-    (tmp_path / "rl.toml").write_text(SETTINGS)
+    (tmp_path / "rl.toml").write_text(SMALL_RUN.format(steps=STEPS))
     host, port, token = reachable_address(), free_port(), "a-secret-for-this-test"
     control = ["--control.host", host, "--control.port", str(port)]
     url = f"http://{host}:{port}"

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
-from control_helpers import TOKEN, Service, decoded
+from control_helpers import ROUTES, TOKEN, Service, check_malformed, decoded, malformed
 
 from headway.core.control import LEASE_SECONDS, Member
 from headway.core.errors import HeadwayError, UsageError
@@ -14,22 +14,6 @@ from headway.transport.control import client as client_module
 from headway.transport.control.client import JoinedControl
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.sending import FileSender
-
-ROUTES = [
-    ("GET", "/v1/status"),
-    ("PUT", "/v1/members/a"),
-    ("DELETE", "/v1/members/a"),
-    ("POST", "/v1/announcements"),
-    ("GET", "/v1/announcements/latest"),
-    ("PUT", "/v1/rollouts"),
-    ("POST", "/v1/stop"),
-    ("POST", "/v1/finish"),
-    ("GET", "/v1/settings/trainer"),
-    ("GET", "/v1/files/logs"),
-    ("GET", "/v1/files/logs/a_001.log"),
-    ("PUT", "/v1/files/logs/a_001.log?offset=0"),
-    ("GET", "/anything/else"),
-]
 
 
 def engine(name: str, started: float = 1.0, host: str = "h1") -> Member:
@@ -165,32 +149,8 @@ def test_a_thousand_malformed_messages_change_nothing(service: Service) -> None:
     client, rng = service.client(), random.Random(0)
     client.beat(engine("a"))
     before = service.files()
-    bodies = [
-        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"name": 3}', b'{"version": "x"}', b'{"version": -1}', b"9" * 5000,
-        b'{"name": "a", "role": "king", "host": "h", "started": 1}',
-        b'{"name": "b", "role": "engine", "host": "h", "started": 1, "url": "file:///etc/passwd"}',
-        b'{"name": "a", "role": "engine", "host": "h", "started": 1, "url": "http://x:1", "extra": 1}',
-        b'{"name": "../up", "role": "engine", "host": "h", "started": 1, "url": "http://x:1"}',
-        b'{"name": "a", "role": "trainer", "host": "h1", "started": 9, "checkpoints": [3, 1]}',
-        b'"http://not.tcp:1"', b'"tcp://host:port"', b'{"version": 1, "fingerprint": 2, "transport": {}}',
-    ]  # fmt: skip
-    writing = [
-        (method, route) for method, route in ROUTES if method != "GET" and route not in ("/v1/stop", "/v1/finish")
-    ]
-    names = ["a", "..", "%2e%2e%2fup", "a%00b", "x" * 300, "a%20b", "%c3%bc", ".hidden"]
-    for _ in range(1000):
-        method, route = rng.choice(writing)
-        if "files" in route:
-            name = rng.choice(["..%2f..%2frun.json", "run.json", "x.toml", "%2e%2e", "a_001.log"])
-            offset = rng.choice(["-1", "x", "1e9", "99999999"])
-            route = f"/v1/files/{rng.choice(['logs', 'control', 'config', '..'])}/{name}?offset={offset}"
-        elif "members" in route:
-            route = f"/v1/members/{rng.choice(names)}"
-        body = rng.choice(bodies)
-        if rng.random() < 0.5:
-            body = bytes(rng.randrange(256) for _ in range(rng.randrange(200)))
-        status, _ = service.call(method, route, body)
-        assert status in (400, 404, 405, 409) or (status == 200 and (method == "DELETE" or "offset=99999999" in route))
+    for message in malformed(1000, rng):
+        check_malformed(message, service.call(message.method, message.route, message.body)[0])
     files = service.files()
     files.pop("logs/a_001.log", None)  # an empty file: nothing was written beyond its end
     assert files == before

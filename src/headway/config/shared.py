@@ -174,6 +174,21 @@ WeightTransport = Annotated[
 ]
 
 
+class TlsSettings(Settings):
+    certificate: Path | None = None
+    """This host's certificate, a PEM file with the whole chain: control service, weights and engines speak TLS then,
+    except at loopback addresses. It must hold the address or name by which others reach the host."""
+    key: Path | None = None
+    """Its private key, a PEM file without a password that only you can read."""
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            missing = "key" if self.key is None else "certificate"
+            raise broken_rule(missing, "is missing: TLS needs a certificate and its key")
+        return self
+
+
 class SharedSettings(Settings):
     run: RunSettings = RunSettings()
     """Name and folder of the run."""
@@ -189,6 +204,8 @@ class SharedSettings(Settings):
     """Transport of batches to the trainer."""
     weights: WeightTransport = FilesystemWeights()
     """Transport of weights to the engines."""
+    tls: TlsSettings = TlsSettings()
+    """Encryption of what other hosts reach."""
     seq_len: int = Field(default=2048, ge=8)
     """Longest sequence, in tokens, that is served and trained; also the size of a packed micro-batch."""
     max_steps: int = Field(default=100, ge=1, lt=2**31)

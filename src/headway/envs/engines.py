@@ -20,6 +20,7 @@ from headway.envs.tools import describe
 from headway.envs.tree import Reply, TraceTree
 from headway.rendering.base import Renderer
 from headway.transport.inference import EngineError, InferenceClient
+from headway.transport.tls import client_context
 
 RETRY_SECONDS = 60.0
 """Seconds for which one call is retried while no engine answers."""
@@ -62,7 +63,7 @@ class Engines:
 
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=client_context())
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         return self._session

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +26,8 @@ from headway.rendering.tokenizer import tokenizer_fingerprint
 from headway.transport.control.client import ControlClient, JoinedControl, own_address
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import find_token
+from headway.transport.http_client import check_trusted
+from headway.transport.tls import scheme, server_context
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ async def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
     check_address(settings.inference.host, token)
+    tls = server_context(settings.tls, settings.inference.host)
     folder = resolve_model(settings.model.path, settings.model.family)
     renderer = load_renderer(folder, settings.model.renderer, settings.model.family)
     context = ServerContext(
@@ -66,7 +70,7 @@ async def serve(
         stop.set()
 
     try:
-        url = await _bind(runner, settings.inference.host, settings.inference.port)
+        url = await _bind(runner, settings.inference.host, settings.inference.port, tls)
         engine = await asyncio.to_thread(load_engine, settings, folder, on_death, token or "")
         await engine.start()
         await _catch_up(engine, run, client)
@@ -140,7 +144,10 @@ async def registered(
         finally:
             control.remove_engine(name)
     else:
-        joined = await asyncio.to_thread(JoinedControl, client, run, "engine", name, _reachable(url, client))
+        url = _reachable(url, client)
+        if url.startswith("https:"):
+            await asyncio.to_thread(check_trusted, url)
+        joined = await asyncio.to_thread(JoinedControl, client, run, "engine", name, url)
         watch = asyncio.create_task(_stop_with_run(joined, stop))
         try:
             yield
@@ -163,16 +170,18 @@ def _reachable(url: str, client: ControlClient) -> str:
     return url.replace("//0.0.0.0:", f"//{own_address(client.http.host)}:")
 
 
-async def _bind(runner: web.AppRunner, host: str, port: int) -> str:
+async def _bind(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None) -> str:
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
     except OSError as error:
         raise HeadwayError(
             f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port"
         ) from None
     bound = runner.addresses[0]
-    shown = f"[{bound[0]}]" if ":" in bound[0] else bound[0]
-    return f"http://{shown}:{bound[1]}"
+    # A certificate may hold the name that was given, and not the address that it stands for.
+    name = bound[0] if tls is None else host
+    shown = f"[{name}]" if ":" in name else name
+    return f"{scheme(tls)}://{shown}:{bound[1]}"
 
 
 async def _catch_up(engine: Engine, run: RunPaths | None, client: ControlClient | None) -> None:

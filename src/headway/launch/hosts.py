@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from headway.config.control import ControlSettings
 from headway.config.rl import RlSettings
-from headway.config.shared import HttpWeights, ZmqRollouts
+from headway.config.shared import HttpWeights, TlsSettings, ZmqRollouts
 from headway.core.control import Role
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
@@ -17,7 +17,9 @@ from headway.launch.supervisor import STOP_GRACE
 from headway.transport.control.folder import SERVICE_FILE
 from headway.transport.control.service import ControlService
 from headway.transport.control.tokens import find_token
+from headway.transport.http_client import check_trusted
 from headway.transport.http_thread import HttpThread
+from headway.transport.tls import scheme, server_context
 
 LEAVE_SECONDS = 15.0
 """Time that engines on other hosts get to leave when the run has ended."""
@@ -58,15 +60,18 @@ def role_of(process: str) -> str:
 class RunHost:
     """The control service of a run, while its owner runs it."""
 
-    def __init__(self, settings: ControlSettings, paths: RunPaths) -> None:
-        """Serve. Raises HeadwayError when it cannot listen there."""
+    def __init__(self, settings: ControlSettings, tls: TlsSettings, paths: RunPaths) -> None:
+        """Serve. Raises HeadwayError when it cannot listen there, and UsageError when nobody would trust it."""
         assert settings.host is not None
         token = find_token(paths)
         assert token is not None
         self._service = ControlService(paths, token)
-        self._thread = HttpThread(self._service.app, settings.host, settings.port, "control")
+        context = server_context(tls, settings.host)
+        self._thread = HttpThread(self._service.app, settings.host, settings.port, "control", context)
         self._file = paths.control / SERVICE_FILE
-        self.url = f"http://{_name(settings.host)}:{self._thread.port}"
+        self.url = f"{scheme(context)}://{_name(settings.host)}:{self._thread.port}"
+        if context is not None:
+            check_trusted(self.url)  # else nobody would ever join
         write_atomic(self._file, f"{self.url}\n")
 
     def end(self, finished: bool) -> None:

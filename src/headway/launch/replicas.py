@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.config.inference import ServeSettings
@@ -19,6 +19,7 @@ from headway.launch.joining import run_flags
 from headway.launch.placement import gpus_per_engine, place_engines, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
+from headway.transport.tls import client_context, scheme, server_context
 
 ROUTER = "vllm-router"
 _POLL_SECONDS = 0.5
@@ -31,10 +32,11 @@ class Addresses:
     host: str
     engines: list[int]
     router: int | None
+    scheme: str = "http"
 
     def url(self, port: int) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{port}"
+        return f"{self.scheme}://{host}:{port}"
 
     def explain(self) -> str:
         engines = ", ".join(self.url(port) for port in self.engines)
@@ -61,6 +63,10 @@ def run_replicas(
     """
     command = find_router() if router and run is None else None
     addresses = plan_addresses(settings.inference.host, settings.inference.port, count, router=command is not None)
+    encrypted = scheme(server_context(settings.tls, settings.inference.host))
+    if encrypted == "https" and command is not None:
+        raise UsageError("vllm-router does not speak TLS to engines; give --no-router, or leave tls.certificate out")
+    addresses = replace(addresses, scheme=encrypted)
     folder = run.config if run is not None else Path(tempfile.mkdtemp(prefix="headway-serve-"))
     logs = run.logs if run is not None else folder
     file = folder / f"{name}.toml"
@@ -142,7 +148,7 @@ class _ReadyMessage:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=1.0) as reply:
+        with urllib.request.urlopen(f"{url}/health", timeout=1.0, context=client_context()) as reply:
             return bool(reply.status == 200)
     except (urllib.error.URLError, OSError):
         return False

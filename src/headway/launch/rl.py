@@ -51,7 +51,7 @@ def run_rl(
         view.event(f"run folder: {paths.root}")
         control = FolderControl(paths)
         control.clear()
-        host = RunHost(settings.control, paths) if settings.control.host is not None else None
+        host = RunHost(settings.control, settings.tls, paths) if settings.control.host is not None else None
         if host:
             view.event(f"control service: {host.url}; its token is in {paths.control / 'token'}")
         if exporter:

@@ -38,7 +38,9 @@ def with_absolute_paths(settings: S, paths: RunPaths) -> S:
     folder = str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
     family = model.family and absolute_path(model.family)
     model = model.model_copy(update={"path": folder, "family": family})
-    settings = settings.model_copy(update={"run": run, "model": model})
+    files = {name: file and file.resolve() for name, file in settings.tls}
+    tls = settings.tls.model_copy(update=files) if settings.tls.certificate else settings.tls
+    settings = settings.model_copy(update={"run": run, "model": model, "tls": tls})
     return _with_absolute_files(settings)  # type: ignore[no-any-return]  # what comes in goes out
 
 

@@ -44,6 +44,7 @@ from headway.orchestrator.tally import StepTally
 from headway.rendering.base import Renderer
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
+from headway.transport.tls import client_context
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +239,8 @@ def freeze_gc() -> None:
 
 def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=10)
+        connector=aiohttp.TCPConnector(limit=0, ssl=client_context()),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
     )
 
 

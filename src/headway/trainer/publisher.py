@@ -27,7 +27,7 @@ class Publisher:
     def __init__(self, settings: TrainSettings, paths: RunPaths, control: RunControl | None = None) -> None:
         """`control` is that of the run; without one, the run is this host's folder."""
         control = control or FolderControl(paths)
-        self._sender = make_sender(settings.weights, paths, POLICY, control)
+        self._sender = make_sender(settings.weights, paths, POLICY, control, settings.tls)
         # A version is announced in the folder of this host; the run of another host has to be told.
         self._elsewhere = control if isinstance(control, JoinedControl) else None
         fetched_here = isinstance(settings.weights, HttpWeights) or self._elsewhere is not None

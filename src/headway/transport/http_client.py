@@ -1,17 +1,15 @@
 """A small blocking HTTP client with the run's token, for processes without an event loop."""
 
 import http.client
-import os
 import ssl
 import threading
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import msgspec
 
 from headway.core.errors import HeadwayError, UsageError
-
-CA_FILE = "HEADWAY_CA_FILE"
-"""Set to the certificate of the authority that signed the run's own, where that is not a public one."""
+from headway.transport.tls import CA_FILE, client_context
 
 
 class UnreachableError(HeadwayError):
@@ -42,15 +40,15 @@ class HttpClient:
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection
         if parts.scheme == "https":
-            trust = ssl.create_default_context(cafile=os.environ.get(CA_FILE))
-            self._connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=trust)
+            self._connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=client_context())
         else:
             self._connection = http.client.HTTPConnection(host, port, timeout=timeout)
 
     def request(self, method: str, route: str, body: bytes | None = None, span: tuple[int, int] | None = None) -> bytes:
         """Return the body of the answer; of a file, the bytes from `span[0]` to before `span[1]` where it is given.
 
-        Raises UnreachableError, and AnswerError for any status but 200 and 206.
+        Raises UnreachableError, AnswerError for any status but 200 and 206, and UsageError for a server that this
+        client must not trust with the token.
         """
         headers = self._headers | ({"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {})
         with self._lock:
@@ -66,15 +64,39 @@ class HttpClient:
                 self._connection.request(method, route, body, headers)
                 answer = self._connection.getresponse()
                 return answer.status, answer.read()
+            except ssl.SSLCertVerificationError as error:
+                self._connection.close()
+                why = error.verify_message.rstrip(".")
+                raise UsageError(
+                    f"{self.url} has a certificate that is not trusted here ({why}): it must hold this address, and "
+                    f"{CA_FILE} must name the authority that signed it"
+                ) from None
             except (OSError, http.client.HTTPException) as error:
                 self._connection.close()
                 if attempt == 2:
-                    raise UnreachableError(f"no answer from {self.url}: {error or type(error).__name__}") from None
+                    raise UnreachableError(f"no answer from {self.url}: {_reason(error, self.url)}") from None
         raise AssertionError("unreachable")
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+
+
+def check_trusted(url: str) -> None:
+    """Raise UsageError where clients would refuse the certificate of our own server at `url`."""
+    client = HttpClient(url, None)
+    with suppress(AnswerError):
+        client.request("GET", "/")
+    client.close()
+
+
+def _reason(error: Exception, url: str) -> str:
+    """Say why no answer came; a server that speaks TLS only resets those who do not, and the other way round."""
+    if isinstance(error, ssl.SSLError):
+        return f"{error.reason or error}; does it speak TLS?"
+    if url.startswith("http:") and isinstance(error, http.client.RemoteDisconnected | ConnectionResetError):
+        return f"{error}; perhaps it speaks TLS, and its address begins with https"
+    return str(error) or type(error).__name__
 
 
 def _message(content: bytes, status: int) -> str:

@@ -21,6 +21,7 @@ from headway.core.protocol import (
     WeightState,
     WeightUpdate,
 )
+from headway.transport.tls import client_context
 
 PauseMode = Literal["keep", "wait", "abort"]
 Body = TypeVar("Body")
@@ -154,7 +155,7 @@ class InferenceClient:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0, ssl=client_context()), timeout=aiohttp.ClientTimeout(total=None)
             )
         return self._session
 

@@ -32,7 +32,7 @@ address_of() {{ scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\\([^
 export HEADWAY_RUN={name}
 export HEADWAY_HOST=$(address_of "${{nodes[0]}}")
 export HEADWAY_PORT={port}
-export HEADWAY_URL=http://$HEADWAY_HOST:$HEADWAY_PORT
+export HEADWAY_URL={scheme}://$HEADWAY_HOST:$HEADWAY_PORT
 export HEADWAY_TRAINER_HOST=$(address_of "${{nodes[1]}}")
 export HEADWAY_SETTINGS=$(mktemp)
 cat > "$HEADWAY_SETTINGS" <<'{end}'
@@ -96,6 +96,7 @@ def batch_script(settings: RlSettings, *, port: int | None = None) -> str:
         setup=deployment.setup,
         name=settings.run.name,
         port=port if port is not None else "$((20000 + SLURM_JOB_ID % 10000))",
+        scheme="http" if settings.tls.certificate is None else "https",
         settings=to_toml(settings),
         end=_END,
         gpus=f" --gpus-per-node={_gpus(deployment)}" if _gpus(deployment) else "",

@@ -5,7 +5,7 @@ Nothing here imports torch until it is needed: the orchestrator reads announceme
 
 from typing import TYPE_CHECKING
 
-from headway.config.shared import FilesystemWeights, HttpWeights, SharedMemoryWeights, WeightTransport
+from headway.config.shared import FilesystemWeights, HttpWeights, SharedMemoryWeights, TlsSettings, WeightTransport
 from headway.core.control import RunControl
 from headway.core.runs import RunPaths
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def make_sender(
-    settings: WeightTransport, paths: RunPaths, policy: str = "policy", control: RunControl | None = None
+    settings: WeightTransport,
+    paths: RunPaths,
+    policy: str = "policy",
+    control: RunControl | None = None,
+    tls: TlsSettings | None = None,
 ) -> "WeightSender":
     """Make the trainer's side of the transport that `settings` choose. Every process of the trainer makes one."""
     if isinstance(settings, FilesystemWeights):
@@ -26,7 +30,7 @@ def make_sender(
         from headway.transport.control.folder import FolderControl
         from headway.transport.weights.http import HttpSender
 
-        return HttpSender(settings, paths, policy, control or FolderControl(paths))
+        return HttpSender(settings, paths, policy, control or FolderControl(paths), tls or TlsSettings())
     if isinstance(settings, SharedMemoryWeights):
         from headway.transport.weights.shared_memory import SharedMemorySender
 

@@ -17,15 +17,16 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from headway.config.shared import HttpWeights
+from headway.config.shared import HttpWeights, TlsSettings
 from headway.core.control import RunControl
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.control.tokens import find_token, is_bearer
-from headway.transport.http_client import HttpClient, UnreachableError
+from headway.transport.http_client import HttpClient, UnreachableError, check_trusted
 from headway.transport.http_thread import HttpThread
+from headway.transport.tls import scheme, server_context
 from headway.transport.weights.announcements import announce
 from headway.transport.weights.filesystem import (
     MANIFEST,
@@ -51,7 +52,9 @@ _VERSION = re.compile(r"v(\d{6,})")
 class HttpSender(WeightSender):
     """Every process writes its shards into its host's folder; the first one of each host serves them."""
 
-    def __init__(self, settings: HttpWeights, paths: RunPaths, policy: str, control: RunControl) -> None:
+    def __init__(
+        self, settings: HttpWeights, paths: RunPaths, policy: str, control: RunControl, tls: TlsSettings
+    ) -> None:
         super().__init__(paths, policy)
         if control.token is None:
             raise UsageError('weights.type "http" needs the run\'s token: set HEADWAY_TOKEN')
@@ -61,8 +64,11 @@ class HttpSender(WeightSender):
         url = ""
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             host = settings.host or control.address
-            self._server = HttpThread(version_app(paths, control.token), host, settings.port, "weights")
-            url = f"http://{host}:{self._server.port}"
+            context = server_context(tls, host)
+            self._server = HttpThread(version_app(paths, control.token), host, settings.port, "weights", context)
+            url = f"{scheme(context)}://{host}:{self._server.port}"
+            if context is not None:
+                check_trusted(url)
         self._urls = _of_hosts(self._publishers.gather(url))
 
     def close(self) -> None:
