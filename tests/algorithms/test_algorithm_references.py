@@ -81,6 +81,46 @@ def test_opd_puts_the_teachers_logprobs_on_sampled_tokens(handler: Handler) -> N
     assert bodies[0]["model"] == "teacher" and bodies[0]["sampling_params"]["prompt_logprobs"] == 0
 
 
+def test_a_kl_penalty_is_added_to_what_the_algorithm_wrote_but_only_to_batches() -> None:
+    group = make_group(make_trace(0.0, prompt=2, reply=3), make_trace(1.0, prompt=2, reply=3))
+
+    async def use(url: str) -> None:
+        kl = settings_of.KlPenalty(coefficient=0.01, reference=ReferenceSettings(base_url=url, model="start"))
+        algorithm = make_algorithm(settings_of.Grpo(), Context(), kl)
+        assert algorithm.relative
+        await algorithm.query_references(group)
+        algorithm.score(group)
+        assert not any(sample.ref_kl_weight.any() for _, sample in group.samples())  # no signal of its own
+        algorithm.finish_batch([group])
+        await algorithm.close()
+
+    bodies = with_server(ours, use)
+    assert len(bodies) == 2 and bodies[0]["model"] == "start"
+    for (_, sample), advantage in zip(group.samples(), (-0.5, 0.5), strict=True):
+        assert sample.ref_logprobs[2:].tolist() == pytest.approx([-10.02, -11.03, -12.04])
+        assert sample.ref_kl_weight.tolist() == pytest.approx([0, 0, 0.01, 0.01, 0.01])
+        assert sample.rl_weight.tolist() == [0, 0, 1, 1, 1] and sample.advantages[2:].tolist() == [advantage] * 3
+
+
+def test_the_gradient_of_a_kl_penalty_is_that_of_the_divergence() -> None:
+    """On fresh samples of every token, weighted by their probability, it is the gradient of KL(policy, reference)."""
+    import torch
+
+    from headway.core.batches import ComponentCounts
+    from headway.trainer.losses.components import LossTokens, total_loss
+
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.5], dtype=torch.double, requires_grad=True)
+    reference = torch.tensor([0.1, 0.4, 0.9, -0.7], dtype=torch.double).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), [logits])
+    logprobs = logits.log_softmax(0)
+    zero, old = torch.zeros(4).double(), logprobs.detach()
+    tokens = LossTokens(zero.bool(), old, zero, zero, zero, 0.01 * old.exp(), reference, torch.zeros(4).long())
+    loss, _ = total_loss(logprobs, zero, tokens, ComponentCounts(ref_kl=1), None)  # type: ignore[arg-type]
+    (got,) = torch.autograd.grad(loss, [logits])
+    torch.testing.assert_close(got, 0.01 * wanted)
+
+
 def test_opsd_shows_the_demonstration_to_the_teacher_only(tmp_path: Path) -> None:
     save_tiny_tokenizer(tmp_path)
     renderer = load_renderer(tmp_path)

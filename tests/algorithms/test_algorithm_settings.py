@@ -24,6 +24,22 @@ ENV = ["--orchestrator.envs", '[{id = "reverse-text"}]']
             "live policy",
         ),
         (["--orchestrator.algorithm", '{type = "grpoo"}'], "grpo"),
+        (["--orchestrator.algorithm", '{type = "custom"}'], "path"),
+        (["--orchestrator.algorithm", '{type = "advantage", path = "a:b"}', "--orchestrator.group_size", "1"], "group"),
+        (
+            [
+                *("--orchestrator.kl.reference.base_url", "http://127.0.0.1:8000"),
+                *("--orchestrator.engines", '["http://localhost:8000"]'),
+            ],
+            "live policy",
+        ),
+        (
+            [
+                *("--orchestrator.algorithm", '{type = "opsd"}'),
+                *("--orchestrator.kl.reference.base_url", "http://127.0.0.1:8000"),
+            ],
+            "teacher of its own",
+        ),
         (["--orchestrator.algorithm", '{type = "rae", decay = 1.5}'], "decay"),
     ],
 )

@@ -1,11 +1,12 @@
 """Import by path: modules, files, the current folder, and errors that say which setting was wrong."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from headway.core.errors import UsageError
-from headway.core.imports import absolute_path, load_object
+from headway.core.imports import absolute_path, load_object, make_object
 
 
 def test_modules_files_and_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +26,43 @@ def test_a_file_is_found_from_another_folder_once_its_path_is_written_out(
     assert absolute_path("mine.py:Name") == f"{tmp_path.resolve()}/mine.py:Name"
     assert absolute_path("~/mine.py:Name") == "/home/me/mine.py:Name"
     assert absolute_path("package.module:Name") == "package.module:Name"
+
+
+def install(folder: Path, group: str, **names: str) -> None:
+    """Put a package with entry points into `folder`, as an installer leaves it."""
+    info = folder / "brought-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+    lines = "".join(f"{name} = {path}\n" for name, path in names.items())
+    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
+    (folder / "brought.py").write_text("def double(x, times=2):\n    return times * x\n")
+
+
+def test_names_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "headway.losses", double="brought:double")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_object("double", "trainer.loss.path", "headway.losses")(3) == 6
+    assert make_object("double", {"x": 3, "times": 3}, "trainer.loss.path", "headway.losses") == 9
+    with pytest.raises(UsageError, match='"dubble" is not known; did you mean "double"'):
+        load_object("dubble", "trainer.loss.path", "headway.losses")
+    with pytest.raises(UsageError, match=r"no installed package has an entry point in headway\.optimizers"):
+        load_object("double", "trainer.optim.path", "headway.optimizers")
+    with pytest.raises(UsageError, match=r"takes \(x, times=2\) and is called with \['y'\]"):
+        make_object("double", {"y": 1}, "trainer.loss.path", "headway.losses")
+
+
+def test_a_file_is_executed_once_and_again_after_it_was_edited(tmp_path: Path) -> None:
+    file = tmp_path / "edited.py"
+    file.write_text("class Kind:\n    value = 1\n")
+    kind = load_object(f"{file}:Kind", "x")
+    assert load_object(f"{file}:Kind", "y") is kind
+    file.write_text("class Kind:\n    value = 2\n")
+    os.utime(file, ns=(1, 1))
+    assert load_object(f"{file}:Kind", "x").value == 2
+    file.write_text("1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="ZeroDivisionError"):
+            load_object(f"{file}:Kind", "x")
 
 
 def test_dataclasses_of_a_file_find_their_module(tmp_path: Path) -> None:

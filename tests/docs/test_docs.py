@@ -13,7 +13,8 @@ SOURCE = re.compile(r"(?<![\w/.*$<{-])(?:[\w-]+/)*[\w-]+\.(?:py|c|js)(?![\w/*(])
 IN_A_FOLDER = re.compile(r"(?<![\w/.-])(?:src|tests|benchmarks|examples|docs)/[\w/.-]*\w")
 OF_THE_READER = re.compile(r"(my_\w+|shout|reverse|FILE|file|path)\.py")
 """Files that the reader writes."""
-GROUPS = ("headway.environments",)
+KINDS = ("environments", "algorithms", "advantages", "losses", "filters", "gates", "curricula", "samplers")
+GROUPS = {f"headway.{kind}" for kind in (*KINDS, "optimizers", "schedules", "renderers", "families")}
 """Names with dots that are not modules: entry-point groups."""
 
 

@@ -13,6 +13,7 @@ from headway.monitor.runs import create_run
 from headway.trainer.rl import train
 
 ELSEWHERE = {"mfu", "publish_seconds", "publish_bytes", "loss/ce", "loss/ref_kl", "ref_kl/masked", "ref_kl/kl"}
+ELSEWHERE |= {"loss/entropy", "rl/sample_masked"}
 """Not recorded by a step on a CPU over random tokens: they need a known GPU, engines, or other loss components."""
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import itertools
 import json
 import math
 import shutil
@@ -10,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.algorithms.base import Algorithm, Group, Rollout
 from headway.algorithms.rae import Rae
 from headway.algorithms.registry import make_algorithm
 from headway.cli import rollouts as rollouts_command
 from headway.config.algorithms import Grpo
-from headway.config.orchestrator import FilterSettings
+from headway.config.orchestrator import CertainRunFilter, FilterSettings, RareTokenFilter
 from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Node, Task, Trace
 from headway.core.errors import HeadwayError, UsageError
@@ -25,9 +28,10 @@ from headway.core.packing import Cost, make_batch
 from headway.core.protocol import SamplingParams
 from headway.core.records import read_rollouts, write_rollouts
 from headway.core.runs import RunPaths
+from headway.core.samples import Sample
 from headway.envs.samples import episode_samples
 from headway.orchestrator.collect.collector import LEAST_SHARE, Collector, checked_samples
-from headway.orchestrator.collect.filters import judge, load_gates, repeated_share
+from headway.orchestrator.collect.filters import has_certain_run, judge, load_filters, load_gates, repeated_share
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.dispatch.curriculum import InOrder
 from headway.orchestrator.dispatch.groups import OpenGroup
@@ -93,6 +97,41 @@ def test_repetition_is_the_share_of_eight_grams_seen_before() -> None:
     assert repeated_share(np.arange(20, dtype=np.int32)) == 0.0
     assert repeated_share(np.zeros(17, dtype=np.int32)) == pytest.approx(0.9)  # ten windows, all alike
     assert repeated_share(np.zeros(8, dtype=np.int32)) == 0.0
+
+
+def test_rare_tokens_and_runs_of_certain_tokens_are_found_among_what_was_sampled() -> None:
+    group = scored(make_episode(1.0), make_episode(0.0, tokens=[7, 99, 7]), make_episode(0.0, tokens=[5] * 6))
+    rare, loop = (group.rollouts[i].samples[0] for i in (1, 2))
+    rare.logprobs[3] = -20.0
+    loop.logprobs[loop.sampled] = [-0.001, -3.0, -0.001, -0.001, -0.001, -3.0]
+    settings = FilterSettings(
+        rare_tokens=RareTokenFilter(token_id=50, logprob=-14.0), certain_run=CertainRunFilter(length=3)
+    )
+    assert judge(group, settings, 64).dropped == {"rare_tokens": 1, "certain_run": 1}
+    rare.logprobs[3], loop.logprobs[4] = -13.0, -3.0
+    assert judge(group, settings, 64).dropped == {}
+    rare.logprobs[3], rare.sampled[3] = -20.0, False
+    assert judge(group, settings, 64).dropped == {}
+
+
+@given(certain=st.lists(st.booleans(), max_size=20), length=st.integers(1, 8))
+def test_a_certain_run_is_as_many_in_a_row(certain: list[bool], length: int) -> None:
+    sample = Sample.blank(len(certain))
+    sample.sampled[:] = True
+    sample.logprobs[:] = np.where(certain, -0.001, -1.0)
+    runs = [len(list(run)) for value, run in itertools.groupby(certain) if value]
+    assert has_certain_run(sample, CertainRunFilter(length=length)) == (max(runs, default=0) >= length)
+
+
+def pays(rollout: Rollout) -> bool:
+    return rollout.episode.reward > 0.5
+
+
+def test_filters_of_ones_own_drop_single_rollouts() -> None:
+    own = load_filters([f"{__file__}:pays"])
+    verdict = judge(scored(make_episode(1.0), make_episode(0.0)), FilterSettings(), 64, own=own)
+    assert verdict.cause is None and verdict.episodes == 1 and verdict.dropped == {"pays": 1}
+    assert judge(scored(make_episode(0.4), make_episode(0.0)), FilterSettings(), 64, own=own).cause == "pays"
 
 
 def refuse_low(group: Group) -> bool:

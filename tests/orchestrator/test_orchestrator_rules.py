@@ -1,6 +1,7 @@
 """The orchestrator's pure rules, as tables: staleness, concurrency, mixing, curricula, rate, group accounting."""
 
 import json
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,10 @@ from hypothesis import strategies as st
 from headway.config import orchestrator as settings_of
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Task
-from headway.core.errors import UsageError
+from headway.core.errors import PermanentError, UsageError
+from headway.orchestrator.dispatch import curriculum as curricula
 from headway.orchestrator.dispatch.concurrency import Control, Load, start, steer
-from headway.orchestrator.dispatch.curriculum import Curriculum, make_curriculum
+from headway.orchestrator.dispatch.curriculum import Curriculum
 from headway.orchestrator.dispatch.groups import RETRIES, OpenGroup
 from headway.orchestrator.dispatch.sources import Mix, RateLimit
 from headway.orchestrator.dispatch.staleness import (
@@ -160,6 +162,10 @@ def test_an_environment_that_is_new_does_not_catch_up() -> None:
     assert mix.counts == {"old": 1000, "new": 1000}
 
 
+def make_curriculum(settings: settings_of.Curriculum, tasks: int, seed: int) -> Curriculum:
+    return curricula.make_curriculum(settings, [Task(f"task {i}", {"size": i}) for i in range(tasks)], seed)
+
+
 def drawn(curriculum: Curriculum, count: int) -> list[int]:
     return [curriculum.next() for _ in range(count)]
 
@@ -227,6 +233,36 @@ def test_a_curriculum_of_ones_own() -> None:
     assert drawn(made, 3) == [8, 6, 4]
     with pytest.raises(UsageError, match="could not be imported"):
         make_curriculum(settings_of.CustomCurriculum(path="no.such.module:Thing"), 10, 0)
+
+
+def largest_first(tasks: Sequence[Task], seed: int, most: int) -> Iterator[int]:
+    """A sampler of one's own."""
+    order = sorted(range(len(tasks)), key=lambda index: -tasks[index].data["size"])[:most]
+    while True:
+        yield from order
+
+
+def test_a_sampler_of_ones_own_goes_on_where_it_was_saved() -> None:
+    settings = settings_of.CustomSampler(path=f"{__file__}:largest_first", args={"most": 3})
+    made = make_curriculum(settings, 10, 0)
+    assert drawn(made, 4) == [9, 8, 7, 9]
+    other = make_curriculum(settings, 10, 0)
+    other.load(json.loads(json.dumps(made.save())))
+    assert drawn(other, 2) == [8, 7]
+    with pytest.raises(UsageError, match="most"):
+        make_curriculum(settings_of.CustomSampler(path=f"{__file__}:largest_first"), 10, 0)
+
+
+def once(tasks: Sequence[Task], seed: int) -> Iterator[int]:
+    yield len(tasks)
+
+
+def test_a_sampler_that_ends_or_leaves_the_tasks_stops_the_run() -> None:
+    made = make_curriculum(settings_of.CustomSampler(path=f"{__file__}:once"), 10, 0)
+    with pytest.raises(PermanentError, match="yielded 10; indices are 0 to 9"):
+        made.next()
+    with pytest.raises(PermanentError, match="must yield forever"):
+        made.next()
 
 
 def test_rate_limits_space_starts_evenly() -> None:

@@ -29,9 +29,12 @@ def full(
     chunk=st.integers(1, 50),
     seed=st.integers(0, 1000),
     softcap=st.sampled_from([None, 1.5]),
+    bonus=st.sampled_from([0.0, 0.5]),
 )
 @settings(max_examples=40, deadline=None)
-def test_chunked_equals_full(rows: int, width: int, vocab: int, chunk: int, seed: int, softcap: float | None) -> None:
+def test_chunked_equals_full(
+    rows: int, width: int, vocab: int, chunk: int, seed: int, softcap: float | None, bonus: float
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, width, generator=generator, dtype=torch.float32).requires_grad_()
     weight = torch.randn(vocab, width, generator=generator).requires_grad_()
@@ -39,10 +42,14 @@ def test_chunked_equals_full(rows: int, width: int, vocab: int, chunk: int, seed
     temperatures = torch.rand(rows, generator=generator) + 0.5
     upstream = torch.randn(rows, generator=generator)
 
-    logprobs, entropy = target_logprobs(hidden, weight, targets, temperatures, chunk, softcap)
-    got = torch.autograd.grad((logprobs * upstream).sum(), [hidden, weight])
+    logprobs, entropy = target_logprobs(
+        hidden, weight, targets, temperatures, chunk, softcap, entropy_gradient=bonus != 0
+    )
+    wanted = (logprobs * upstream).sum() + (bonus * (entropy * upstream.flip(0)).sum() if bonus else 0)
+    got = torch.autograd.grad(wanted, [hidden, weight])
     expected_logprobs, expected_entropy = full(hidden, weight, targets, temperatures, softcap)
-    expected = torch.autograd.grad((expected_logprobs * upstream).sum(), [hidden, weight])
+    reference = (expected_logprobs * upstream).sum() + bonus * (expected_entropy * upstream.flip(0)).sum()
+    expected = torch.autograd.grad(reference, [hidden, weight])
 
     torch.testing.assert_close(logprobs, expected_logprobs.float(), rtol=1e-5, atol=1e-5)
     # A small entropy is the difference of two numbers as large as the logits, so it has their rounding.
@@ -70,12 +77,17 @@ def test_gradients_by_finite_differences() -> None:
         assert tensor.grad[place].item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-3, abs=1e-4)
 
 
-def test_frozen_weight_gets_no_gradient() -> None:
+@pytest.mark.parametrize("bonus", [0.0, 0.5])
+def test_frozen_weight_gets_no_gradient(bonus: float) -> None:
     hidden = torch.randn(4, 3, requires_grad=True)
     weight = torch.randn(6, 3)
-    logprobs, _ = target_logprobs(hidden, weight, torch.arange(4), torch.ones(4), 2)
-    logprobs.sum().backward()
+    given = hidden, weight, torch.arange(4), torch.ones(4)
+    logprobs, entropy = target_logprobs(*given, 2, entropy_gradient=bonus > 0)
+    (logprobs.sum() + bonus * entropy.sum()).backward()
+    expected, expected_entropy = full(*given)
+    (wanted,) = torch.autograd.grad(expected.sum() + bonus * expected_entropy.sum(), [hidden])
     assert hidden.grad is not None and weight.grad is None
+    torch.testing.assert_close(hidden.grad, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_accumulates_the_weight_gradient_in_float32() -> None:

@@ -7,8 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from headway.config.trainer import Aipo, Cispo, CustomLoss, Dppo, Gspo, Icepop, Ipo, Loss, PpoClip, Tis
+from headway.config.trainer import (
+    Aipo,
+    Cispo,
+    CustomLoss,
+    Dppo,
+    Gspo,
+    Icepop,
+    Ipo,
+    Loss,
+    PpoClip,
+    SequenceMask,
+    Tis,
+)
 from headway.core.batches import ComponentCounts
 from headway.core.errors import UsageError
 from headway.trainer.losses.base import LossInputs
@@ -103,6 +118,112 @@ def test_a_dropped_token_with_a_huge_ratio_has_a_finite_gradient() -> None:
     loss.sum().backward()
     assert metrics["masked"].tolist() == [True, False]
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all() and logprobs.grad[0] == 0
+
+
+RATIOS = st.lists(st.floats(-8, 8), min_size=1, max_size=12)
+
+
+@given(log_ratios=RATIOS, advantages=st.lists(st.floats(-3, 3), min_size=12, max_size=12), delta=st.floats(1.3, 20))
+@hypothesis_settings(deadline=None)
+def test_two_sided_clipping_matches_its_formula(log_ratios: list[float], advantages: list[float], delta: float) -> None:
+    """−min(min(r, δ)·A, clip(r, 1−ε, 1+ε)·A), and a gradient of −r·A exactly where neither bound holds."""
+    count = len(log_ratios)
+    old = torch.full((count,), -9.0, dtype=torch.double)
+    logprobs = (old + torch.tensor(log_ratios, dtype=torch.double)).requires_grad_()
+    a = torch.tensor(advantages[:count], dtype=torch.double)
+    inputs = LossInputs(logprobs, old, a, torch.ones(count).double(), torch.zeros(count).long())
+    loss, _ = make_loss(PpoClip(delta=delta))(inputs)
+    for i in range(count):
+        r, advantage = np.exp(logprobs[i].item() + 9.0), a[i].item()
+        expected = -min(min(r, delta) * advantage, np.clip(r, 0.8, 1.28) * advantage)
+        assert loss[i].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert advantage >= 0 or loss[i].item() <= -advantage * delta * (1 + 1e-9)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    r, free = np.exp(log_ratios), []
+    for ratio, advantage in zip(r, a.tolist(), strict=True):
+        free.append(ratio < 1.28 if advantage > 0 else 0.8 < ratio < delta)
+    expected = np.where(free, -a.numpy() * r, 0.0)
+    edge = np.min([np.abs(np.log(r) - np.log(bound)) for bound in (0.8, 1.28, delta)], axis=0) < 1e-9
+    np.testing.assert_allclose(logprobs.grad.numpy()[~edge], expected[~edge], rtol=1e-9, atol=1e-12)
+
+
+def test_the_outer_bound_keeps_a_ratio_that_overflows_out_of_the_gradient() -> None:
+    logprobs = torch.tensor([-0.1], requires_grad=True)
+    one = torch.ones(1)
+    inputs = LossInputs(logprobs, torch.tensor([-200.0]), -one, one, torch.zeros(1).long())
+    loss, metrics = make_loss(PpoClip(delta=4.0))(inputs)
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(4.0) and logprobs.grad is not None and logprobs.grad.item() == 0
+    assert metrics["masked"].tolist() == [True]
+
+
+def masked_samples(case: dict[str, np.ndarray], mask: SequenceMask) -> set[int]:
+    """Samples that the mask leaves out, by the definition."""
+    out = set()
+    for sample in np.unique(case["segments"]):
+        counted = (case["segments"] == sample) & (case["weights"] != 0)
+        if not counted.any():
+            continue
+        ratios = np.exp(case["logprobs"] - case["old"])[counted]
+        mean = np.prod(ratios) ** (1 / len(ratios))
+        inside = mask.mean_low <= mean <= mask.mean_high
+        if not inside or ratios.min() < mask.token_low or ratios.max() > mask.token_high:
+            out.add(int(sample))
+    return out
+
+
+@pytest.mark.parametrize("settings", LOSSES, ids=lambda s: s.type)
+@given(seed=st.integers(0, 1000), low=st.floats(0.5, 1.0), high=st.floats(1.0, 1.5), most=st.floats(1.5, 4))
+@hypothesis_settings(deadline=None, max_examples=15)
+def test_sequence_masks_take_whole_samples_out_of_any_loss(
+    settings: Loss, seed: int, low: float, high: float, most: float
+) -> None:
+    case = make_case(seed)
+    mask = SequenceMask(mean_low=low, mean_high=high, token_low=0.2, token_high=most)
+    out = masked_samples(case, mask)
+    dropped = np.isin(case["segments"], list(out))
+
+    def run(chosen: SequenceMask | None) -> tuple[np.ndarray, np.ndarray, Any]:
+        logprobs = torch.tensor(case["logprobs"], requires_grad=True)
+        given = (torch.tensor(case[name]) for name in ("old", "advantages", "weights", "segments"))
+        loss, metrics = make_loss(settings, chosen)(LossInputs(logprobs, *given))
+        (loss * torch.tensor(case["weights"])).sum().backward()
+        assert logprobs.grad is not None
+        return loss.detach().numpy() * case["weights"], logprobs.grad.numpy(), metrics
+
+    whole, whole_gradient, _ = run(None)
+    masked, gradient, metrics = run(mask)
+    assert metrics["sample_masked"].numpy()[case["weights"] != 0].tolist() == dropped[case["weights"] != 0].tolist()
+    np.testing.assert_allclose(masked, np.where(dropped, 0.0, whole), rtol=1e-12)
+    np.testing.assert_allclose(gradient, np.where(dropped, 0.0, whole_gradient), rtol=1e-12)
+
+
+def test_a_masked_sample_with_a_huge_ratio_has_no_gradient() -> None:
+    logprobs = torch.tensor([-0.1, -0.1, -0.3], requires_grad=True)
+    old, segments = torch.tensor([-200.0, -0.1, -0.2]), torch.tensor([0, 0, 1])
+    loss, metrics = make_loss(PpoClip(), SequenceMask())(
+        LossInputs(logprobs, old, -torch.ones(3), torch.ones(3), segments)
+    )
+    loss.sum().backward()
+    assert metrics["sample_masked"].tolist() == [True, True, False]
+    assert logprobs.grad is not None and logprobs.grad[:2].tolist() == [0, 0] and logprobs.grad[2] > 0
+
+
+def test_the_entropy_bonus_counts_on_the_tokens_of_the_rl_loss() -> None:
+    case = make_case(4)
+    entropy = torch.tensor(np.random.default_rng(5).uniform(0, 2, TOKENS), requires_grad=True)
+    zeros = np.zeros(TOKENS)
+    tokens = loss_tokens(case, zeros, zeros, np.ones(TOKENS, bool))
+    given = torch.tensor(case["logprobs"], requires_grad=True), entropy, tokens, ComponentCounts(rl=40)
+    plain, _ = total_loss(*given, make_loss(Dppo()))
+    loss, sums = total_loss(*given, make_loss(Dppo()), entropy_coef=0.1)
+    counted = case["weights"] != 0
+    bonus = 0.1 * entropy.detach().numpy()[counted].sum() / 40
+    assert (plain - loss).item() == pytest.approx(bonus) and sums["loss/entropy"].item() == pytest.approx(-bonus)
+    loss.backward()
+    assert entropy.grad is not None
+    np.testing.assert_allclose(entropy.grad.numpy(), np.where(counted, -0.1 / 40, 0.0))
 
 
 def loss_tokens(case: dict[str, np.ndarray], ce: np.ndarray, ref_kl: np.ndarray, sampled: np.ndarray) -> LossTokens:

@@ -1,9 +1,11 @@
 """Construction of algorithms from their settings, which alone hold the defaults."""
 
 from headway.algorithms.base import Algorithm, Context
+from headway.algorithms.custom import FunctionAdvantage, make_custom
 from headway.algorithms.echo import Echo
 from headway.algorithms.grpo import Grpo
 from headway.algorithms.hierarchical_grpo import HierarchicalGrpo
+from headway.algorithms.kl_penalty import KlPenalty
 from headway.algorithms.max_rl import MaxRl
 from headway.algorithms.opd import Opd
 from headway.algorithms.opsd import Opsd
@@ -18,8 +20,15 @@ from headway.core.errors import UsageError
 _NO_CONTEXT = Context()
 
 
-def make_algorithm(settings: settings_of.Algorithm, context: Context = _NO_CONTEXT) -> Algorithm:
+def make_algorithm(
+    settings: settings_of.Algorithm, context: Context = _NO_CONTEXT, kl: settings_of.KlPenalty | None = None
+) -> Algorithm:
     """Make an instance, for one environment. Raises UsageError when something it needs is missing."""
+    algorithm = _make(settings, context)
+    return KlPenalty(algorithm, ReferenceModel(kl.reference), kl.coefficient) if kl else algorithm
+
+
+def _make(settings: settings_of.Algorithm, context: Context) -> Algorithm:
     match settings:
         case settings_of.Grpo():
             return Grpo(settings.normalize, settings.length_penalty)
@@ -41,6 +50,10 @@ def make_algorithm(settings: settings_of.Algorithm, context: Context = _NO_CONTE
             return Sft(_teacher(settings.teacher, "sft"))
         case settings_of.Echo():
             return Echo(settings.roles, settings.normalize)
+        case settings_of.CustomAdvantage():
+            return FunctionAdvantage(settings)
+        case settings_of.CustomAlgorithm():
+            return make_custom(settings)
 
 
 def _opsd(settings: settings_of.Opsd, context: Context) -> Opsd:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from headway.config.base import Settings
+from headway.config.base import Plugin, Settings
 
 
 class LengthPenalty(Settings):
@@ -121,15 +121,52 @@ class Echo(Settings):
     """std: divide advantages by the group's standard deviation."""
 
 
+class CustomAdvantage(Plugin):
+    """A function of your own: the rewards of a group to its advantages."""
+
+    type: Literal["advantage"] = "advantage"
+    length_penalty: LengthPenalty | None = None
+    """Make long episodes worth less."""
+
+
+class CustomAlgorithm(Plugin):
+    """An algorithm of your own: a subclass of `headway.algorithms.base.Algorithm`."""
+
+    type: Literal["custom"] = "custom"
+
+
+class KlPenalty(Settings):
+    """Keeps the policy near a frozen model, by the KL divergence of the tokens it sampled."""
+
+    coefficient: float = Field(default=1e-3, gt=0)
+    """Weight of the divergence, beside a loss whose advantages are about 1."""
+    reference: ReferenceSettings
+    """The frozen model, usually the one that the run starts from, served elsewhere."""
+
+
 Algorithm = Annotated[
-    Grpo | MaxRl | Rloo | ReinforcePp | Rae | HierarchicalGrpo | Opd | Opsd | Sft | Echo,
+    Grpo
+    | MaxRl
+    | Rloo
+    | ReinforcePp
+    | Rae
+    | HierarchicalGrpo
+    | Opd
+    | Opsd
+    | Sft
+    | Echo
+    | CustomAdvantage
+    | CustomAlgorithm,
     Field(discriminator="type"),
 ]
 
 
 def is_group_relative(algorithm: Settings) -> bool:
-    """Tell whether rewards are compared within a group, which then needs at least two episodes."""
-    return isinstance(algorithm, Grpo | MaxRl | Rloo | ReinforcePp | HierarchicalGrpo | Echo)
+    """Tell whether rewards are compared within a group, which then needs at least two episodes.
+
+    An algorithm of one's own says so by itself, when it is made.
+    """
+    return isinstance(algorithm, Grpo | MaxRl | Rloo | ReinforcePp | HierarchicalGrpo | Echo | CustomAdvantage)
 
 
 def _address(url: str) -> tuple[str, int | None]:

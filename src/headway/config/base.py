@@ -1,5 +1,7 @@
 """The base of all settings: unknown keys are refused, and a docstring below a field is its documentation."""
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
@@ -8,6 +10,15 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True, allow_inf_nan=False
     )
+
+
+class Plugin(Settings):
+    """A class or function of your own (docs/bring_your_own.md)."""
+
+    path: str
+    """`file.py:Name`, `package.module:Name`, or the name of an installed package's entry point."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for it."""
 
 
 def broken_rule(field: str, reason: str) -> PydanticCustomError:

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headway.config.algorithms import Algorithm, Grpo, Opd, Sft, is_group_relative
-from headway.config.base import Settings, broken_rule
+from headway.config.algorithms import Algorithm, Grpo, KlPenalty, Opd, Opsd, Sft, is_group_relative
+from headway.config.base import Plugin, Settings, broken_rule
 from headway.config.shared import SharedSettings
 
 
@@ -57,17 +57,21 @@ class DifficultyPools(Settings):
         return self
 
 
-class CustomCurriculum(Settings):
-    """A class of your own."""
+class CustomSampler(Plugin):
+    """A generator of your own: it sees the tasks and yields the index of the next one."""
+
+    type: Literal["sampler"] = "sampler"
+
+
+class CustomCurriculum(Plugin):
+    """A class of your own: it chooses the next task, and is told how each one went."""
 
     type: Literal["custom"] = "custom"
-    path: str
-    """The class: `module:Name` or `file.py:Name`."""
-    args: dict[str, Any] = {}
-    """Keyword arguments for it."""
 
 
-Curriculum = Annotated[InOrder | Shuffled | DifficultyPools | CustomCurriculum, Field(discriminator="type")]
+Curriculum = Annotated[
+    InOrder | Shuffled | DifficultyPools | CustomSampler | CustomCurriculum, Field(discriminator="type")
+]
 
 
 class WorkerSettings(Settings):
@@ -154,6 +158,24 @@ class ConcurrencySettings(Settings):
         return self
 
 
+class RareTokenFilter(Settings):
+    """Finds gibberish: tokens that texts hardly have, sampled against the odds (https://arxiv.org/abs/2510.02387)."""
+
+    token_id: int = Field(default=100_000, ge=0)
+    """Ids above this are rare: tokenizers number their tokens from the most common on."""
+    logprob: float = Field(default=-14.0, lt=0)
+    """A rare token below this logprob is gibberish; for 150,000 tokens, even odds are -11.9."""
+
+
+class CertainRunFilter(Settings):
+    """Finds loops: long stretches of which every token was certain (https://arxiv.org/abs/2506.13585)."""
+
+    length: int = Field(default=3000, ge=1)
+    """Tokens in a row."""
+    probability: float = Field(default=0.99, gt=0, lt=1)
+    """Each was sampled with more than this probability."""
+
+
 class FilterSettings(Settings):
     zero_advantage: bool = True
     """Drop groups in which every episode has the same reward."""
@@ -163,6 +185,12 @@ class FilterSettings(Settings):
     """Drop samples whose mean logprob is below this."""
     repetition: float | None = Field(default=None, ge=0, le=1)
     """Drop samples in which more than this share of 8-grams repeat."""
+    rare_tokens: RareTokenFilter | None = None
+    """Drop samples that have a rare and very unlikely token; `{}` for the defaults."""
+    certain_run: CertainRunFilter | None = None
+    """Drop samples that have a long run of certain tokens; `{}` for the defaults."""
+    custom: list[str] = []
+    """Functions of your own that get a `Rollout` and return whether to keep it (docs/bring_your_own.md)."""
 
 
 LIVE_TEACHER = "is the live policy's own server, but a teacher is a frozen model; serve it elsewhere, or use opsd"
@@ -177,6 +205,8 @@ class OrchestratorSettings(Settings):
     """Episodes per task that are compared with each other."""
     algorithm: Algorithm = Grpo()
     """How rewards become training signals."""
+    kl: KlPenalty | None = None
+    """Keep the policy near a frozen model."""
     sampling: SamplingSettings = SamplingSettings()
     """How replies are sampled."""
     max_lag: int = Field(default=8, ge=0)
@@ -188,7 +218,7 @@ class OrchestratorSettings(Settings):
     filters: FilterSettings = FilterSettings()
     """Which groups and episodes are left out of training."""
     gates: list[str] = []
-    """Functions that may refuse a group before it is trained: `module:name` or `file.py:name`."""
+    """Functions of your own that get a `Group` and return whether it may be trained (docs/bring_your_own.md)."""
     eval: EvalSettings = EvalSettings()
     """Evaluation during the run."""
     engines: list[Annotated[str, Field(pattern=r"^https?://[^/\s]+")]] = []
@@ -250,6 +280,19 @@ class OrchestratorSettings(Settings):
                 )
             if algorithm.teacher.is_served_by(self.engines):
                 raise broken_rule(f"{setting}.teacher.base_url", LIVE_TEACHER)
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_frozen(self) -> Self:
+        if self.kl is None:
+            return self
+        if self.kl.reference.is_served_by(self.engines):
+            raise broken_rule("kl.reference.base_url", LIVE_TEACHER)
+        for setting, algorithm in self.algorithms():
+            if isinstance(algorithm, Opd | Opsd | Sft):
+                raise broken_rule(
+                    "kl", f'must be left out with {setting}.type = "{algorithm.type}", which has a teacher of its own'
+                )
         return self
 
     @model_validator(mode="after")

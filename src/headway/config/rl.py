@@ -30,6 +30,8 @@ class RlSettings(TrainSettings, OrchestrateSettings, ServeSettings):
     @model_validator(mode="after")
     def _teachers_are_elsewhere(self) -> Self:
         own = f"http://{self.inference.host}:{self.inference.port}"
+        if self.orchestrator.kl and self.orchestrator.kl.reference.is_served_by([own]):
+            raise broken_rule("orchestrator.kl.reference.base_url", LIVE_TEACHER)
         for setting, algorithm in self.orchestrator.algorithms():
             if isinstance(algorithm, Opd | Sft) and algorithm.teacher and algorithm.teacher.is_served_by([own]):
                 raise broken_rule(f"orchestrator.{setting}.teacher.base_url", LIVE_TEACHER)

@@ -82,7 +82,8 @@ class ModelSettings(Settings):
     """Whose code runs the model. transformers: Hugging Face's own, for causal models that no family here is of; slower,
     and without context and expert parallelism (docs/models.md)."""
     renderer: str = "auto"
-    """Renderer of messages to tokens: auto, template, a ChatML style, or a format of the `renderers` package."""
+    """Renderer of messages to tokens: auto, template, a ChatML style, a format of the `renderers` package, or a class
+    of your own, FILE.py:CLASS or MODULE:CLASS (docs/bring_your_own.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of computation. auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
     compute: Literal["dtype", "fp8"] = "dtype"

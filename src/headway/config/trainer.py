@@ -1,10 +1,10 @@
 """Settings of the trainer."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from headway.config.base import Settings, broken_rule
+from headway.config.base import Plugin, Settings, broken_rule
 from headway.config.shared import SharedSettings
 
 
@@ -50,7 +50,15 @@ class SignSgd(Settings):
     """Decoupled weight decay."""
 
 
-Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd, Field(discriminator="type")]
+class CustomOptimizer(Plugin):
+    """An update rule of your own: a subclass of `headway.trainer.optimizers.rules.ElementwiseRule`, or any `Rule`."""
+
+    type: Literal["custom"] = "custom"
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate; the class gets it as the argument `lr`."""
+
+
+Optimizer = Annotated[AdamW | Muon | Sgd | SignSgd | CustomOptimizer, Field(discriminator="type")]
 
 
 class Constant(Settings):
@@ -79,7 +87,15 @@ class Cosine(Settings):
     """Share of the rate that is left at the end."""
 
 
-Schedule = Annotated[Constant | Linear | Cosine, Field(discriminator="type")]
+class CustomSchedule(Plugin):
+    """A function of your own: (step, max_steps) to a factor of the learning rate."""
+
+    type: Literal["custom"] = "custom"
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0, before the function is asked."""
+
+
+Schedule = Annotated[Constant | Linear | Cosine | CustomSchedule, Field(discriminator="type")]
 
 
 class Dppo(Settings):
@@ -118,6 +134,15 @@ class PpoClip(Settings):
     """The ratio is clipped to at least 1 - eps_low."""
     eps_high: float = 0.28
     """The ratio is clipped to at most 1 + eps_high."""
+    delta: float | None = None
+    """Largest ratio also where the advantage is negative (two-sided clipping, https://arxiv.org/abs/2505.07291, which
+    takes 4). Default: no bound there, as in PPO."""
+
+    @model_validator(mode="after")
+    def _outer_bound(self) -> Self:
+        if self.delta is not None and self.delta <= 1 + self.eps_high:
+            raise broken_rule("delta", f"must be above 1 + eps_high, which is {1 + self.eps_high:g} (got {self.delta})")
+        return self
 
 
 class Cispo(Settings):
@@ -164,17 +189,33 @@ class Icepop(Settings):
         return self
 
 
-class CustomLoss(Settings):
+class CustomLoss(Plugin):
     """A function of your own."""
 
     type: Literal["custom"] = "custom"
-    path: str
-    """Import path of the function, `package.module:name`."""
-    args: dict[str, Any] = {}
-    """Keyword arguments for it."""
 
 
 Loss = Annotated[Dppo | Ipo | Aipo | PpoClip | Cispo | Gspo | Tis | Icepop | CustomLoss, Field(discriminator="type")]
+
+
+class SequenceMask(Settings):
+    """Leaves samples out of the RL loss whose tokens have become too likely or too unlikely since they were sampled."""
+
+    mean_low: float = Field(default=0.1, ge=0)
+    """Smallest geometric mean of a sample's importance ratios."""
+    mean_high: float = Field(default=10.0, gt=0)
+    """Largest geometric mean of a sample's importance ratios."""
+    token_low: float = Field(default=0.0, ge=0)
+    """Smallest ratio that any token of a sample may have."""
+    token_high: float = Field(default=100.0, gt=0)
+    """Largest ratio that any token of a sample may have."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for low, high in (("mean_low", "mean_high"), ("token_low", "token_high")):
+            if getattr(self, low) > getattr(self, high):
+                raise broken_rule(low, f"must be at most {high}, which is {getattr(self, high)}")
+        return self
 
 
 class ActivationSettings(Settings):
@@ -240,6 +281,10 @@ class TrainerSettings(Settings):
     """How the learning rate changes over the run."""
     loss: Loss = Dppo()
     """The RL loss."""
+    sequence_mask: SequenceMask | None = None
+    """Leave whole samples out of the RL loss; `{}` for the default bounds."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus on the tokens of the RL loss; 0 for none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     activations: ActivationSettings = ActivationSettings()

@@ -1,20 +1,27 @@
-"""Objects that settings name by a path: `module:name` or `file.py:name`."""
+"""Objects that settings name: by a path, `module:name` or `file.py:name`, or as an installed package calls them."""
 
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.suggestions import did_you_mean, nearest
 
 
-def load_object(path: str, what: str) -> Any:
+def load_object(path: str, what: str, group: str | None = None) -> Any:
     """Import the class or function at `module:name` or `file.py:name`; modules in the current folder are found, too.
 
+    With a `group`, a name without a colon is one that an installed package gave it (an entry point of that group).
     `what` names the setting in errors. Raises UsageError that says what to write instead.
     """
+    if group is not None and ":" not in path:
+        path = _installed_path(path, what, group)
     place, _, name = path.rpartition(":")
     if not place or not name:
         raise UsageError(f'{what} "{path}" could not be imported: write module:name or file.py:name')
@@ -31,6 +38,31 @@ def load_object(path: str, what: str) -> Any:
     if not callable(found):
         raise UsageError(f'{what} "{path}" is a {type(found).__name__}, not a class or function')
     return found
+
+
+def make_object(path: str, args: Mapping[str, Any], what: str, group: str | None = None) -> Any:
+    """Call the class or function that `load_object` finds. Arguments that it does not take are a UsageError."""
+    factory = load_object(path, what, group)
+    try:
+        inspect.signature(factory).bind(**args)
+    except TypeError as error:
+        signature = inspect.signature(factory)
+        raise UsageError(f'{what} "{path}" takes {signature} and is called with {sorted(args)}: {error}') from error
+    return factory(**args)
+
+
+def installed(group: str) -> dict[str, str]:
+    """Return what installed packages bring for a group of entry points: names to import paths."""
+    return {point.name: point.value for point in entry_points(group=group)}
+
+
+def _installed_path(name: str, what: str, group: str) -> str:
+    known = installed(group)
+    if name in known:
+        return known[name]
+    hint = did_you_mean(nearest(name, known), quote='"')
+    names = f"installed: {', '.join(sorted(known))}" if known else f"no installed package has an entry point in {group}"
+    raise UsageError(f'{what} "{name}" is not known{hint} ({names}); or write module:name or file.py:name')
 
 
 def absolute_path(path: str) -> str:
@@ -50,10 +82,17 @@ def _load_file(path: Path) -> ModuleType:
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    name = f"headway_file_{path.stem}_{abs(hash(str(path))):x}"
+    # A file is executed once, so that its classes are the same for everyone; again after it was edited.
+    name = f"headway_file_{path.stem}_{abs(hash((str(path), path.stat().st_mtime_ns))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -1,11 +1,10 @@
 """Environments by name: bundled, installed (entry points), an import path, or a file."""
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 from headway.core.errors import HeadwayError, UsageError
-from headway.core.imports import load_object
+from headway.core.imports import installed, load_object
 from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.base import Environment
 from headway.envs.bundled import ENVIRONMENTS
@@ -16,8 +15,7 @@ GROUP = "headway.environments"
 
 def known_environments() -> dict[str, str]:
     """Names to import paths. A bundled name wins over an installed one, so that examples mean the same everywhere."""
-    installed = {point.name: point.value for point in entry_points(group=GROUP)}
-    return installed | ENVIRONMENTS
+    return installed(GROUP) | ENVIRONMENTS
 
 
 def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment:

@@ -59,7 +59,7 @@ for _family in _OWN:
 @cache
 def load_family(path: str) -> None:
     """Register the class at `module:name` or `file.py:name`, as `model.family` names it. A second call does nothing."""
-    family = load_object(path, "model.family")
+    family = load_object(path, "model.family", "headway.families")
     if not isinstance(family, type) or not issubclass(family, Family):
         raise UsageError(f'model.family "{path}" is not a subclass of headway.models.family.Family')
     register_family(family())

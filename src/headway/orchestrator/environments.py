@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from headway.algorithms.base import Context
 from headway.algorithms.registry import make_algorithm
 from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestratorSettings, SamplingSettings
-from headway.core.errors import PermanentError
+from headway.core.errors import PermanentError, UsageError
 from headway.core.protocol import SamplingParams
 from headway.envs.workers.pool import EnvPool
 from headway.orchestrator.dispatch.curriculum import make_curriculum
@@ -46,14 +46,21 @@ class WorkerPools:
         """Start the training environments."""
 
         async def start(env: EnvSettings) -> Source:
+            algorithm = make_algorithm(env.algorithm or settings.algorithm, context, settings.kl)
+            group_size = env.group_size or settings.group_size
+            if algorithm.relative and group_size == 1:
+                raise UsageError(
+                    f"{type(algorithm).__name__} compares the rollouts of a group, so orchestrator.group_size must be "
+                    "at least 2 (got 1); an algorithm that compares nothing has `relative = False`"
+                )
             pool = await self.start(env)
             return Source(
                 name=env.name or env.id,
                 runner=pool,
                 tasks=pool.tasks,
-                curriculum=make_curriculum(env.curriculum, len(pool.tasks), seed),
-                algorithm=make_algorithm(env.algorithm or settings.algorithm, context),
-                group_size=env.group_size or settings.group_size,
+                curriculum=make_curriculum(env.curriculum, pool.tasks, seed),
+                algorithm=algorithm,
+                group_size=group_size,
                 sampling=sampling_params(env.sampling or settings.sampling),
                 timeout=env.timeout,
                 capacity=env.workers.max * env.workers.episodes,

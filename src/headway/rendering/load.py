@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
+from headway.core.imports import installed, make_object
 from headway.core.messages import Message, Tool, ToolCall
 from headway.models.registry import families, load_family
 from headway.models.tiny_tokenizer import TEMPLATE_MARK
@@ -18,6 +19,9 @@ from headway.rendering.chatml import STYLES, ChatMLRenderer, with_default_system
 from headway.rendering.external import FORMATS, ExternalRenderer, available
 from headway.rendering.template import ChatTemplate, TemplateError, TemplateRenderer
 from headway.rendering.tokenizer import load_chat_template, load_tokenizer, load_tokenizer_config, special_token
+
+GROUP = "headway.renderers"
+"""Entry-point group of packages that bring renderers: `name = "module:Name"`."""
 
 _TOOL = Tool("look", "Look up.", {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]})
 _CALL = ToolCall("call_0", "look", '{"key": "x"}')
@@ -35,6 +39,9 @@ def load_renderer(folder: Path, name: str = "auto", family: str | None = None) -
     tokenizer = load_tokenizer(folder)
     if name in STYLES:
         return ChatMLRenderer(tokenizer, STYLES[name])
+    if ":" in name or name in installed(GROUP):
+        made: Renderer = make_object(name, {"tokenizer": tokenizer}, "model.renderer", GROUP)
+        return made
     if name not in ("auto", "template"):
         return ExternalRenderer(tokenizer, name, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))
     source = load_chat_template(folder)

@@ -26,12 +26,18 @@ class Scores(NamedTuple):
 
 
 class Policy(nn.Module):
-    def __init__(self, model: DecoderLM, head_chunk: int, offload: Copies | None = None) -> None:
-        """`offload`: the copies by which saved activations go to CPU memory; None: they stay on the device."""
+    def __init__(
+        self, model: DecoderLM, head_chunk: int, offload: Copies | None = None, *, entropy_gradient: bool = False
+    ) -> None:
+        """`offload`: the copies by which saved activations go to CPU memory; None: they stay on the device.
+
+        With `entropy_gradient`, entropies can be part of a loss.
+        """
         super().__init__()
         self.model = model
         self.head_chunk = head_chunk
         self.offload = offload
+        self.entropy_gradient = entropy_gradient
 
     def forward(self, inputs: Inputs) -> Scores:
         """`inputs` is one object, so that FSDP's casting of float arguments doesn't reach the temperatures."""
@@ -45,5 +51,6 @@ class Policy(nn.Module):
             scored.temperatures_M,
             self.head_chunk,
             self.model.config.logit_softcap,
+            entropy_gradient=self.entropy_gradient,
         )
         return Scores(inputs.whole(logprobs_M), inputs.whole(entropy_M), inputs.expert_load(output))

@@ -94,7 +94,12 @@ def make_state(
         logger.info("training linear layers in %s", "FP8 with block scales" if fp8 else dtype_name(dtype))
     adapters = {} if lora is None else _add_adapters(model, lora, settings.seed)
     copies = make_copies(ranks.device)
-    policy = Policy(model, trainer.head_chunk, copies if trainer.activations.offload else None)
+    policy = Policy(
+        model,
+        trainer.head_chunk,
+        copies if trainer.activations.offload else None,
+        entropy_gradient=trainer.entropy_coef > 0,
+    )
     compile_mlps = trainer.compile and not fp8 and trainer.activations.checkpoint == "off"
     parallelize(policy, ranks, dtype, compile_mlps=compile_mlps)
     policy.to_empty(device=ranks.device)

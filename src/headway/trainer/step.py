@@ -64,7 +64,7 @@ class Stepper:
     def __init__(self, settings: TrainSettings, ranks: Ranks) -> None:
         self._trainer, self._max_steps, self._seed = settings.trainer, settings.max_steps, settings.seed
         self._ranks = ranks
-        self._loss = make_loss(settings.trainer.loss)
+        self._loss = make_loss(settings.trainer.loss, settings.trainer.sequence_mask)
         self._context = ContextGroup.join(ranks)
 
     def step(self, state: TrainState, batch: RankBatch) -> StepReport:
@@ -116,7 +116,14 @@ class Stepper:
         for micro in micro_batches:
             inputs = prepare(micro, state.config, self._ranks.device, self._context)
             scores = state.policy(inputs)
-            loss, values = total_loss(scores.logprobs_N, scores.entropy_N, inputs.scored.loss, counts, self._loss)
+            loss, values = total_loss(
+                scores.logprobs_N,
+                scores.entropy_N,
+                inputs.scored.loss,
+                counts,
+                self._loss,
+                self._trainer.entropy_coef,
+            )
             if backward:
                 torch.autograd.backward(loss)
             sums.add(values)

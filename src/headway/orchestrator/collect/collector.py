@@ -12,7 +12,7 @@ from headway.core.episodes import MAX_REWARD, Episode
 from headway.core.errors import HeadwayError
 from headway.core.samples import Sample
 from headway.envs.samples import episode_samples
-from headway.orchestrator.collect.filters import Gate, judge
+from headway.orchestrator.collect.filters import Gate, judge, load_filters
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.sources import Source
@@ -44,6 +44,7 @@ class Collector:
         self.useful_share = 1.0
         """Share of recent episodes that could be trained: how much to expect of those on their way."""
         self._ready, self._filters, self._gates, self._seq_len = ready, filters, gates, seq_len
+        self._own_filters = load_filters(filters.custom)
         self._health, self._changed = health, changed
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -95,7 +96,7 @@ class Collector:
             self._health.reference_failed(str(error))
             return
         source.algorithm.score(group)
-        verdict = judge(group, self._filters, self._seq_len, self._gates)
+        verdict = judge(group, self._filters, self._seq_len, self._gates, self._own_filters)
         self.tally.samples_dropped.update(verdict.dropped)
         self._health.saw_group(len(rollouts), useful=verdict.cause != "zero_advantage")
         self._learn_share(0 if verdict.cause else verdict.episodes, settled.size)

@@ -1,17 +1,20 @@
 """Filters of scored groups: nothing without signal is trained, and no samples that only teach bad habits."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.algorithms.base import Group
-from headway.config.orchestrator import FilterSettings
+from headway.algorithms.base import Group, Rollout
+from headway.config.orchestrator import CertainRunFilter, FilterSettings, RareTokenFilter
 from headway.core.imports import load_object
 from headway.core.samples import Sample
 
 NGRAM = 8
 Gate = Callable[[Group], bool]
+RolloutFilter = Callable[[Rollout], bool]
+"""Returns whether a rollout is kept."""
 
 
 @dataclass(slots=True)
@@ -27,17 +30,25 @@ class Verdict:
     cause: str | None = None
 
 
-def judge(group: Group, settings: FilterSettings, seq_len: int, gates: Sequence[Gate] = ()) -> Verdict:
-    """Apply all filters, then the gates, which may refuse the group as it is."""
+def judge(
+    group: Group,
+    settings: FilterSettings,
+    seq_len: int,
+    gates: Sequence[Gate] = (),
+    own: Sequence[RolloutFilter] = (),
+) -> Verdict:
+    """Apply all filters, your `own` among them, then the gates, which may refuse the group as it is."""
     verdict = Verdict()
     if settings.zero_advantage and not any(has_signal(sample) for _, sample in group.samples()):
         verdict.cause = "zero_advantage"
         return verdict
     for rollout in group.rollouts:
         kept = []
+        refused = next((_name(keep) for keep in own if not keep(rollout)), None)
         for sample in rollout.samples:
             trace = rollout.episode.traces[sample.trace]
             cause = "truncated" if settings.truncated and trace.truncated else _sample_cause(sample, settings, seq_len)
+            cause = refused or cause
             if cause is None:
                 kept.append(sample)
             else:
@@ -66,7 +77,24 @@ def _sample_cause(sample: Sample, settings: FilterSettings, seq_len: int) -> str
         return "gibberish"
     if settings.repetition is not None and repeated_share(sample.token_ids[sample.sampled]) > settings.repetition:
         return "repetition"
+    if settings.rare_tokens is not None and has_rare_token(sample, settings.rare_tokens):
+        return "rare_tokens"
+    if settings.certain_run is not None and has_certain_run(sample, settings.certain_run):
+        return "certain_run"
     return None
+
+
+def has_rare_token(sample: Sample, settings: RareTokenFilter) -> bool:
+    """Tell whether the policy sampled a token that is rare and was very unlikely."""
+    rare = (sample.token_ids > settings.token_id) & (sample.logprobs < settings.logprob)
+    return bool((rare & sample.sampled).any())
+
+
+def has_certain_run(sample: Sample, settings: CertainRunFilter) -> bool:
+    """Tell whether the policy sampled so many tokens in a row with near certainty. Other tokens between are skipped."""
+    certain = sample.logprobs[sample.sampled] > math.log(settings.probability)
+    breaks = np.flatnonzero(~certain)
+    return bool(np.diff(breaks, prepend=-1, append=len(certain)).max() > settings.length)
 
 
 def mean_logprob(sample: Sample) -> float:
@@ -85,4 +113,13 @@ def repeated_share(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
 
 def load_gates(paths: Sequence[str]) -> list[Gate]:
     """Import functions of a group that say whether it may be trained."""
-    return [load_object(path, "orchestrator.gates") for path in paths]
+    return [load_object(path, "orchestrator.gates", "headway.gates") for path in paths]
+
+
+def load_filters(paths: Sequence[str]) -> list[RolloutFilter]:
+    """Import functions of a rollout that say whether to keep it."""
+    return [load_object(path, "orchestrator.filters.custom", "headway.filters") for path in paths]
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", type(function).__name__)

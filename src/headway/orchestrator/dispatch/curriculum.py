@@ -1,10 +1,14 @@
 """Curricula, which choose the next task: in order, shuffled, by difficulty, or as your own class decides."""
 
 import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 from headway.config import orchestrator as settings_of
-from headway.core.imports import load_object
+from headway.core.episodes import Task
+from headway.core.errors import PermanentError
+from headway.core.imports import make_object
 
 
 class Curriculum(Protocol):
@@ -118,14 +122,46 @@ class Difficulty:
         self._pools = {**saved, "medium": saved["medium"] + sorted(new)}
 
 
-def make_curriculum(settings: settings_of.Curriculum, tasks: int, seed: int) -> Curriculum:
+class Sampled:
+    """Indices that a generator of one's own yields. After a restart it is made again and run to where it was."""
+
+    def __init__(self, make: Callable[[], Iterator[int]], tasks: int) -> None:
+        self._make, self._tasks = make, tasks
+        self._indices, self._drawn = make(), 0
+
+    def next(self) -> int:
+        index = next(self._indices, None)
+        if index is None:
+            raise PermanentError(f"the sampler of tasks ended after {self._drawn} draws; it must yield forever")
+        if not 0 <= index < self._tasks:
+            raise PermanentError(f"the sampler of tasks yielded {index}; indices are 0 to {self._tasks - 1}")
+        self._drawn += 1
+        return index
+
+    def report(self, index: int, reward: float) -> None:
+        pass
+
+    def save(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+        self._indices = islice(self._make(), self._drawn, None)
+
+
+def make_curriculum(settings: settings_of.Curriculum, tasks: Sequence[Task], seed: int) -> Curriculum:
+    count = len(tasks)
     match settings:
         case settings_of.InOrder():
-            return InOrder(tasks)
+            return InOrder(count)
         case settings_of.Shuffled():
-            return Shuffled(tasks, seed)
+            return Shuffled(count, seed)
         case settings_of.DifficultyPools():
-            return Difficulty(tasks, seed, settings)
+            return Difficulty(count, seed, settings)
+        case settings_of.CustomSampler():
+            given = {"tasks": tasks, "seed": seed, **settings.args}
+            return Sampled(lambda: make_object(settings.path, given, "curriculum.path", "headway.samplers"), count)
         case settings_of.CustomCurriculum():
-            made: Curriculum = load_object(settings.path, "curriculum.path")(tasks=tasks, seed=seed, **settings.args)
+            given = {"tasks": count, "seed": seed, **settings.args}
+            made: Curriculum = make_object(settings.path, given, "curriculum.path", "headway.curricula")
             return made

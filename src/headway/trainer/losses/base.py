@@ -37,3 +37,14 @@ class LossFunction(Protocol):
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, PerToken]:
         """Return the loss per token, not yet weighted, and metrics."""
         ...
+
+
+def sample_means(values_T: Tensor, inputs: LossInputs) -> Tensor:
+    """Return, for each token, the mean of the values over those tokens of its sample that count; 0 where none does."""
+    segments_T = inputs.segments_T
+    counted_T = (inputs.weights_T != 0).to(values_T.dtype)
+    samples = int(segments_T.max()) + 1 if len(segments_T) else 0
+    zeros_S = values_T.new_zeros(samples)
+    tokens_S = zeros_S.index_add(0, segments_T, counted_T).clamp(min=1)
+    sums_S = zeros_S.index_add(0, segments_T, values_T * counted_T)
+    return (sums_S / tokens_S)[segments_T]

@@ -40,11 +40,17 @@ Sums = dict[str, Tensor]
 
 
 def total_loss(
-    logprobs_N: Tensor, entropy_N: Tensor, tokens: LossTokens, counts: ComponentCounts, rl_loss: LossFunction
+    logprobs_N: Tensor,
+    entropy_N: Tensor,
+    tokens: LossTokens,
+    counts: ComponentCounts,
+    rl_loss: LossFunction,
+    entropy_coef: float = 0.0,
 ) -> tuple[Tensor, Sums]:
     """Compute this micro-batch's share of the global loss, and sums for the metrics.
 
-    The loss depends on `logprobs_N` even where every component is empty, so that backward always runs.
+    The tokens of the rl loss earn `entropy_coef` times their entropy. The loss depends on `logprobs_N` even where every
+    component is empty, so that backward always runs.
     """
     sums = _sampled_sums(logprobs_N.detach(), entropy_N.detach(), tokens)
     loss = logprobs_N.sum() * 0.0
@@ -64,6 +70,10 @@ def total_loss(
         sums[f"loss/{name}"] = part.detach()
         for metric, value_N in metrics.items():
             sums[f"{name}/{metric}"] = torch.where(counted_N, value_N.detach().float(), 0.0).sum() / count
+    if entropy_coef and counts.rl:
+        bonus = torch.where(tokens.rl_weight_N != 0, entropy_N, 0.0).sum() * (entropy_coef / counts.rl)
+        loss = loss - bonus
+        sums["loss/entropy"] = -bonus.detach()
     sums["loss"] = loss.detach()
     return loss, sums
 

@@ -20,16 +20,19 @@ def target_logprobs(
     temperatures_N: Tensor,
     chunk: int,
     softcap: float | None = None,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute (logprobs_N, entropy_N) in float32 of softmax(hidden @ weight.T / temperature).
 
-    Gradients flow from the logprobs to `hidden` and `weight`; the entropy has none. Logits x with a `softcap` are
-    softcap * tanh(x / softcap).
+    Gradients flow from the logprobs to `hidden` and `weight`, and from the entropy only with `entropy_gradient`. Logits
+    x with a `softcap` are softcap * tanh(x / softcap).
     """
     if softcap is not None:
-        return _capped_logprobs(hidden_ND, weight_VD, targets_N, temperatures_N, chunk, softcap)
+        logprobs_N, entropy_N = _capped_logprobs(hidden_ND, weight_VD, targets_N, temperatures_N, chunk, softcap)
+        return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
     logprobs_N, entropy_N = _ChunkedHead.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        hidden_ND, weight_VD, targets_N, temperatures_N, chunk
+        hidden_ND, weight_VD, targets_N, temperatures_N, chunk, entropy_gradient
     )
     return logprobs_N, entropy_N
 
@@ -43,7 +46,7 @@ def _capped_logprobs(
         logits_CV = (hidden_CD @ weight_VD.to(hidden_CD.dtype).T).float()
         logits_CV = softcap * torch.tanh(logits_CV / softcap) / temperatures_C[:, None]
         logprobs_CV = logits_CV.log_softmax(-1)
-        entropy_C = -(logprobs_CV.detach().exp() * logprobs_CV.detach()).sum(-1)
+        entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
         return logprobs_CV.gather(-1, targets_C[:, None])[:, 0], entropy_C
 
     made = [
@@ -56,13 +59,20 @@ def _capped_logprobs(
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperatures_N: Tensor, chunk: int
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        temperatures_N: Tensor,
+        chunk: int,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         kernels = _kernels(hidden_ND)
         table_VD = weight_VD.to(hidden_ND.dtype)
         results_3N = torch.empty(3, len(hidden_ND), dtype=torch.float32, device=hidden_ND.device)
         # Without the weight's gradient, a row of the hidden's is known up to its factor while the logits are there.
-        frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        # The entropy's would need a row of its own: with one, logits are computed again.
+        frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1] and not entropy_gradient
         unit_ND = torch.empty_like(hidden_ND) if frozen else None
         kept = frozen or (len(hidden_ND) <= chunk and ctx.needs_input_grad[1])
         logits_CV: Tensor | None = None
@@ -79,30 +89,35 @@ class _ChunkedHead(torch.autograd.Function):
                 torch.mm(grad_CV, table_VD, out=unit_ND[rows])
         logprobs_N, entropy_N, normalizer_N = results_3N.unbind()
         only_CV = logits_CV if kept and not frozen else None
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N, unit_ND, only_CV)
+        kept_entropy_N = entropy_N if entropy_gradient else None
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N, unit_ND, only_CV, kept_entropy_N
+        )
         ctx.chunk = chunk
-        ctx.mark_non_differentiable(entropy_N)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(
         ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N, unit_ND, only_CV = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden_ND, weight_VD, targets_N, temperatures_N, normalizer_N, unit_ND, only_CV, entropy_N = ctx.saved_tensors
         if unit_ND is not None:
-            return (unit_ND * grad_logprobs_N[:, None]).to(unit_ND.dtype), None, None, None, None
+            return (unit_ND * grad_logprobs_N[:, None]).to(unit_ND.dtype), None, None, None, None, None
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         table_VD = weight_VD.to(hidden_ND.dtype)
         to_gradient_ = _kernels(hidden_ND).to_gradient_
         # A sum's gradient is one number seen N times; kernels want N numbers.
-        grad_logprobs_N = grad_logprobs_N.contiguous()
+        grad_logprobs_N, grad_entropy_N = grad_logprobs_N.contiguous(), grad_entropy_N.contiguous()
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         # Chunks add up in float32: in bf16, hundreds of small addends would be lost.
         grad_weight_VD: Tensor | None = None
         for rows in _chunks(len(hidden_ND), ctx.chunk):
             logits_CV = hidden_ND[rows] @ table_VD.T if only_CV is None else only_CV
+            entropy = None if entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
             grad_CV = to_gradient_(
-                logits_CV, targets_N[rows], temperatures_N[rows], normalizer_N[rows], grad_logprobs_N[rows]
+                logits_CV, targets_N[rows], temperatures_N[rows], normalizer_N[rows], grad_logprobs_N[rows], entropy
             )
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, table_VD, out=grad_hidden_ND[rows])
@@ -110,7 +125,8 @@ class _ChunkedHead(torch.autograd.Function):
                 grad_weight_VD = _added_product(grad_weight_VD, grad_CV.T, hidden_ND[rows])
         if wants_weight and grad_weight_VD is None:
             grad_weight_VD = torch.zeros_like(weight_VD)
-        return grad_hidden_ND, None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype), None, None, None
+        grad_table_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_table_VD, None, None, None, None
 
 
 def _kernels(tensor: Tensor) -> ModuleType:

@@ -38,14 +38,21 @@ def reduce_rows(
 
 
 def to_gradient_(
-    logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    normalizer_C: Tensor,
+    grad_C: Tensor,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Overwrite the logits by the gradient of Σ grad·logprob with respect to them."""
+    """Overwrite the logits by the gradient of Σ grad·logprob with respect to them, plus that of the entropies, given
+    with their gradients."""
     if len(logits_CV):
         vocab = logits_CV.shape[1]
         _to_gradient[(len(logits_CV), triton.cdiv(vocab, BLOCK))](
-            logits_CV, targets_C, temperatures_C, normalizer_C, grad_C, vocab, logits_CV.stride(0), BLOCK, num_warps=8
-        )
+            logits_CV, targets_C, temperatures_C, normalizer_C, grad_C, *(entropy or (grad_C, grad_C)),
+            vocab, logits_CV.stride(0), entropy is not None, BLOCK, num_warps=8,
+        )  # fmt: skip
     return logits_CV
 
 
@@ -98,14 +105,20 @@ def _reduce_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _to_gradient(logits, targets, temperatures, normalizers, grads, vocab, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _to_gradient(  # type: ignore[no-untyped-def]
+    logits, targets, temperatures, normalizers, grads, entropies, entropy_grads, vocab, stride,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocab
     places = logits + row * stride + columns
     temperature = tl.load(temperatures + row)
-    probability = tl.exp(
-        tl.load(places, mask=inside, other=0.0).to(tl.float32) / temperature - tl.load(normalizers + row)
-    )
+    logprob = tl.load(places, mask=inside, other=0.0).to(tl.float32) / temperature - tl.load(normalizers + row)
+    probability = tl.exp(logprob)
     hit = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
-    tl.store(places, (hit - probability) * (tl.load(grads + row) / temperature), mask=inside)
+    gradient = (hit - probability) * (tl.load(grads + row) / temperature)
+    if ENTROPY:
+        surplus = logprob + tl.load(entropies + row)
+        gradient -= probability * surplus * (tl.load(entropy_grads + row) / temperature)
+    tl.store(places, gradient, mask=inside)

@@ -28,15 +28,26 @@ def reduce_rows(
 
 
 def to_gradient_(
-    logits_CV: Tensor, targets_C: Tensor, temperatures_C: Tensor, normalizer_C: Tensor, grad_C: Tensor
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    temperatures_C: Tensor,
+    normalizer_C: Tensor,
+    grad_C: Tensor,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the gradient of Σ grad·logprob with respect to the logits, which may be overwritten.
 
-    d logprob / d logit = (1 at the target) - probability, divided by the temperature.
+    d logprob / d logit = (1 at the target) - probability, divided by the temperature. `entropy` are the entropies and
+    their gradients: d entropy / d logit = -probability · (log probability + entropy), divided by the temperature.
     """
     dtype = logits_CV.dtype
     scale_C1 = (grad_C / temperatures_C)[:, None]
-    grad_CV = _scaled(logits_CV, temperatures_C).sub_(normalizer_C[:, None]).exp_().mul_(-scale_C1)
+    logprobs_CV = _scaled(logits_CV, temperatures_C).sub_(normalizer_C[:, None])
+    if entropy is None:
+        grad_CV = logprobs_CV.exp_().mul_(-scale_C1)
+    else:
+        entropy_C1, entropy_scale_C1 = entropy[0][:, None], (entropy[1] / temperatures_C)[:, None]
+        grad_CV = -logprobs_CV.exp() * (scale_C1 + entropy_scale_C1 * (logprobs_CV + entropy_C1))
     return grad_CV.scatter_add_(-1, targets_C[:, None], scale_C1).to(dtype)
 
 

@@ -4,10 +4,12 @@ dppo and ipo drop them. aipo, tis, cispo and icepop are REINFORCE weighted by th
 different ways. ppo_clip and gspo have PPO's clipped objective, with one ratio per token or per sample.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from headway.trainer.losses.base import LossInputs, PerToken
+from headway.trainer.losses.base import LossInputs, PerToken, sample_means
 
 
 def dppo(inputs: LossInputs, *, threshold: float, kl_coef: float) -> tuple[Tensor, PerToken]:
@@ -68,20 +70,28 @@ def _reinforce(inputs: LossInputs, importance_T: Tensor) -> Tensor:
     return -inputs.advantages_T * importance_T * inputs.logprobs_T
 
 
-def ppo_clip(inputs: LossInputs, *, eps_low: float, eps_high: float) -> tuple[Tensor, PerToken]:
-    """The lower of the plain and the clipped surrogate (PPO, with DAPO's two bounds)."""
-    return _clipped(inputs.log_ratio_T.exp(), inputs.advantages_T, eps_low, eps_high)
+def ppo_clip(
+    inputs: LossInputs, *, eps_low: float, eps_high: float, delta: float | None = None
+) -> tuple[Tensor, PerToken]:
+    """The lower of the plain and the clipped surrogate (PPO, with DAPO's two bounds).
+
+    `delta` bounds the ratio of the plain one, which alone counts where a token with a negative advantage has become
+    likelier (two-sided clipping of INTELLECT-2).
+    """
+    log_ratio_T = inputs.log_ratio_T
+    if delta is not None:
+        # Before exp: a ratio that overflows would poison the gradient even where it is cut.
+        log_ratio_T = log_ratio_T.clamp(max=math.log(delta))
+    loss_T, metrics = _clipped(log_ratio_T.exp(), inputs.advantages_T, eps_low, eps_high)
+    if delta is None:
+        return loss_T, metrics
+    return loss_T, {"masked": metrics["masked"] | (inputs.log_ratio_T.detach() > math.log(delta))}
 
 
 def gspo(inputs: LossInputs, *, eps_low: float, eps_high: float) -> tuple[Tensor, PerToken]:
     """ppo_clip with one ratio per sample (GSPO): the geometric mean over its counted tokens."""
-    segments_T = inputs.segments_T
-    counted_T = (inputs.weights_T != 0).to(inputs.logprobs_T.dtype)
-    samples = int(segments_T.max()) + 1 if len(segments_T) else 0
-    zeros_S = inputs.logprobs_T.new_zeros(samples)
-    tokens_S = zeros_S.index_add(0, segments_T, counted_T).clamp(min=1)
-    sums_S = zeros_S.index_add(0, segments_T, inputs.log_ratio_T * counted_T)
-    return _clipped((sums_S / tokens_S).exp()[segments_T], inputs.advantages_T, eps_low, eps_high)
+    ratio_T = sample_means(inputs.log_ratio_T, inputs).exp()
+    return _clipped(ratio_T, inputs.advantages_T, eps_low, eps_high)
 
 
 def _clipped(ratio_T: Tensor, advantages_T: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, PerToken]:

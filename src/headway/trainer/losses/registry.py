@@ -7,26 +7,29 @@ from typing import Any
 
 from torch import Tensor
 
-from headway.config.trainer import CustomLoss, Loss
+from headway.config.trainer import CustomLoss, Loss, SequenceMask
 from headway.core.errors import UsageError
 from headway.core.imports import load_object
 from headway.trainer.losses.base import LossFunction, PerToken
 from headway.trainer.losses.policy import aipo, cispo, dppo, gspo, icepop, ipo, ppo_clip, tis
+from headway.trainer.losses.sequence_mask import masking_samples
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, PerToken]]] = {
     loss.__name__: loss for loss in (dppo, ipo, aipo, ppo_clip, cispo, gspo, tis, icepop)
 }
 
 
-def make_loss(settings: Loss) -> LossFunction:
-    """Bind the settings' numbers to the function that they name."""
+def make_loss(settings: Loss, mask: SequenceMask | None = None) -> LossFunction:
+    """Bind the settings' numbers to the function that they name, without the samples that `mask` leaves out."""
     if isinstance(settings, CustomLoss):
-        return _custom_loss(settings.path, settings.args)
-    return partial(LOSSES[settings.type], **settings.model_dump(exclude={"type"}))
+        loss = _custom_loss(settings.path, settings.args)
+    else:
+        loss = partial(LOSSES[settings.type], **settings.model_dump(exclude={"type"}))
+    return loss if mask is None else masking_samples(loss, mask)
 
 
 def _custom_loss(path: str, args: dict[str, Any]) -> LossFunction:
-    function = load_object(path, "trainer.loss.path")
+    function = load_object(path, "trainer.loss.path", "headway.losses")
     try:
         inspect.signature(function).bind(None, **args)
     except TypeError as error:

@@ -6,7 +6,7 @@ were checked against what steps on one H200 held (tests/trainer/test_memory_esti
 
 from dataclasses import dataclass
 
-from headway.config.trainer import AdamW, Muon, Optimizer, Sgd, TrainSettings
+from headway.config.trainer import AdamW, CustomOptimizer, Muon, Optimizer, Sgd, TrainSettings
 from headway.models.config import ModelConfig
 from headway.models.costs import (
     adapter_count,
@@ -81,7 +81,8 @@ def step_memory(settings: TrainSettings, config: ModelConfig, *, accumulates: bo
 def state_numbers(optimizer: Optimizer) -> int:
     """Numbers that the optimizer keeps per weight."""
     match optimizer:
-        case AdamW() | Muon():  # Muon keeps two for embeddings and head, one for the rest
+        # Muon keeps two for embeddings and head, one for the rest; a rule of the user's is taken to be like AdamW.
+        case AdamW() | Muon() | CustomOptimizer():
             return 2
         case Sgd(momentum=momentum):
             return int(momentum > 0)

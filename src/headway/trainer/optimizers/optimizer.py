@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.config.trainer import AdamW, Muon, Optimizer, Sgd
+from headway.config.trainer import AdamW, CustomOptimizer, Muon, Optimizer, Sgd
+from headway.core.errors import UsageError
+from headway.core.imports import make_object
 from headway.trainer.memory.copies import Copies, Copy
 from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, State, Step, StepGuard
 from headway.trainer.parallel.sharding import local
@@ -113,6 +115,8 @@ def _fetch(slots: list[_Slot], copies: Copies) -> list[dict[str, Copy]]:
 
 def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[Rule, list[tuple[str, Tensor]]]]:
     """Assign parameters to update rules."""
+    if isinstance(settings, CustomOptimizer):
+        return [(_custom_rule(settings), named)]
     decay = settings.weight_decay
     if isinstance(settings, AdamW):
         return [(AdamWRule(settings.lr, settings.betas, settings.eps, decay), named)]
@@ -127,6 +131,17 @@ def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[
             (AdamWRule(rest.lr, rest.betas, rest.eps, decay), others),
         ]
     return [(SgdRule(settings.lr, 0.0, decay, signs=True), named)]
+
+
+def _custom_rule(settings: CustomOptimizer) -> Rule:
+    given = {"lr": settings.lr, **settings.args}
+    rule: Rule = make_object(settings.path, given, "trainer.optim.path", "headway.optimizers")
+    if not callable(getattr(rule, "update", None)) or not isinstance(getattr(rule, "state_names", None), tuple):
+        raise UsageError(
+            f'trainer.optim.path "{settings.path}" must be a subclass of '
+            "headway.trainer.optimizers.rules.ElementwiseRule, or have `state_names` and `update` as Rule has them"
+        )
+    return rule
 
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:

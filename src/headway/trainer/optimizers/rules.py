@@ -48,6 +48,27 @@ class Rule(Protocol):
         ...
 
 
+class ElementwiseRule:
+    """The base of update rules of your own, for which every weight is on its own: a subclass overrides `change`.
+
+    It is made with `lr` and `trainer.optim.args`. What it sees of a parameter may be this rank's part of it.
+    """
+
+    state_names: tuple[str, ...] = ()
+
+    def change(self, weight: Tensor, gradient: Tensor, state: State, step: Step) -> None:
+        """Change `weight` and the tensors of `state`, all of one shape, in place. `step.rate` multiplies the learning
+        rate; the gradient is clipped already."""
+        raise NotImplementedError
+
+    def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
+        weights, gradients = _locals(parameters)
+        if not _clip(gradients, step.guard):
+            return
+        for weight, gradient, state in zip(weights, gradients, states, strict=True):
+            self.change(weight, gradient, {name: local(tensor) for name, tensor in state.items()}, step)
+
+
 class AdamWRule:
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 

@@ -2,7 +2,9 @@
 
 import math
 
-from headway.config.trainer import Cosine, Linear, Schedule
+from headway.config.trainer import Cosine, CustomSchedule, Linear, Schedule
+from headway.core.errors import PermanentError
+from headway.core.imports import make_object
 
 
 def rate_at(schedule: Schedule, step: int, max_steps: int) -> float:
@@ -16,4 +18,14 @@ def rate_at(schedule: Schedule, step: int, max_steps: int) -> float:
     if isinstance(schedule, Linear) and schedule.decay_steps:
         left = max(0, max_steps - step) / schedule.decay_steps
         return schedule.min_ratio + (1 - schedule.min_ratio) * min(1.0, left)
+    if isinstance(schedule, CustomSchedule):
+        return _custom_rate(schedule, step, max_steps)
     return 1.0
+
+
+def _custom_rate(schedule: CustomSchedule, step: int, max_steps: int) -> float:
+    given = {"step": step, "max_steps": max_steps, **schedule.args}
+    rate = float(make_object(schedule.path, given, "trainer.schedule.path", "headway.schedules"))
+    if not 0 <= rate < math.inf:
+        raise PermanentError(f'trainer.schedule.path "{schedule.path}" returned {rate} in step {step}; it must be >= 0')
+    return rate
