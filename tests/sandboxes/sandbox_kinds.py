@@ -1,8 +1,13 @@
 """The kinds of sandboxes as test parameters; one that this machine can't run is skipped, and says why."""
 
 import asyncio
+import atexit
+import shutil
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,7 +53,29 @@ class HostContainers(Containers):
         self._folder.cleanup()
 
 
+@cache
+def host_access() -> str:
+    """Start a host service in a process of its own, once; returns the name of its access file."""
+    folder = tempfile.mkdtemp(prefix="headway-host-")
+    host, access = start_host(Path(folder) / "access.json")
+    atexit.register(shutil.rmtree, folder)
+    atexit.register(host.kill)
+    return str(access)
+
+
+def start_host(access: Path, *options: str) -> tuple["subprocess.Popen[str]", Path]:
+    """Start a host service, and wait until it serves."""
+    argv = [sys.executable, "-m", "headway.cli.main", "sandboxes", "--port", "0", "--access", str(access), *options]
+    host = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    assert host.stderr is not None
+    said = host.stderr.readline()
+    assert "sandboxes at http://127.0.0.1:" in said, said + host.stderr.read()
+    return host, access
+
+
 def make(kind: str) -> Backend:
+    if kind == "host":
+        return make_backend(f"host:{host_access()}")
     return HostContainers() if kind == "container" else make_backend(kind)
 
 
@@ -80,7 +107,8 @@ def param(kind: str, *marks: pytest.MarkDecorator) -> object:
     return pytest.param(kind, marks=[pytest.mark.skipif(bool(problem), reason=f"{kind}: {problem}"), *marks])
 
 
+_PROBLEMS["host"] = _PROBLEMS["bubblewrap"]  # what the host runs
 ISOLATING = [param("bubblewrap"), param("gvisor"), param("container", pytest.mark.slow)]
-EVERY = [*ISOLATING, param("process")]
+EVERY = [*ISOLATING, param("host"), param("process")]
 needs_bubblewrap = pytest.mark.skipif(bool(_PROBLEMS["bubblewrap"]), reason=str(_PROBLEMS["bubblewrap"]))
 needs_gvisor = pytest.mark.skipif(bool(_PROBLEMS["gvisor"]), reason=str(_PROBLEMS["gvisor"]))

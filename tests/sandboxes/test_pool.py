@@ -7,16 +7,16 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from leftovers import children, leftovers, swept_clean
 from sandbox_kinds import needs_bubblewrap, needs_gvisor
 
 from headway.sandboxes.gate import FairGate
-from headway.sandboxes.local.cgroups import ROOT, Cgroups
+from headway.sandboxes.local.cgroups import Cgroups
 from headway.sandboxes.local.owners import is_orphan, owned_name, start_time
-from headway.sandboxes.local.sweep import state_root, sweep
+from headway.sandboxes.local.sweep import sweep
 from headway.sandboxes.meters import measured
 from headway.sandboxes.pool import SandboxPool
 from headway.sandboxes.recipe import Recipe
@@ -127,22 +127,6 @@ asyncio.run(main())
 """
 
 
-def leftovers(owner: int) -> list[str]:
-    """Everything on this machine that names process `owner` as its own."""
-    mark = f"headway-{owner}-"
-    found = [str(path) for path in state_root().iterdir() if path.name.startswith(mark)]
-    for folder, names, _ in os.walk(ROOT):
-        found += [f"{folder}/{name}" for name in names if name.startswith(mark)]
-    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if mark in line]
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(str(path))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "rounds"),
@@ -171,14 +155,7 @@ def test_nothing_is_left_after_kill_9_of_anyone(kind: str, rounds: int) -> None:
         os.kill(worker.pid, signal.SIGKILL)
         worker.wait()
         assert leftovers(worker.pid)  # its folder at least: the check can fail
-        deadline = time.monotonic() + 30
-        while leftovers(worker.pid) and time.monotonic() < deadline:
-            sweep()
-        assert leftovers(worker.pid) == []
-
-
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert swept_clean(worker.pid)
 
 
 @needs_bubblewrap

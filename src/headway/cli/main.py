@@ -29,6 +29,7 @@ COMMANDS = {
         "eval": "evaluate a model on environments",
         "env": "list, try and check environments",
         "swe": "make software-engineering tasks from packages",
+        "sandboxes": "run sandboxes on this machine for others",
     },
     "Look inside": {
         "status": "say where a run stands, from its folder or its address",
@@ -45,7 +46,7 @@ COMMANDS = {
     },
 }
 
-NEED_NO_ARGUMENTS = ("doctor", "train", "dash")
+NEED_NO_ARGUMENTS = ("doctor", "train", "dash", "sandboxes")
 """Commands that start without any argument; the others print their help."""
 
 DISK_ERRORS = {

@@ -19,6 +19,9 @@ class Backend(ABC):
     isolates: ClassVar[bool] = True
     """False for `process`, which only those get who ask for it by name."""
 
+    elsewhere: ClassVar[bool] = False
+    """True for sandboxes that run on other machines: this one's folders are not there to be read."""
+
     takes: ClassVar[str] = ""
     """What must follow the kind's name and a colon, in words; it is the argument of the constructor."""
 
@@ -48,11 +51,14 @@ class SnapshotBackend(Backend):
         self, recipe: Recipe | None = None, limits: Limits | None = None, snapshot: Snapshot | None = None
     ) -> Sandbox:
         recipe, limits = recipe or Recipe(), limits or Limits()
-        if snapshot is None and recipe.is_plain:
-            snapshot = recipe.archive() if recipe.files else None
-        elif snapshot is None:
-            snapshot = await self._prepared.get(recipe.key, lambda: self._prepare(recipe))
+        snapshot = snapshot or await self._beginning(recipe)
         return await beginning_with(await self._start(recipe, limits), snapshot)
+
+    async def _beginning(self, recipe: Recipe) -> Snapshot | None:
+        """Return the beginning of the work folder; None for an empty one."""
+        if recipe.is_plain:
+            return recipe.archive() if recipe.files else None
+        return await self._prepared.get(recipe.key, lambda: self._prepare(recipe))
 
     async def _prepare(self, recipe: Recipe) -> Snapshot:
         async with await self._start(recipe, recipe.setup_limits) as box:

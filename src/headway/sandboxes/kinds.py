@@ -13,6 +13,7 @@ _PATHS: dict[str, str] = {
     "gvisor": f"{_HERE}.local.gvisor:Gvisor",
     "container": f"{_HERE}.local.container:Containers",
     "process": f"{_HERE}.local.process:Processes",
+    "host": f"{_HERE}.remote.client:HostBackend",
 }
 
 
@@ -43,12 +44,12 @@ def make_backend(kind: str) -> Backend:
 
 
 def available_kinds() -> dict[str, str]:
-    """Every kind, with "" where this machine can run it and else what to install."""
+    """Every kind that runs on one's own machine, with "" where this one can run it and else what to install."""
     problems = {}
     for kind in _PATHS:
         try:
-            backend_class(kind)
-            problems[kind] = ""
+            if not backend_class(kind).elsewhere:
+                problems[kind] = ""
         except SandboxUnavailableError as unavailable:
             problems[kind] = str(unavailable)
     return problems

@@ -19,7 +19,7 @@ class Captured:
     """
 
     def __init__(self, limit: int, on_flood: Callable[[], None] | None = None) -> None:
-        self._limit = limit
+        self.limit = limit
         self._head, self._tail = bytearray(), bytearray()
         self._total = 0
         self._outlet = -1
@@ -29,17 +29,25 @@ class Captured:
 
     @property
     def left_out(self) -> int:
-        return max(0, self._total - self._limit)
+        return max(0, self._total - self.limit)
 
     def kept(self) -> bytes:
         """The bytes that were kept, without a mark where some are missing."""
-        return bytes(self._head + self._tail[-(self._limit - self._limit // 2) :])
+        return bytes(self._head + self._tail[-(self.limit - self.limit // 2) :])
 
     def text(self) -> str:
         if not self.left_out:
             return (self._head + self._tail).decode(errors="replace")
-        tail = self._tail[-(self._limit - self._limit // 2) :].decode(errors="replace")
+        tail = self._tail[-(self.limit - self.limit // 2) :].decode(errors="replace")
         return f"{self._head.decode(errors='replace')}\n[{self.left_out} bytes left out]\n{tail}"
+
+    def pack(self) -> tuple[bytes, bytes, int]:
+        """Return what `unpack` needs elsewhere: the beginning, the end, and the number of bytes in all."""
+        return bytes(self._head), bytes(self._tail[-(self.limit - self.limit // 2) :]), self._total
+
+    def unpack(self, head: bytes, tail: bytes, total: int) -> None:
+        """Take over what was captured elsewhere with the same limit."""
+        self._head, self._tail, self._total = bytearray(head), bytearray(tail), total
 
     def pipe(self) -> int:
         """Start reading from a new pipe; returns the end to write to."""
@@ -66,14 +74,14 @@ class Captured:
 
     def feed(self, data: bytes) -> None:
         self._total += len(data)
-        room = self._limit // 2 - len(self._head)
+        room = self.limit // 2 - len(self._head)
         if room > 0:
             self._head += data[:room]
             data = data[room:]
         self._tail += data
-        if len(self._tail) > 2 * self._limit + CHUNK:
-            del self._tail[: -self._limit]
-        if self._total > FLOOD * self._limit and self.on_flood is not None:
+        if len(self._tail) > 2 * self.limit + CHUNK:
+            del self._tail[: -self.limit]
+        if self._total > FLOOD * self.limit and self.on_flood is not None:
             self.on_flood()
             self.on_flood = None
 

@@ -138,7 +138,7 @@ class Sandbox(ABC):
         clock = asyncio.get_running_loop().time
         began = clock()
         command = Command(list(argv), seconds or self.limits.seconds, dict(env or {}), stdin, cwd or WORK)
-        code, hit = await self._execute(command, out, err)
+        code, hit = await self.execute(command, out, err)
         left_out = out.left_out + err.left_out
         if hit is None and left_out:
             hit = "output"
@@ -204,14 +204,17 @@ class Sandbox(ABC):
     async def _must(self, what: str, argv: list[str], stdin: bytes = b"", keep: int = 4096) -> Captured:
         """Run a command of our own; returns its output, up to `keep` bytes. Raises SandboxError where it fails."""
         out, err = Captured(keep), Captured(4096)
-        code, _ = await self._execute(Command(argv, self.limits.seconds, stdin=stdin), out, err)
+        code, _ = await self.execute(Command(argv, self.limits.seconds, stdin=stdin), out, err)
         if code:
             raise SandboxError(f"{what}: {err.text().strip() or f'exit code {code}'}")
         return out
 
     @abstractmethod
-    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
-        """Run a command; returns the exit code and the limit that was seen to be hit."""
+    async def execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
+        """Run a command as `run` does, its output into `out` and `err`.
+
+        Returns the exit code and the limit that was seen to be hit. This is what back ends implement.
+        """
 
     @abstractmethod
     async def open_process(

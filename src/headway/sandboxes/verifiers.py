@@ -113,7 +113,7 @@ class RuntimeSandbox(Sandbox):
         resolved = super().resolve(path)
         return "." if resolved == WORK else resolved.removeprefix(f"{WORK}/")
 
-    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
+    async def execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         # Runtimes take no stdin and no folder: a file and a shell stand for them.
         if command.stdin:
             await self._runtime.write(".headway-stdin", command.stdin)

@@ -23,7 +23,7 @@ class KeptSandbox(KeeperSandbox):
         self._connection, self._exceeded = connection, exceeded
         self._seen: Limit | None = None
 
-    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
+    async def execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         hit: Limit | None = None
         given = [_stdin(command.stdin), out.pipe(), err.pipe()]
         try:

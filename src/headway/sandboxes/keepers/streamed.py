@@ -52,7 +52,7 @@ class StreamedSandbox(KeeperSandbox):
         self._variables = {**VARIABLES, **(variables or {})}
         self._carrying: set[asyncio.Task[None]] = set()
 
-    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
+    async def execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         captured = {"O": out, "E": err}
 
         def received(channel: Channel, stream: str, data: bytes) -> None:

@@ -75,7 +75,7 @@ class ProcessSandbox(Sandbox):
         self._groups.add(process.pid)
         return process
 
-    async def _execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
+    async def execute(self, command: Command, out: Captured, err: Captured) -> tuple[int, Limit | None]:
         given = out.pipe(), err.pipe()
         try:
             source = asyncio.subprocess.PIPE if command.stdin else asyncio.subprocess.DEVNULL
