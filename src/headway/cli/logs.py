@@ -17,12 +17,17 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
+    from headway.launch.deployments.kubernetes import find_deployed
     from headway.launch.remote import RemoteRun
 
     parser = OptionParser("logs", n=20)
     parser.add_argument("run")
     parser.add_argument("process", nargs="?", default="")
     options = parser.parse_args(argv)
+    if deployed := find_deployed(options.run):
+        for name, lines in deployed.logs(options.process, options.n).items():
+            print(f"== {name}", *lines, sep="\n")
+        return 0
     run_ = RemoteRun(options.run)
     for name in run_.newest_logs(options.process):
         print(f"== {name}")

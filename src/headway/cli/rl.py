@@ -21,7 +21,8 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
-  --dry-run         write the resolved settings of every process and exit; with --deployment.type slurm, print the job
+  --dry-run         write the resolved settings of every process and exit; with --deployment.type slurm, kubernetes or
+                    ray, print the job, the manifests or the plan
   --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
   --from RUN@STEP   start a new run from a checkpoint of another one
   --only ROLES      start only these here, of inference, orchestrator and trainer, with commas between; the others join
@@ -33,6 +34,7 @@ Examples:
   headway rl @ examples/reverse_text/rl.toml --trainer.optim.lr 3e-5 --run.name slower
   headway rl --resume outputs/slower --max_steps 300
   headway rl @ rl.toml --run.name large --deployment.type slurm --deployment.inference.nodes 4
+  headway rl @ rl.toml --run.name large --deployment.type kubernetes --dry-run
 """
 
 
@@ -60,12 +62,12 @@ def run(argv: list[str]) -> int:
     resolved = load_settings(RlSettings, argv)
     if options.only and resolved.settings.control.host is None:
         raise UsageError("--only leaves the others to other hosts: give the address they join at, --control.host")
-    slurm = resolved.settings.deployment.type == "slurm"
+    elsewhere = resolved.settings.deployment.type != "local"
     # A node that runs the orchestrator has its own address then.
-    host = "127.0.0.1" if slurm else resolved.settings.control.host
+    host = "127.0.0.1" if elsewhere else resolved.settings.control.host
     resolved = replace(resolved, settings=with_network_transports(resolved.settings, resolved.origins, host))
-    if slurm:
-        return _submit(resolved, options.resume)
+    if elsewhere:
+        return _deploy(resolved, options.resume)
     if resolved.dry_run and not options.resume:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0
@@ -83,19 +85,20 @@ def run(argv: list[str]) -> int:
     return 0 if run_rl(settings, paths, roles=roles) else STOPPED
 
 
-def _submit(resolved: "Resolved[RlSettings]", resume: Path | None) -> int:
-    """Give the run to Slurm; with --dry-run, print the job instead."""
+def _deploy(resolved: "Resolved[RlSettings]", resume: Path | None) -> int:
+    """Give the run to a scheduler; with --dry-run, print what it would get instead."""
     from headway.config.loader import write_settings
-    from headway.launch.deployments.slurm import batch_script, submit
+    from headway.launch.deployments.launcher import find_launcher
     from headway.monitor.dry_run import with_absolute_paths
     from headway.monitor.runs import create_run, open_run
 
+    launcher = find_launcher(resolved.settings.deployment.type)
     port = resolved.settings.control.port if "control.port" in resolved.origins else None
     if resolved.dry_run:
-        print(batch_script(resolved.settings, port=port), end="")
+        print(launcher.preview(resolved.settings, port), end="")
         return 0
+    launcher.preview(resolved.settings, port)  # what it refuses should leave no folder
     paths = open_run(resume) if resume else create_run(resolved.settings.run, "rl")
     settings = with_absolute_paths(resolved.settings, paths)
     write_settings(settings, paths.config / "rl.toml")
-    print(f"job {submit(settings, paths, port=port)}: see `squeue`, or `headway status {paths.root}`")
-    return 0
+    return 0 if launcher.launch(settings, paths, port) else STOPPED

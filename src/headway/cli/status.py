@@ -7,7 +7,8 @@ usage: headway status RUN|URL [--json]
 
 Shows a run's step, version, engines, checkpoints and the processes that joined it from other hosts. RUN is a run
 folder; URL is the address of its control service, which demands the run's token: HEADWAY_TOKEN, or the file that
-HEADWAY_TOKEN_FILE names.
+HEADWAY_TOKEN_FILE names. Of a run on Kubernetes, RUN shows the pods and the last line of each; `kubectl port-forward`
+makes its address reachable from here.
 
 Examples:
   headway status outputs/my-run
@@ -18,11 +19,16 @@ Examples:
 def run(argv: list[str]) -> int:
     import msgspec
 
+    from headway.launch.deployments.kubernetes import find_deployed
     from headway.launch.remote import RemoteRun
 
     parser = OptionParser("status", json=False)
     parser.add_argument("run")
     options = parser.parse_args(argv)
+    if deployed := find_deployed(options.run):
+        lines = deployed.describe()
+        print(msgspec.json.encode(lines).decode() if options.json else "\n".join(lines))
+        return 0
     status = RemoteRun(options.run).status()
     if options.json:
         print(msgspec.json.encode(status).decode())

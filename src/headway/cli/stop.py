@@ -16,11 +16,17 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
+    from headway.launch.deployments.kubernetes import find_deployed
     from headway.launch.remote import RemoteRun
 
     parser = OptionParser("stop")
     parser.add_argument("run")
-    run_ = RemoteRun(parser.parse_args(argv).run)
+    where = parser.parse_args(argv).run
+    if deployed := find_deployed(where):
+        deployed.stop()
+        print(f"asked {where} to stop; its pods end when they have written their checkpoints")
+        return 0
+    run_ = RemoteRun(where)
     run_.stop()
     print(f"asked {run_.status().run} to stop")
     return 0

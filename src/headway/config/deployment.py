@@ -14,34 +14,68 @@ class NodeSettings(Settings):
     """Ranks or engines on each of them."""
     gpus: int = Field(default=0, ge=0)
     """GPUs of each node; 0 for CPUs."""
+    cpus: float | None = Field(default=None, gt=0)
+    """CPU cores that Kubernetes and Ray keep for each node. Default: none on Kubernetes, 1 on Ray."""
+    memory: str | None = Field(default=None, pattern=r"^\d+(\.\d+)?(Mi|Gi|Ti)$")
+    """Memory of each node on Kubernetes, such as 64Gi: kept for it, and its limit."""
+
+
+class KubernetesSettings(Settings):
+    image: str = "headway:latest"
+    """Image of all containers, such as one built from the `Containerfile`."""
+    namespace: str | None = None
+    """Namespace of all objects. Default: that of the current context."""
+    form: Literal["jobs", "jobset", "leaderworkerset"] = "jobs"
+    """jobs: a Job per role, which any cluster has. jobset: one JobSet. leaderworkerset: LeaderWorkerSets of trainer and
+    engines. The last two need their controllers in the cluster."""
+    claim: str | None = None
+    """A PersistentVolumeClaim that is there and that all pods may mount together (ReadWriteMany): the run's folders,
+    and what `setup` or `model.path` name below `deployment.folder`. Default: a claim each for head and trainer."""
+    storage: str = Field(default="20Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
+    """Size of those claims."""
+    node_selector: dict[str, str] = {}
+    """Labels of the nodes that may run trainer and engines."""
+
+
+class RaySettings(Settings):
+    address: str | None = None
+    """Address of the Ray cluster, such as 10.0.0.1:6379. Default: RAY_ADDRESS, or the cluster of this machine."""
 
 
 class DeploymentSettings(Settings):
-    type: Literal["local", "slurm"] = "local"
-    """local: this machine starts all processes. slurm: a job of several nodes does."""
+    type: Literal["local", "slurm", "kubernetes", "ray"] = "local"
+    """local: this machine starts all processes. slurm: a job of several nodes does. kubernetes: pods of a cluster.
+    ray: actors of a Ray cluster."""
     folder: str = "outputs/nodes"
     """Folder for the files of a node's processes, on its own disk or a shared one. Variables are those of the node,
-    such as $USER and $SLURMD_NODENAME. A run continues where this folder still is what it was."""
+    such as $USER and $HEADWAY_NODE. On Kubernetes volumes are mounted there, and it is /outputs where it is not
+    absolute. A run continues where this folder still is what it was."""
     trainer: NodeSettings = NodeSettings()
     """Nodes that train."""
     inference: NodeSettings = NodeSettings()
     """Nodes that serve the policy."""
     partition: str | None = None
-    """Partition of the cluster. Default: the cluster's."""
+    """Partition of the Slurm cluster. Default: the cluster's."""
     account: str | None = None
     """Account that pays. Default: the user's."""
     time: str | None = Field(default=None, pattern=r"^(\d+-)?\d+(:\d\d){0,2}$")
-    """Time limit of the job, such as 24:00:00. A run that reaches it writes a checkpoint and is queued again."""
+    """Time limit of a Slurm job, such as 24:00:00. A run that reaches it writes a checkpoint and is queued again."""
     grace_seconds: int = Field(default=120, ge=10)
-    """Seconds before the time limit at which the run is asked to stop."""
+    """Seconds before the time limit at which a job of Slurm is asked to stop, and that a pod gets to stop in."""
     environment: dict[str, str] = {}
-    """Environment variables of all processes. Secrets do not belong here: they would be in the job's script."""
+    """Environment variables of all processes. Secrets do not belong here: they would be in the job's script or in the
+    pods' description."""
     setup: str = ""
     """Lines of shell that every node runs first, such as `source venv/bin/activate`."""
     options: list[str] = []
     """More options of sbatch, such as --qos=high."""
     python: str | None = None
-    """Python of the nodes that has Headway installed. Default: the one that submits."""
+    """Python of the nodes that has Headway installed. Default: the one that submits; that of the image on
+    Kubernetes."""
+    kubernetes: KubernetesSettings = KubernetesSettings()
+    """Objects of a Kubernetes cluster."""
+    ray: RaySettings = RaySettings()
+    """The Ray cluster."""
 
     @property
     def nodes(self) -> int:

@@ -1,7 +1,6 @@
 """Slurm: a run as one batch job with a step per role, which resumes by itself when it is queued again."""
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from headway.config.toml import to_toml
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
+from headway.launch.deployments.roles import role_commands
 from headway.transport.control.tokens import TOKEN, find_token, write_token
 
 SCRIPT_FILE = "job.sh"
@@ -34,13 +34,15 @@ export HEADWAY_HOST=$(address_of "${{nodes[0]}}")
 export HEADWAY_PORT={port}
 export HEADWAY_URL={scheme}://$HEADWAY_HOST:$HEADWAY_PORT
 export HEADWAY_TRAINER_HOST=$(address_of "${{nodes[1]}}")
+export HEADWAY_ATTEMPT=$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}
 export HEADWAY_SETTINGS=$(mktemp)
 cat > "$HEADWAY_SETTINGS" <<'{end}'
 {settings}{end}
 
 # step FIRST_NODE NODES COMMAND: one task per node, in the background. Variables of COMMAND are those of its node.
 step() {{
-  srun --relative="$1" --nodes="$2" --ntasks="$2" --ntasks-per-node=1{gpus} --kill-on-bad-exit=0 bash -c "$3" &
+  srun --relative="$1" --nodes="$2" --ntasks="$2" --ntasks-per-node=1{gpus} --kill-on-bad-exit=0 \\
+    bash -c "export HEADWAY_NODE=\\$SLURMD_NODENAME; $3" &
 }}
 step 0 1 '{head}'
 head=$!
@@ -60,35 +62,14 @@ rm -f "$HEADWAY_SETTINGS"
 exit "$code"
 """
 
-_HEAD = """
-run="{folder}/$HEADWAY_RUN"
-if [ -f "$run/run.json" ]; then set -- --resume "$run"
-else set -- @ "$HEADWAY_SETTINGS" --run.name "$HEADWAY_RUN" --run.output_dir "{folder}"; fi
-exec {headway} rl "$@" --deployment.type local --only orchestrator --control.host "$HEADWAY_HOST" \\
-  --control.port "$HEADWAY_PORT"
-"""
-_TRAINER = """
-exec {headway} train --run "$HEADWAY_URL" --restart --run.name "$HEADWAY_RUN.trainer" --run.output_dir "{folder}"
-"""
-_TORCHRUN = """
-exec {python} -m torch.distributed.run --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d \\
-  --rdzv-endpoint "$HEADWAY_TRAINER_HOST:$((HEADWAY_PORT + 1))" --rdzv-id "$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}" \\
-  --max-restarts 3 -m headway.cli.main train --run "$HEADWAY_URL" --run.name "$HEADWAY_RUN.trainer" \\
-  --run.output_dir "{folder}"
-"""
-_ENGINE = """
-exec {headway} serve --run "$HEADWAY_URL" --replicas {processes} --run.output_dir "{folder}"
-"""
-
 
 def batch_script(settings: RlSettings, *, port: int | None = None) -> str:
     """Write the job's script. Without `port` the control service's follows from the job's number, so that jobs which
     share a node differ. Raises UsageError where nodes and ranks do not fit."""
     deployment = settings.deployment
-    _check(settings)
-    python = deployment.python or sys.executable
-    common = {"folder": deployment.folder, "headway": f"{python} -m headway.cli.main", "python": python}
-    trainer = _TORCHRUN if deployment.trainer.nodes > 1 else _TRAINER
+    commands = role_commands(settings, deployment.python or sys.executable)
+    if "'" in deployment.setup or _END in deployment.setup:
+        raise UsageError("deployment.setup must not hold single quotes; put such lines into a file and source it")
     return _SCRIPT.format(
         options="\n".join(f"#SBATCH {option}" for option in _options(settings)),
         nodes=deployment.nodes,
@@ -100,13 +81,22 @@ def batch_script(settings: RlSettings, *, port: int | None = None) -> str:
         settings=to_toml(settings),
         end=_END,
         gpus=f" --gpus-per-node={_gpus(deployment)}" if _gpus(deployment) else "",
-        head=_HEAD.format(**common),
-        trainer=trainer.format(**common, **deployment.trainer.model_dump()),
-        engine=_ENGINE.format(**common, processes=deployment.inference.processes),
+        head=commands.head,
+        trainer=commands.trainer,
+        engine=commands.engine,
         trainer_nodes=deployment.trainer.nodes,
         engine_nodes=deployment.inference.nodes,
         first_engine=1 + deployment.trainer.nodes,
     )
+
+
+def preview(settings: RlSettings, port: int | None) -> str:
+    return batch_script(settings, port=port)
+
+
+def launch(settings: RlSettings, paths: RunPaths, port: int | None) -> bool:
+    print(f"job {submit(settings, paths, port=port)}: see `squeue`, or `headway status {paths.root}`")
+    return True
 
 
 def submit(settings: RlSettings, paths: RunPaths, *, port: int | None = None) -> str:
@@ -155,16 +145,3 @@ def _options(settings: RlSettings) -> list[str]:
 
 def _gpus(deployment: DeploymentSettings) -> int:
     return max(deployment.trainer.gpus, deployment.inference.gpus)
-
-
-def _check(settings: RlSettings) -> None:
-    trainer, ranks = settings.deployment.trainer, settings.placement.trainer_ranks
-    if trainer.nodes * trainer.processes != ranks:
-        raise UsageError(
-            f"placement.trainer_ranks is {ranks}, but deployment.trainer has {trainer.nodes} nodes of "
-            f"{trainer.processes} processes; make them {ranks} together"
-        )
-    if not re.fullmatch(r"[\w.-]+", settings.run.name or ""):
-        raise UsageError("a run of several machines needs a name; give it a --run.name")
-    if any("'" in line or _END in line for line in (settings.deployment.setup,)):
-        raise UsageError("deployment.setup must not hold single quotes; put such lines into a file and source it")
