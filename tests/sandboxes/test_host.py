@@ -139,7 +139,9 @@ def test_what_a_killed_client_held_ends(host: "tuple[subprocess.Popen[str], Path
 
 
 @needs_bubblewrap
-def test_a_killed_host_ends_what_it_ran_and_its_clients_go_on_with_the_next(tmp_path: Path) -> None:
+def test_a_killed_host_ends_what_it_ran_and_its_clients_go_on_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process, access = start_host(tmp_path / "access.json")
 
     async def main() -> None:
@@ -155,6 +157,7 @@ def test_a_killed_host_ends_what_it_ran_and_its_clients_go_on_with_the_next(tmp_
         with pytest.raises(SandboxGoneError):
             await box.run(["true"])
         await box.stop()
+        monkeypatch.setattr("headway.sandboxes.remote.client.HostBackend.patience", 0.0)
         with pytest.raises(SandboxError, match="no sandboxes from the host"):
             await backend.create()
         port = read_access(access).url.rpartition(":")[2]

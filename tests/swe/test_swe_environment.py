@@ -66,6 +66,9 @@ def test_a_repair_with_the_tools_is_rewarded() -> None:
     assert environment.solved(state) == 1.0 and state.submitted
     assert environment.tests_fixed(state) == environment.tests_kept(state) == environment.files_changed(state) == 1.0
     assert policy.trace.metrics["sandbox_starts"] == 2.0
+    assert "+    return (low, high) if low <= high else None\n" in policy.trace.notes["diff"]
+    assert "ok  tests/test_intervals.py::test_overlap_in_one_number" in policy.trace.notes["tests"]
+    assert policy.trace.notes["tests"].endswith("not passed:\nnone")
 
 
 def test_sandboxes_that_isolate_nothing_play_it_too() -> None:
@@ -76,11 +79,13 @@ def test_sandboxes_that_isolate_nothing_play_it_too() -> None:
 
 
 def test_doing_nothing_or_half_of_it_earns_nothing() -> None:
-    state, _, environment = play(0)
+    state, policy, environment = play(0)
+    assert policy.trace.notes["diff"] == "the code is as it was" and "FAILED  tests/" in policy.trace.notes["tests"]
     assert (environment.solved(state), environment.tests_fixed(state), environment.tests_kept(state)) == (0.0, 0.0, 1.0)
     # The failing test passes now, but one that passed does not.
     broken = call("edit", path="smallkit/intervals.py", old="low < high else None", new="True else None")
-    state, _, environment = play(0, broken)
+    state, policy, environment = play(0, broken)
+    assert "\nfailed  tests/test_intervals.py::" in policy.trace.notes["tests"]
     assert (environment.solved(state), environment.tests_fixed(state)) == (0.0, 1.0)
     assert environment.tests_kept(state) < 1.0
 

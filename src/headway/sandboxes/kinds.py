@@ -14,6 +14,10 @@ _PATHS: dict[str, str] = {
     "container": f"{_HERE}.local.container:Containers",
     "process": f"{_HERE}.local.process:Processes",
     "host": f"{_HERE}.remote.client:HostBackend",
+    "e2b": f"{_HERE}.remote.e2b:E2b",
+    "daytona": f"{_HERE}.remote.daytona:Daytona",
+    "prime": f"{_HERE}.remote.prime:Prime",
+    "modal": f"{_HERE}.remote.modal:Modal",
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from headway.envs.grading import fresh_fork
 from headway.envs.swe.archives import File, Files, unpack
+from headway.envs.swe.patches import make_patch
 from headway.envs.swe.runtime import Runtime, snapshot_of
 from headway.envs.swe.tasks import Repository, SweTask, broken_files
 from headway.sandboxes.pool import SandboxPool
@@ -24,6 +25,8 @@ class Grade:
     outcomes: Mapping[str, str]
     changed: tuple[str, ...] = ()
     """Files of the code that differ from the broken repository."""
+    diff: str = ""
+    """The differences in these."""
 
     @property
     def resolved(self) -> bool:
@@ -52,7 +55,8 @@ async def grade(
     if keep is None:
         keep = sorted(set(repository.passing) - set(must_pass))
     changed = tuple(sorted(path for path in judged.keys() | broken.keys() if judged.get(path) != broken.get(path)))
-    return Grade(_share(must_pass, outcomes), _share(keep, outcomes), outcomes, changed)
+    diff = make_patch(_texts(broken, changed), _texts(judged, changed))
+    return Grade(_share(must_pass, outcomes), _share(keep, outcomes), outcomes, changed, diff)
 
 
 async def outcomes_of(
@@ -80,6 +84,18 @@ def is_source(path: str, repository: Repository) -> bool:
     if {"tests", "test"} & set(path.split("/")[:-1]):
         return False
     return any(path == source or path.startswith(source + "/") for source in repository.sources)
+
+
+def report(task: SweTask, grade: Grade) -> str:
+    """Tell for those who read an episode which tests were to be made to pass and do, and which broke."""
+    wanted = [f"{'ok' if grade.outcomes.get(name) == 'passed' else 'FAILED'}  {name}" for name in task.fail_to_pass]
+    others = {name: outcome for name, outcome in grade.outcomes.items() if name not in set(task.fail_to_pass)}
+    broken = [f"{outcome}  {name}" for name, outcome in others.items() if outcome not in ("passed", "skipped")]
+    return "\n".join(["to be made to pass:", *wanted, f"others: {len(others)}, not passed:", *(broken or ["none"])])
+
+
+def _texts(files: Files, paths: tuple[str, ...]) -> dict[str, str]:
+    return {path: files[path].data.decode(errors="replace") for path in paths if path in files}
 
 
 def _share(names: list[str], outcomes: Mapping[str, str]) -> float:

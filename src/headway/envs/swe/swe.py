@@ -14,7 +14,7 @@ from headway.envs.bundled.problems import Split, in_split, opening
 from headway.envs.policy import Policy
 from headway.envs.sandboxed import Sandboxes
 from headway.envs.swe.agents import AgentCommand
-from headway.envs.swe.grader import Grade, grade
+from headway.envs.swe.grader import Grade, grade, report
 from headway.envs.swe.loaders import load_tasks
 from headway.envs.swe.patches import make_patch
 from headway.envs.swe.runtime import Runtime, snapshot_of
@@ -109,6 +109,8 @@ class Swe(ToolUse):
                     state.grade = await grade(self._sandboxes.pool, given, repository, files, end, runtime, limits)
                 except UsageError as error:  # a work folder that can't be read back resolves nothing
                     state.grade = Grade(0.0, 0.0, {"error": str(error)})
+        policy.note("diff", state.grade.diff or "the code is as it was")
+        policy.note("tests", report(given, state.grade))
         return state
 
     async def _work(self, task: Task, given: SweTask, runtime: Runtime, policy: Policy) -> tuple[State, Snapshot]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +47,10 @@ from headway.sandboxes.sandbox import (
     Snapshot,
 )
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_SECONDS = 30.0
+_RETRY_SECONDS = 1.0
 _WAITING = 4
 """Connections that can arrive at a forwarded port at once; each that is taken is replaced."""
 T = TypeVar("T")
@@ -58,6 +62,8 @@ class HostBackend(SnapshotBackend):
     name = "host"
     elsewhere = True
     takes = 'the access file of a host, as in "host:/path/to/access.json"'
+    patience = 60.0
+    """Seconds to wait for a host that does not answer: one that was killed may be starting again."""
 
     def __init__(self, access: str) -> None:
         super().__init__()
@@ -89,11 +95,26 @@ class HostBackend(SnapshotBackend):
             if self._link is not None and self._link.lost.done():
                 await self._link.close()
                 self._link = None
-            link = self._link = self._link or await Link.open(self._access.url, self._access.token)
+            link = self._link = self._link or await self._open()
         name = digest(snapshot) if snapshot else ""
         request = CreateRequest(limits, name, [str(path) for path in recipe.readable])
         reply = await link.with_snapshot("POST", "/v1/sandboxes", snapshot, encode(request))
         return HostedSandbox(link, decode(reply, Created))
+
+    async def _open(self) -> "Link":
+        deadline = asyncio.get_running_loop().time() + self.patience
+        while True:
+            try:
+                return await Link.open(self._access.url, self._access.token)
+            except HostUnreachableError as error:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise
+                logger.warning("%s; trying again", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+
+class HostUnreachableError(SandboxError):
+    """Nobody answers at a host's address."""
 
 
 class Link:
@@ -117,8 +138,9 @@ class Link:
         except (OSError, ClientError, TypeError) as error:
             await http.close()
             refused = isinstance(error, WSServerHandshakeError) and error.status == 401
-            why = "it does not know the token of the access file" if refused else str(error)
-            raise SandboxError(f"no sandboxes from the host at {url}: {why}") from None
+            if refused:
+                raise SandboxError(f"the host at {url} does not know the token of the access file") from None
+            raise HostUnreachableError(f"no sandboxes from the host at {url}: {error}") from None
 
     async def request(self, method: str, route: str, body: bytes = b"") -> bytes:
         """Return the answer to a request. Raises SandboxGoneError where the sandbox or the session is over."""
