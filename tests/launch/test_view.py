@@ -12,6 +12,7 @@ from rich.console import Console
 from headway.config.commands import process_settings
 from headway.config.rl import RlSettings
 from headway.core.runs import RunPaths
+from headway.launch.summary import summary_lines
 from headway.launch.view import RunView
 from headway.monitor.prometheus import PrometheusExporter
 
@@ -65,3 +66,57 @@ def test_processes_of_a_run_do_not_listen_at_its_port() -> None:
     settings = RlSettings.model_validate({"tracking": {"prometheus_port": 9100}})
     parts = [part for part in process_settings(settings).values() if hasattr(part, "tracking")]
     assert len(parts) >= 2 and all(part.tracking.prometheus_port is None for part in parts)
+
+
+def test_a_run_without_steps_says_what_it_waits_for(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    console = Console(file=io.StringIO(), width=100)
+    view = RunView(paths, 3, console)
+
+    def tick() -> None:
+        view._next_tick = 0.0
+        view.tick()
+
+    tick()
+    (paths.control / "engines").mkdir(parents=True)
+    (paths.control / "engines" / "inference-0.json").write_text("{}")
+    tick()
+    tick()
+    write(paths, "orchestrator", {"step": 1, "batch/episodes": 8, "lag/mean": 0.0})
+    tick()
+    write(paths, "trainer", {"step": 1})
+    tick()
+    printed = console.file.getvalue().splitlines()
+    assert [line.split(";")[0] for line in printed] == [
+        "waiting for engines to load the model",
+        "engines serve",
+        "the first batch is there",
+        "step 1/3  reward -  lag 0.0  kl 0.0e+00  0 tok/s",
+    ]
+
+
+def test_the_panel_shows_no_numbers_before_there_are_any_and_evaluations_once_there_are(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with RunView(paths, 3, console):
+        pass
+    assert "0.000" not in console.file.getvalue() and "waiting for engines" in console.file.getvalue()
+    write(paths, "orchestrator", {"step": 0, "eval/held-out/avg": 0.25})
+    write(paths, "orchestrator", {"step": 1, "batch/episodes": 8, "errors/timeout": 3.0, "errors/share": 0.5})
+    with RunView(paths, 3, console):
+        pass
+    assert "held-out 0.250" in console.file.getvalue() and "3 errors timeout" in console.file.getvalue()
+
+
+def test_the_summary_says_what_came_of_it_and_what_to_do_next(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "my run")
+    paths.root.mkdir()
+    write(paths, "orchestrator", {"step": 0, "eval/held-out/avg": 0.25}, {"step": 1, "reward/mean": 0.5})
+    write(paths, "orchestrator", {"step": 2, "reward/mean": None}, {"step": 2, "eval/held-out/avg": 0.75})
+    write(paths, "trainer", {"step": 1}, {"step": 2})
+    (paths.exports / "step_000002").mkdir(parents=True)
+    text = "\n".join(summary_lines(paths, finished=False))
+    assert "stopped at step 2" in text and "reward: 0.500 at step 1, 0.500 at step 1" in text
+    assert "evaluation held-out: 0.250 at step 0, 0.750 at step 2" in text
+    assert f"headway rl --resume '{paths.root}'" in text and "step_000002" in text and "rollouts show" not in text
+    assert "--resume" not in "\n".join(summary_lines(paths, finished=True))

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import math
+import os
+import socket
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +58,31 @@ def url(outputs: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def visit(url: str) -> Iterator[Callable[[Body], None]]:
+def states(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a page over a running, a failed, a finished and an empty run."""
+    root = tmp_path_factory.mktemp("states")
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": time.time()}
+    make_run(root, "running", steps=10, state="running", attempts=[mine])
+    make_run(root, "empty", steps=0, state="starting", **mine)
+    ended = {"state": "failed", "reason": "the reward raised ValueError", "failed_log": "orchestrator_001.log"}
+    failed = make_run(root, "failed", steps=30, **ended)
+    (failed / "logs" / "trainer_001.log").write_text("all is well\n")
+    (failed / "logs" / "orchestrator_001.log").write_text("ValueError: no such word\n")
+    finished = make_run(root, "finished", steps=20, state="finished")
+    for folder in (finished, failed):
+        parts = {"rewards/reverse-text/exact": 0.5, "rewards/reverse-text/similar": 0.7, "env/reverse-text/words": 20.0}
+        append(folder / "metrics" / "orchestrator.jsonl", {"step": 5, "time": BEGAN + 50, **parts})
+        append(folder / "metrics" / "trainer.jsonl", {"step": 5, "time": BEGAN, "mine/clipped": 0.1, "unheard_of": 1.0})
+    write_rollouts(finished, 2, [rollout(2, 1.0, say="the quick\nbrown fox")])
+    (finished / "evaluations").mkdir()
+    scores = {"task": "gaqd", "rewards": [1.0, 0.0], "passed": [True, False], "replies": ["", "another try"]}
+    said = [{"role": "user", "content": "turn gaqd around"}, {"role": "assistant", "content": "<b>dqag</b>"}]
+    (finished / "evaluations" / "step_000020_held-out.jsonl").write_text(json.dumps(scores | {"messages": said}) + "\n")
+    return start_in_thread(root)
+
+
+@pytest.fixture(scope="module")
+def visit(url: str, states: str) -> Iterator[Callable[[Body], None]]:
     """Runs a visit in one browser for all tests; each must leave no errors and stay on this machine."""
     with asyncio.Runner() as runner:
         browser = open_page()
@@ -65,7 +92,7 @@ def visit(url: str) -> Iterator[Callable[[Body], None]]:
             page.errors.clear()
             runner.run(body(page))
             assert page.errors == []
-            assert [request for request in page.requests if not request.startswith((url, "data:", "blob:"))] == []
+            assert [one for one in page.requests if not one.startswith((url, states, "data:", "blob:"))] == []
 
         yield run
         runner.run(browser.__aexit__(None, None, None))
@@ -272,6 +299,80 @@ def test_it_reads_on_a_phone_and_in_the_dark(visit: Callable[[Body], None], url:
         await page.until(f"getComputedStyle(document.body).backgroundColor !== {json.dumps(light)}")
         await page.press("t")
         await page.size(1280, 900)
+
+    visit(body)
+
+
+@pytest.mark.parametrize("state", ["running", "failed", "finished", "empty"])
+def test_every_tab_opens_whatever_became_of_the_run(visit: Callable[[Body], None], states: str, state: str) -> None:
+    async def body(page: Page) -> None:
+        for tab in ("", "/lanes", "/rollouts", "/evaluations", "/logs", "/settings"):
+            await page.goto(f"{states}#/run/{state}{tab}")
+            assert await page.ask("document.querySelectorAll('nav [aria-current=page]').length") == 1
+            assert "An error occurred" not in await page.text() and "Not found" not in await page.text()
+        await page.goto(f"{states}#/run/{state}")
+        shown = await page.until("document.querySelector('.tiles').innerText")
+        assert {"empty": "running"}.get(state, state) in shown
+        await page.until(f"{PAINTED} {'=== 0' if state == 'empty' else '> 8'}")
+        said = await page.ask("document.querySelector('.failure')?.innerText ?? ''")
+        assert ("the reward raised ValueError" in said) == (state == "failed")
+
+    visit(body)
+
+
+def test_a_failed_run_leads_to_the_log_of_what_failed(visit: Callable[[Body], None], states: str) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(states)
+        await page.until("document.querySelector('[data-run=failed]').innerText.includes('the reward raised')")
+        await page.goto(f"{states}#/run/failed")
+        await page.ask("document.querySelector('.failure a').click()")
+        await page.until("document.querySelector('.log')?.textContent.includes('ValueError: no such word')")
+
+    visit(body)
+
+
+def test_every_recorded_metric_has_a_chart(visit: Callable[[Body], None], states: str) -> None:
+    """Those that the page does not know, too; metrics of an environment stay apart from its rewards."""
+
+    async def body(page: Page) -> None:
+        await page.goto(f"{states}#/run/finished")
+        await page.until(f"{PAINTED} > 15 && {ALL_PAINTED}")
+        lines = await page.ask(
+            "Object.fromEntries([...document.querySelectorAll('.chart')].map(chart =>"
+            " [chart.getAttribute('aria-label'), chart.querySelector('.keys')?.textContent ?? '']))"
+        )
+        assert "exact" in lines["Parts of the reward"] and "words" not in lines["Parts of the reward"]
+        assert "Environment metrics: reverse-text/words" in lines
+        assert "trainer: mine: clipped" in lines and "trainer: unheard_of" in lines
+        sections = await page.ask("[...document.querySelectorAll('h2.section')].map(title => title.textContent)")
+        assert {"Environment metrics", "trainer", "trainer: mine"} <= set(sections)
+
+    visit(body)
+
+
+def test_compared_runs_show_the_settings_in_which_they_differ(visit: Callable[[Body], None], states: str) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(f"{states}#/compare/finished%2Cfailed")
+        rows = await page.until(
+            "[...document.querySelectorAll('.difference tbody tr')].map(row =>"
+            " [...row.children].map(cell => cell.textContent).join('|'))"
+        )
+        assert rows == ["max_steps|20|30"]
+        titles = await page.ask("[...document.querySelectorAll('.chart h3')].map(title => title.textContent)")
+        assert {"Parts of the reward: reverse-text/exact", "Parts of the reward: reverse-text/similar"} <= set(titles)
+
+    visit(body)
+
+
+def test_rollouts_and_evaluations_can_be_read_in_their_lists(visit: Callable[[Body], None], states: str) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(f"{states}#/run/finished/rollouts")
+        await page.until("document.querySelector('td.preview')?.textContent === 'the quick brown fox'")
+        await page.goto(f"{states}#/run/finished/evaluations")
+        await page.until("document.querySelector('tr.task')?.innerText.includes('1 of 2')")
+        await page.ask("document.querySelector('tr.task button').click()")
+        opened = await page.until("document.querySelector('tr.task + tr:not([hidden])')?.innerText")
+        assert "turn gaqd around" in opened and "<b>dqag</b>" in opened and "another try" in opened
 
     visit(body)
 

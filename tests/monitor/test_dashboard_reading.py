@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import socket
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from run_folders import BEGAN, add_step, append, make_run, rollout, write_logpro
 from headway.core.records import rollout_step
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.catalog import Catalog
+from headway.monitor.dashboard.evaluations import round_page, rounds
 from headway.monitor.dashboard.index import Filter, RolloutIndex
 from headway.monitor.dashboard.logs import PIECE, attempts, line_time, read_piece, search_log
+from headway.monitor.dashboard.previews import Previews
 from headway.monitor.dashboard.rollouts import (
     find_tokenizer,
     page,
@@ -260,6 +264,46 @@ def test_a_summary_survives_missing_and_broken_files(tmp_path: Path) -> None:
     (folder / "metrics" / "trainer.jsonl").unlink()
     line = summarize(RunPaths(folder))
     assert line["status"] == "stopped" and line["command"] == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "status"),
+    [
+        ({"state": "failed", "reason": "no GPU"}, "failed"),
+        ({"state": "finished"}, "finished"),
+        ({"state": "running", "attempts": [{"host": socket.gethostname(), "pid": 2**22 + 1}]}, "failed"),
+        ({"state": "running", "attempts": "nonsense"}, "stopped"),
+        ({}, "stopped"),
+    ],
+)
+def test_a_run_whose_trainer_made_no_step_has_not_finished(tmp_path: Path, record: dict[str, Any], status: str) -> None:
+    folder = make_run(tmp_path, steps=3, **record)
+    (folder / "metrics" / "trainer.jsonl").write_text("")
+    line = summarize(RunPaths(folder))
+    assert line["status"] == status and line["tokens_per_second"] is None
+    assert bool(line["reason"]) == (status == "failed")
+
+
+def test_previews_are_of_what_the_policy_said_first(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    write_rollouts(folder, 1, [rollout(1, say=" first \n line" + "x" * 500), {"broken": 1}, rollout(1, say="")])
+    index = RolloutIndex(RunPaths(folder))
+    rows = Previews(index).add_to([{"step": 1, "line": line} for line in (0, 1, 2, 9)] + [{"step": 7, "line": 0}])
+    assert [row["text"][:11] for row in rows] == ["first linex", "", "", "", ""]
+    assert len(rows[0]["text"]) == 120
+
+
+def test_evaluations_are_read_a_page_at_a_time(tmp_path: Path) -> None:
+    lines = [json.dumps({"task": str(number), "rewards": [1.0]}) for number in range(5)]
+    (tmp_path / "step_000010_held-out.jsonl").write_text("\n".join([*lines, "broken"]) + "\n")
+    (tmp_path / "step_000020_held-out.jsonl").symlink_to("/etc/passwd")
+    assert [one["step"] for one in rounds(tmp_path)] == [10]
+    first = round_page(tmp_path, "step_000010_held-out.jsonl", 3, 2)
+    assert [task["task"] for task in first["tasks"]] == ["3", "4"] and first["more"]
+    assert not round_page(tmp_path, "step_000010_held-out.jsonl", 5, 2)["more"]
+    for wrong in ("../run.json", "step_000020_held-out.jsonl"):
+        with pytest.raises(KeyError):
+            round_page(tmp_path, wrong, 0, 10)
 
 
 def test_numbers_beyond_a_column_do_not_hide_a_run(tmp_path: Path) -> None:

@@ -415,6 +415,6 @@ def test_rewards_that_no_advantage_can_hold_are_invalid(reward: float) -> None:
 def test_starts_of_sandboxes_are_counted_over_all_environments() -> None:
     tally = StepTally()
     assert "sandboxes/starts_per_second" not in tally.values(2.0)
-    tally.rewards_and_metrics["code/sandbox_starts"] += [2.0, 3.0]
-    tally.rewards_and_metrics["terminal/sandbox_starts"] += [1.0]
+    tally.env_metrics["code/sandbox_starts"] += [2.0, 3.0]
+    tally.env_metrics["terminal/sandbox_starts"] += [1.0]
     assert tally.values(2.0)["sandboxes/starts_per_second"] == 3.0

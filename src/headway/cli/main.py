@@ -32,6 +32,7 @@ COMMANDS = {
         "sandboxes": "run sandboxes on this machine for others",
     },
     "Look inside": {
+        "runs": "list the runs of a folder, each with its state",
         "status": "say where a run stands, from its folder or its address",
         "logs": "show the logs of all processes of a run",
         "stop": "ask a run to stop, with a checkpoint",
@@ -46,7 +47,7 @@ COMMANDS = {
     },
 }
 
-NEED_NO_ARGUMENTS = ("doctor", "train", "dash", "sandboxes")
+NEED_NO_ARGUMENTS = ("doctor", "train", "runs", "dash", "sandboxes")
 """Commands that start without any argument; the others print their help."""
 
 DISK_ERRORS = {

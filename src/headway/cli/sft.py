@@ -50,7 +50,14 @@ def run(argv: list[str]) -> int:
         write_settings(with_absolute_paths(settings, paths), paths.config / "sft.toml")
     if (code := run_ranks("sft", argv, settings, paths)) is not None:
         return code
+    from headway.monitor.attempts import recorded_attempt
     from headway.trainer.sft import sft
 
-    sft(settings, paths)
+    if rank_in_group() > 0:
+        sft(settings, paths)
+        return 0
+    with recorded_attempt(paths) as attempt:
+        export = sft(settings, paths)
+        if int(export.name.rpartition("_")[2]) < settings.max_steps:
+            attempt.end("stopped", "asked to stop")
     return 0

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from headway.config.commands import write_process_settings
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
+from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.processes import free_port, usable_cores
 from headway.core.runs import RunPaths
@@ -17,10 +17,12 @@ from headway.launch.hosts import ROLES, RunHost, role_of
 from headway.launch.placement import Placement, gpus_of, gpus_per_engine, place, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.sharing import MemoryPlan, gpu_memory, plan_memory
+from headway.launch.summary import summary_lines
 from headway.launch.supervisor import Supervisor
 from headway.launch.view import RunView
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
+from headway.monitor.attempts import recorded_attempt
 from headway.monitor.prometheus import PrometheusExporter
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import write_token
@@ -45,6 +47,7 @@ def run_rl(
     write_token(paths)
     with ExitStack() as stack:
         stack.enter_context(_supervisor_lock(paths))
+        attempt = stack.enter_context(recorded_attempt(paths))
         exporter = _exporter(settings.tracking.prometheus_port, paths, stack)
         on_metrics = exporter.update if exporter else _ignore
         view = stack.enter_context(RunView(paths, settings.max_steps, console, on_metrics))
@@ -70,11 +73,16 @@ def run_rl(
         finished = False
         try:
             finished = supervisor.run()
+        except HeadwayError as error:
+            attempt.end("failed", str(error), supervisor.failed.log.name if supervisor.failed else "")
+            raise
         finally:
             if host:
                 host.end(finished)
         if not finished:
-            view.event(f"stopped; continue with: headway rl --resume {paths.root}")
+            attempt.end("stopped", "asked to stop")
+    for line in summary_lines(paths, finished=finished):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return finished
 
 

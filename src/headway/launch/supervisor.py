@@ -20,7 +20,8 @@ class Supervisor:
     """Starts processes and restarts those that die: crash-only, so no process is ever repaired.
 
     `progress` returns the run's newest step (it decides whether deaths are "in a row"); `on_tick` is called between
-    two checks of the processes, for the console; `stop_asked` stops the run as Ctrl-C does.
+    two checks of the processes, for the console; `stop_asked` stops the run as Ctrl-C does. `failed` is the process
+    that ended the run, where one did.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Supervisor:
         self._on_event = on_event
         self._stop_asked = stop_asked
         self._signals = 0
+        self.failed: ManagedProcess | None = None
 
     def run(self) -> bool:
         """Run until every process that ends has ended (forever, where none does), or until the user stops it.
@@ -53,6 +55,8 @@ class Supervisor:
                     self._on_tick()
                     time.sleep(0.1)
                 finished = self._done()
+                if not finished:
+                    self._on_event("stopping: the step is finished first; Ctrl-C again kills at once")
             except CrashLoopError as error:
                 raise HeadwayError(
                     _crash_report(error.process, resumable=any(p.spec.ends for p in self.processes))
@@ -68,7 +72,12 @@ class Supervisor:
     def _check(self) -> None:
         progress = self._progress()
         for process in self.processes:
-            if (event := process.watch(progress)) is not None:
+            try:
+                event = process.watch(progress)
+            except (HeadwayError, CrashLoopError):
+                self.failed = process
+                raise
+            if event is not None:
                 self._on_event(event)
 
     def _stop(self) -> None:

@@ -2,22 +2,24 @@
 
 import json
 import math
+import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from headway.core.runs import RunPaths
+from headway.launch.live import live_display
 from headway.monitor.tail import LineTail
 
 SPARKS = "▁▂▃▄▅▆▇█"
+EVALUATION = re.compile(r"eval/.+/avg")
 
 
 class RunView:
@@ -43,7 +45,10 @@ class RunView:
         self._events: deque[str] = deque(maxlen=4)
         self._times: deque[tuple[float, int]] = deque(maxlen=50)
         self._next_tick = 0.0
-        self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+        self._evaluations: dict[str, float] = {}
+        self._problems: Counter[str] = Counter()
+        self._phase = ""
+        self._live = live_display(self._console)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -66,8 +71,10 @@ class RunView:
             return
         self._next_tick = time.monotonic() + 0.3
         for line in self._new_lines("orchestrator"):
+            self._evaluations |= {name[5:-4]: value for name, value in line.items() if EVALUATION.fullmatch(name)}
             if "batch/episodes" in line:  # other lines are evaluations
                 self._newest["orchestrator"] = line
+                self._count_problems(line)
                 self._lags[int(line["step"])] = line.get("lag/mean", math.nan)
             if "reward/mean" in line:
                 self._rewards[int(line["step"])] = line["reward/mean"]
@@ -77,8 +84,22 @@ class RunView:
             self._times.append((time.monotonic(), self.step))
             if not self._live:
                 self._console.print(self._line(line), highlight=False, markup=False)
+        phase = self._waits_for()
+        if phase and phase != self._phase and not self._live:
+            self.event(phase)
+        self._phase = phase
         if self._live:
-            self._live.update(self._panel())
+            self._live.update(self.panel())
+
+    def _waits_for(self) -> str:
+        """Say what a run without a trained step is doing, from the files that its processes leave; then nothing."""
+        if self._newest["trainer"]:
+            return ""
+        if self._newest["orchestrator"]:
+            return "the first batch is there; waiting for the trainer's first step"
+        if any((self._paths.control / "engines").glob("*.json")):
+            return "engines serve; collecting the first batch"
+        return "waiting for engines to load the model"
 
     def _new_lines(self, process: str) -> Iterator[dict[str, float]]:
         """Read new lines. Metrics write numbers that are not finite as null; here they are NaN."""
@@ -98,32 +119,45 @@ class RunView:
         ]
         return "  ".join(parts)
 
-    def _get(self, process: str, name: str) -> float:
-        return self._newest[process].get(name, 0.0)
+    def _count_problems(self, line: dict[str, float]) -> None:
+        for name, value in line.items():
+            kind, _, cause = name.partition("/")
+            if kind in ("errors", "dropped") and cause != "share" and value > 0:
+                self._problems[f"{kind} {cause}"] += int(value)
 
-    def _panel(self) -> Panel:
+    def _show(self, process: str, name: str, pattern: str) -> str:
+        value = self._newest[process].get(name)
+        return "–" if value is None else pattern.format(value)
+
+    def panel(self) -> Panel:
+        """Draw where the run stands."""
         table = Table.grid(padding=(0, 2))
-        reward = self._rewards.get(self.step, next(reversed(self._rewards.values()), 0.0))
+        reward = self._rewards.get(self.step, next(reversed(self._rewards.values()), None))
         rows = [
             ("step", f"{self.step} of {self._max_steps}", "left", self._eta()),
-            ("reward", f"{reward:.3f}", "curve", _sparkline(list(self._rewards.values()))),
+            ("reward", "–" if reward is None else f"{reward:.3f}", "curve", _sparkline(list(self._rewards.values()))),
             (
                 "sampling",
-                f"{self._get('orchestrator', 'tokens_per_second'):,.0f} tok/s",
+                self._show("orchestrator", "tokens_per_second", "{:,.0f} tok/s"),
                 "training",
-                f"{self._get('trainer', 'tokens_per_second'):,.0f} tok/s",
+                self._show("trainer", "tokens_per_second", "{:,.0f} tok/s"),
             ),
-            ("lag", f"{self._lags.get(self.step, math.nan):.2f}", "waits", self._waiting()),
+            ("lag", f"{self._lags[self.step]:.2f}" if self.step in self._lags else "–", "waits", self._waiting()),
             (
                 "in flight",
-                f"{self._get('orchestrator', 'in_flight'):.0f}",
+                self._show("orchestrator", "in_flight", "{:.0f}"),
                 "mismatch KL",
-                f"{self._get('trainer', 'mismatch_kl'):.1e}",
+                self._show("trainer", "mismatch_kl", "{:.1e}"),
             ),
         ]
+        if self._evaluations:
+            scores = "  ".join(f"{name} {value:.3f}" for name, value in self._evaluations.items())
+            rows.append(("evaluation", scores, "entropy", self._show("trainer", "entropy", "{:.3f}")))
         for a, b, c, d in rows:
             table.add_row(Text(a, style="dim"), Text(b, style="bold"), Text(c, style="dim"), Text(d, style="bold"))
-        notes = Text("\n".join(self._events), style="yellow")
+        counts = ", ".join(f"{count} {what}" for what, count in self._problems.most_common(4))
+        lines = [*self._events, *([f"so far: {counts}"] if counts else []), *([self._phase] if self._phase else [])]
+        notes = Text("\n".join(lines), style="yellow")
         return Panel(Group(table, notes), title=f"headway: {self._paths.root.name}", title_align="left")
 
     def _eta(self) -> str:
@@ -134,8 +168,9 @@ class RunView:
         return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
 
     def _waiting(self) -> str:
-        trainer = self._get("trainer", "wait_seconds")
-        step = self._get("trainer", "step_seconds") + trainer
+        newest = self._newest["trainer"]
+        trainer = newest.get("wait_seconds", 0.0)
+        step = newest.get("step_seconds", 0.0) + trainer
         return f"trainer {100 * trainer / step:.0f}% of the time" if step else "-"
 
 

@@ -24,8 +24,9 @@ def create_run(run: RunSettings, command: str, *, dry_run: bool = False, joined:
     """Make the folder of a new run and claim it with a record of who started it.
 
     Without a name the run is called by date, time and command, so that names sort. Raises UsageError when
-    a run of that name exists, or when the folder holds anything but a dry run's settings. A dry run leaves the
-    name free: the run itself may take it later. `joined` is the id of the run whose folder on this host it becomes.
+    a run of that name exists, or when the folder holds anything but a dry run's settings and logs of refused starts.
+    A dry run leaves the name free: the run itself may take it later. `joined` is the id of the run whose folder on
+    this host it becomes.
     """
     attempt = 1
     while True:
@@ -107,7 +108,7 @@ def _generated_name(command: str, attempt: int) -> str:
 
 
 def _is_free(root: Path) -> bool:
-    return {entry.name for entry in root.iterdir()} <= {"config"}
+    return {entry.name for entry in root.iterdir()} <= {"config", "logs"}
 
 
 def _claim(paths: RunPaths, command: str, joined: str) -> bool:
@@ -115,6 +116,7 @@ def _claim(paths: RunPaths, command: str, joined: str) -> bool:
     record = {
         "id": uuid.uuid4().hex,
         "joined": joined,
+        "state": "starting",
         "command": command,
         "argv": sys.argv[1:],
         "started_at": time.time(),

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from math import comb
 from typing import Any
 
+import msgspec
+
 from headway.core.episodes import Episode, Task
 from headway.orchestrator.tally import passed
 
@@ -36,7 +38,7 @@ def summarize(tasks: Sequence[Sequence[Episode]]) -> dict[str, float]:
 
 
 def task_record(task: Task, samples: Sequence[Episode]) -> dict[str, Any]:
-    """Return one line of an evaluation's file."""
+    """Return one line of an evaluation's file. `messages` is the conversation of the first sample, for readers."""
     return {
         "task": task.id,
         "rewards": [_reward(episode) for episode in samples],
@@ -45,11 +47,18 @@ def task_record(task: Task, samples: Sequence[Episode]) -> dict[str, Any]:
         "versions": sorted({v for e in samples for t in e.traces for n in t.nodes for v, _ in n.versions}),
         "seconds": [episode.timings.get("total", 0.0) for episode in samples],
         "replies": [_reply(episode) for episode in samples],
+        "messages": _messages(samples[0]) if samples else [],
     }
 
 
 def _reward(episode: Episode) -> float:
     return 0.0 if episode.error is not None else episode.reward
+
+
+def _messages(episode: Episode) -> list[dict[str, Any]]:
+    """Return what the first agent saw and said."""
+    nodes = episode.traces[0].nodes if episode.traces else []
+    return [msgspec.to_builtins(node.message) for node in nodes if node.message is not None]
 
 
 def _reply(episode: Episode) -> str:

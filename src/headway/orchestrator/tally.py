@@ -41,7 +41,8 @@ class StepTally:
         self.wait_seconds = 0.0
         self.in_flight: list[int] = []
         self.updates: list[WeightReply] = []
-        self.rewards_and_metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self.reward_parts: defaultdict[str, list[float]] = defaultdict(list)
+        self.env_metrics: defaultdict[str, list[float]] = defaultdict(list)
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
 
     def saw_episode(self, episode: Episode) -> None:
@@ -65,8 +66,10 @@ class StepTally:
                 self.lengths.append(_sampled(trace))
                 self.turns.append(sum(node.sampled for node in trace.nodes))
                 self.truncated += trace.truncated
-                for name, value in {**trace.rewards, **trace.metrics}.items():
-                    self.rewards_and_metrics[f"{group.env}/{name}"].append(value)
+                for name, value in trace.rewards.items():
+                    self.reward_parts[f"{group.env}/{name}"].append(value)
+                for name, value in trace.metrics.items():
+                    self.env_metrics[f"{group.env}/{name}"].append(value)
 
     def mean_in_flight(self, now: int) -> float:
         return float(np.mean([*self.in_flight, now]))
@@ -84,13 +87,14 @@ class StepTally:
             **_summary("length", self.lengths),
             **_summary("turns", self.turns),
             **{f"reward/{env}/mean": float(np.mean(rewards)) for env, rewards in self.rewards.items()},
-            **{f"env/{name}": float(np.mean(values)) for name, values in self.rewards_and_metrics.items()},
+            **{f"rewards/{name}": float(np.mean(values)) for name, values in self.reward_parts.items()},
+            **{f"env/{name}": float(np.mean(values)) for name, values in self.env_metrics.items()},
             **{f"episode_seconds/{name}": float(np.mean(values)) for name, values in self.seconds.items()},
         }
         # A batch may be formed of what was there already; then there is nothing to say about new episodes.
         if every:
             out["pass_rate"] = self.solved / len(every)
-        starts = [sum(values) for name, values in self.rewards_and_metrics.items() if name.endswith("/sandbox_starts")]
+        starts = [sum(values) for name, values in self.env_metrics.items() if name.endswith("/sandbox_starts")]
         if starts and seconds > 0:
             out["sandboxes/starts_per_second"] = sum(starts) / seconds
         if self.expert_tokens:

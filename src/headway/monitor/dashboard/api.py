@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from headway.monitor.dashboard import logs, rollouts, timeline
+from headway.monitor.dashboard import evaluations, logs, rollouts, timeline
 from headway.monitor.dashboard.catalog import Catalog, RunData
 from headway.monitor.dashboard.index import Filter
 from headway.monitor.dashboard.live import Watcher
@@ -70,7 +70,7 @@ def detail(view: RunData, query: Query) -> Any:
 
 
 def series(view: RunData, query: Query) -> Any:
-    """Read the columns named by any number of `name` parameters, each `process:metric`."""
+    """Read the columns named by any number of `name` parameters, each `process:metric`, or `process:*` for all."""
     wanted: dict[str, list[str]] = {}
     for full in query.texts("name"):
         process, _, name = full.partition(":")
@@ -78,7 +78,11 @@ def series(view: RunData, query: Query) -> Any:
     points = query.integer("points", 600, 2, 200_000)
     low, high = query.number("from", -math.inf), query.number("to", math.inf)
     tables = view.tables()
-    return {p: tables[p].select(names, points, low, high) for p, names in wanted.items() if p in tables}
+    return {
+        process: tables[process].select(tables[process].names if "*" in names else names, points, low, high)
+        for process, names in wanted.items()
+        if process in tables
+    }
 
 
 def lanes(view: RunData, query: Query) -> Any:
@@ -106,7 +110,16 @@ def rollout_page(view: RunData, query: Query) -> Any:
         answer = rollouts.search(view.index, wanted, text, offset, limit)
     else:
         answer = rollouts.page(view.index, wanted, offset, limit)
-    return answer | {"progress": view.index.progress()}
+    return answer | {"rows": view.previews.add_to(answer["rows"]), "progress": view.index.progress()}
+
+
+def evaluation_rounds(view: RunData, query: Query) -> Any:
+    return evaluations.rounds(view.paths.evaluations)
+
+
+def evaluation_page(view: RunData, query: Query) -> Any:
+    offset, limit = query.integer("offset", 0), query.integer("limit", 50, 1, 500)
+    return evaluations.round_page(view.paths.evaluations, query.path["round"], offset, limit)
 
 
 def rollout(view: RunData, query: Query) -> Any:
@@ -145,6 +158,8 @@ ROUTES: dict[str, Handler] = {
     "/rollouts": rollout_page,
     r"/rollouts/{step:\d{1,9}}/{line:\d{1,9}}": rollout,
     r"/rollouts/{step:\d{1,9}}/{line:\d{1,9}}/tokens": tokens,
+    "/evaluations": evaluation_rounds,
+    "/evaluations/{round}": evaluation_page,
     "/logs": log_list,
     "/logs/{log}": log,
     "/settings": settings,

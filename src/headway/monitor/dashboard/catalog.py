@@ -10,6 +10,7 @@ from typing import Any
 
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.index import RolloutIndex
+from headway.monitor.dashboard.previews import Previews
 from headway.monitor.dashboard.summary import summarize
 from headway.monitor.dashboard.table import MetricTable
 
@@ -24,6 +25,7 @@ class RunData:
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self.index = RolloutIndex(paths)
+        self.previews = Previews(self.index)
         self._tables: dict[str, MetricTable] = {}
 
     def tables(self) -> dict[str, MetricTable]:

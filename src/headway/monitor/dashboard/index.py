@@ -170,6 +170,10 @@ class RolloutIndex:
         if step in self._listing():
             yield from rollout_lines(self._paths.rollout_records(step), LONGEST_LINE)
 
+    def stamp(self, step: int) -> tuple[int, int] | None:
+        """Return a mark that changes when the records of a step are replaced."""
+        return self._listing().get(step)
+
     def _build(self) -> None:
         for step, stamp in sorted(self._listing().items(), reverse=True):
             if self._closed:

@@ -9,15 +9,20 @@ from typing import Any
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.summary import read_json
 
+SHOWN = ("headway", "commit", "python", "torch", "vllm", "gpus", "host", "user", "started_at")
+"""Fields of a run's record that the page shows beside its settings."""
+
 
 def view_settings(paths: RunPaths) -> dict[str, Any]:
-    """Read the command line, the files it named, and per settings file a list of name, value and origin.
+    """Read the newest command line, the files it named, and per settings file a list of name, value and origin.
 
-    The origin is "flag" for what the command line says, "default" for what equals it, and "file" for the rest.
+    The origin is "flag" for what a command line of the run says, "default" for what equals it, and "file" for the rest.
     """
     record = read_json(paths.record)
-    argv = [word for word in record.get("argv") or [] if isinstance(word, str)]
-    flags = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    attempts = [one for one in record.get("attempts") or [] if isinstance(one, dict)] or [record]
+    lines = [[word for word in one.get("argv") or [] if isinstance(word, str)] for one in attempts]
+    argv = lines[-1]
+    flags = {word[2:].partition("=")[0].replace("-", "_") for line in lines for word in line if word.startswith("--")}
     defaults = dict(flatten(_defaults(str(record.get("command")))))
     files = []
     for path in _toml_files(paths.config):
@@ -27,7 +32,8 @@ def view_settings(paths: RunPaths) -> dict[str, Any]:
             continue
         rows = [{"name": n, "value": v, "origin": _origin(n, v, flags, defaults)} for n, v in flatten(tree)]
         files.append({"name": path.name, "settings": rows})
-    shown = {key: record[key] for key in ("headway", "python", "host", "user", "started_at") if key in record}
+    known = record | attempts[-1]
+    shown = {key: known[key] for key in SHOWN if known.get(key)} | {"attempts": len(attempts)}
     named = [after for word, after in pairwise(argv) if word == "@"]
     return {"argv": argv, "files": files, "named": named, "record": shown}
 

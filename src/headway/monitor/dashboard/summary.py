@@ -11,11 +11,13 @@ import msgspec
 import psutil
 
 from headway.core.runs import RunPaths
+from headway.monitor.attempts import ENDED
 from headway.monitor.dashboard.logs import restart_count
 from headway.monitor.tail import last_lines
 
 FRESH_SECONDS = 180.0
 """A run of another machine counts as running while its metrics are younger than this."""
+GONE = "the process that ran it was killed, or its machine went down; continue with --resume"
 
 
 def summarize(paths: RunPaths) -> dict[str, Any]:
@@ -24,13 +26,17 @@ def summarize(paths: RunPaths) -> dict[str, Any]:
     settings = read_settings(paths)
     lines = [_last_metrics(paths, process) for process in ("trainer", "sft", "orchestrator")]
     trainer, sft, orchestrator = map(_latest, lines)
-    last = trainer or sft or orchestrator
+    trained = trainer or sft
+    last = trained or orchestrator
     updated = max(float(line.get("time") or 0.0) for line in (trainer, orchestrator, last))
     step, of = int(last.get("step") or 0), _integer(settings.get("max_steps"))
+    status, reason = _status(record, int(trained.get("step") or 0), of, updated)
     return {
         "name": paths.root.name,
         "command": _text(record.get("command")),
-        "status": _status(record, step, of, updated),
+        "status": status,
+        "reason": reason,
+        "failed_log": _text(record.get("failed_log")),
         "step": step,
         "max_steps": of,
         "reward": orchestrator.get("reward/mean"),
@@ -39,7 +45,7 @@ def summarize(paths: RunPaths) -> dict[str, Any]:
         ),
         "loss": last.get("loss"),
         "lag": orchestrator.get("lag/mean"),
-        "tokens_per_second": last.get("tokens_per_second"),
+        "tokens_per_second": trained.get("tokens_per_second"),
         "step_seconds": _step_seconds(*lines),
         "started_at": record.get("started_at"),
         "updated_at": updated or record.get("started_at"),
@@ -95,12 +101,21 @@ def _step_seconds(*processes: list[dict[str, float | None]]) -> float | None:
     return None
 
 
-def _status(record: dict[str, Any], step: int, of: int | None, updated: float) -> str:
-    if of is not None and step >= of:
-        return "finished"
-    if record.get("host") == socket.gethostname() and _alive(record):
-        return "running"
-    return "running" if time.time() - updated < FRESH_SECONDS else "stopped"
+def _status(record: dict[str, Any], trained: int, of: int | None, updated: float) -> tuple[str, str]:
+    """Return the run's state with its reason: the recorded one, unless nobody was left to record the end."""
+    state = _text(record.get("state"))
+    if state in ENDED:
+        return state, _text(record.get("reason"))
+    attempts = record.get("attempts")
+    newest = attempts[-1] if isinstance(attempts, list) and attempts and isinstance(attempts[-1], dict) else record
+    here = newest.get("host") == socket.gethostname()
+    if here and _alive(newest):
+        return "running", ""
+    if state == "running" and here:
+        return "failed", GONE
+    if state not in ("starting", "running") and of is not None and trained >= of:  # a run before states were recorded
+        return "finished", ""
+    return ("running" if time.time() - updated < FRESH_SECONDS else "stopped"), ""
 
 
 def _alive(record: dict[str, Any]) -> bool:

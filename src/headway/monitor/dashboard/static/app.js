@@ -2,6 +2,7 @@
 
 import { connected, Gone, onChange } from "./api.js";
 import { forgetColors, h, replace } from "./dom.js";
+import { evaluationsView } from "./evaluations.js";
 import { lanesView } from "./lanes.js";
 import { logsView } from "./logs.js";
 import { parse, runLink } from "./route.js";
@@ -15,12 +16,13 @@ const TABS = [
   ["", "Charts", runView],
   ["lanes", "Lanes", lanesView],
   ["rollouts", "Rollouts", rolloutsView],
+  ["evaluations", "Evaluations", evaluationsView],
   ["logs", "Logs", logsView],
   ["settings", "Settings", settingsView],
 ];
 const KEYS = [
   ["?", "this list"],
-  ["1 – 5", "charts, lanes, rollouts, logs, settings of a run"],
+  ["1 – 6", "charts, lanes, rollouts, evaluations, logs, settings of a run"],
   ["h", "all runs"],
   ["/", "search or filter"],
   ["j k", "next and previous line"],

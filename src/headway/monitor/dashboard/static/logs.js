@@ -14,7 +14,7 @@ export async function logsView(box, run, query, [wanted]) {
   }
   const name =
     files.find((file) => file.name === wanted)?.name ??
-    (files.find((file) => file.name.startsWith("trainer")) ?? files[0]).name;
+    (files.findLast((file) => file.name.startsWith("trainer")) ?? files[0]).name;
   const state = { piece: null, text: "", follow: true };
   const log = h("div", { class: "log card", tabindex: 0, role: "log", "aria-label": name });
   const status = h("span", { class: "soft" });

@@ -21,7 +21,7 @@ const PANELS = [
   },
   { title: "Evaluation", lines: [each(O, /^eval\/(.+\/(?:avg|pass@\d+))$/, { points: true })] },
   { title: "Pass rate", lines: [line(O, "pass_rate", "solved")] },
-  { title: "Parts of the reward", lines: [each(O, /^env\/((?!.*\/sandbox_).+)$/)] },
+  { title: "Parts of the reward", lines: [each(O, /^rewards\/(.+)$/)] },
   {
     title: "Loss",
     lines: [
@@ -127,8 +127,12 @@ const PANELS = [
 
 export const HEATS = PANELS.filter((panel) => panel.heat);
 
-// The panels that these processes ({ name: { names } }) have metrics for, with their lines spelled out.
-export function panelsFor(processes) {
+const MOST_LINES = 16;
+
+// The panels that these processes ({ name: { names } }) have metrics for, with their lines spelled out. Metrics that no
+// panel above names get a chart each, in sections by the first part of their names. Of several runs, each chart shows one
+// metric, so that panels with several equal lines become several panels.
+export function panelsFor(processes, several = false) {
   const has = (key) => {
     const [process, name] = [key.slice(0, key.indexOf(":")), key.slice(key.indexOf(":") + 1)];
     return processes[process]?.names.includes(name) ?? false;
@@ -153,9 +157,42 @@ export function panelsFor(processes) {
     }
     const lines = panel.lines.flatMap(spell);
     const band = panel.band?.every((one) => has(one.key)) ? panel.band : null;
-    if (lines.length) out.push({ ...panel, lines: lines.slice(0, 16), band });
+    out.push(...divide({ ...panel, lines, band }, several && !lines.some((one) => one.main) ? 1 : MOST_LINES));
   }
+  const shown = new Set(keysOf(out));
+  out.push(...others(processes, shown));
   return out.filter((panel, place) => !panel.section || (out[place + 1] && !out[place + 1].section));
+}
+
+// A panel with many lines as panels with at most `most` each.
+function divide(panel, most) {
+  if (panel.lines.length <= most) return panel.lines.length ? [panel] : [];
+  const starts = panel.lines.map((_, place) => place).filter((place) => place % most === 0);
+  return starts.map((start) => {
+    const lines = panel.lines.slice(start, start + most);
+    const part = most === 1 ? lines[0].label : `${start + 1} – ${start + lines.length}`;
+    return { ...panel, title: `${panel.title}: ${part}`, lines, band: null };
+  });
+}
+
+// Sections of charts for the metrics that are not shown yet: those of environments first, then by process and prefix.
+function others(processes, shown) {
+  const sections = new Map();
+  for (const [process, { names }] of Object.entries(processes)) {
+    for (const name of names) {
+      const key = `${process}:${name}`;
+      if (shown.has(key)) continue;
+      const prefix = name.includes("/") ? name.slice(0, name.indexOf("/")) : "";
+      const title = prefix === "env" ? "Environment metrics" : [process, prefix].filter(Boolean).join(": ");
+      const short = prefix ? name.slice(prefix.length + 1) : name;
+      if (!sections.has(title)) sections.set(title, []);
+      sections.get(title).push({ title: `${title}: ${short}`, lines: [line(process, name, short, { main: true })] });
+    }
+  }
+  const order = (title) => (title === "Environment metrics" ? "" : title);
+  return [...sections.entries()]
+    .sort(([a], [b]) => order(a).localeCompare(order(b)))
+    .flatMap(([section, panels]) => [{ section }, ...panels]);
 }
 
 export const keysOf = (panels) => [

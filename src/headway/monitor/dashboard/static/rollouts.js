@@ -1,13 +1,14 @@
 // The rollouts of a run: filtered, sorted and searched by the server, a page at a time.
 
 import { ofRun, onChange } from "./api.js";
-import { debounce, duration, h, number, replace } from "./dom.js";
+import { debounce, duration, h, number, replace, visible } from "./dom.js";
 import { runLink } from "./route.js";
 
 const COLUMNS = [
   ["step", "Step"],
   ["", "Environment"],
   ["", "Task"],
+  ["", "Reply"],
   ["", "Group"],
   ["reward", "Reward"],
   ["advantage", "Advantage"],
@@ -148,7 +149,8 @@ class Rollouts {
     if (this.closed) return;
     this.draw();
     const { indexed, steps } = this.answer.progress;
-    if (indexed < steps) this.timer = setTimeout(() => this.loadSoon(), 1500);
+    const unread = this.answer.rows.some((row) => row.text === null);
+    if (indexed < steps || unread) this.timer = setTimeout(() => this.loadSoon(), 1500);
   }
 
   draw() {
@@ -221,6 +223,7 @@ class Rollouts {
       h("td", { class: "num" }, h("a", { href: this.link(row) }, row.step)),
       h("td", { class: "wide" }, row.env),
       h("td", { class: "mono" }, row.task),
+      h("td", { class: "preview", title: row.text ?? "" }, row.text === null ? "…" : visible(row.text)),
       h(
         "td",
         { class: "mono wide" },

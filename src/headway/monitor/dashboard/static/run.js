@@ -2,10 +2,11 @@
 
 import { get, ofRun, onChange } from "./api.js";
 import { Chart, PALETTE, saveCsv } from "./chart.js";
-import { debounce, duration, h, number, replace } from "./dom.js";
+import { debounce, duration, h, longText, number, replace, visible } from "./dom.js";
 import { Heat } from "./heat.js";
 import { Painter } from "./painter.js";
 import { keysOf, panelsFor } from "./panels.js";
+import { runLink } from "./route.js";
 
 const POINTS = 600;
 const split = (key) => [key.slice(0, key.indexOf(":")), key.slice(key.indexOf(":") + 1)];
@@ -33,6 +34,7 @@ class Board {
       x: localStorage.getItem("x") === "time" ? "time" : "step",
       filter: "",
     };
+    this.failure = h("div", { role: "status" });
     this.tiles = h("div", { class: "tiles" });
     this.grid = h("div", { class: "charts" });
     this.watch = new ResizeObserver(() => this.measure());
@@ -42,7 +44,8 @@ class Board {
 
   async start() {
     await Promise.all([this.load(), this.summaries()]);
-    replace(this.box, this.tiles, this.bar(), this.grid);
+    replace(this.box, this.failure, this.tiles, this.bar(), this.grid);
+    if (this.runs.length > 1) this.box.append(await settingsDifference(this.runs));
     this.draw();
     this.painter.rested().then(() => this.loadHeats()); // reading rollouts is work for the server; charts come first
     const off = onChange(async (names) => {
@@ -134,9 +137,10 @@ class Board {
     }
     const run = known.get(this.runs[0]);
     if (!run) return;
+    replace(this.failure, failure(run));
     replace(
       this.tiles,
-      tile("status", run.status, run.status === "running" ? "good" : ""),
+      tile("status", run.status, { running: "good", failed: "bad" }[run.status] ?? ""),
       tile("step", run.max_steps ? `${run.step} / ${run.max_steps}` : run.step),
       run.reward === null ? tile("loss", number(run.loss)) : tile("reward", number(run.reward)),
       run.evaluation === null ? null : tile("evaluation", number(run.evaluation)),
@@ -162,10 +166,11 @@ class Board {
         processes[process] = { names: [...new Set([...(processes[process]?.names ?? []), ...names])] };
       }
     }
-    this.panels = panelsFor(processes);
+    this.panels = panelsFor(processes, this.runs.length > 1);
     await Promise.all(
       this.runs.map(async (run) => {
-        this.series[run] = await this.fetch(run, keysOf(this.panels), POINTS, this.range);
+        const whole = Object.keys(this.detail[run].processes).map((process) => `${process}:*`);
+        this.series[run] = await this.fetch(run, whole, POINTS, this.range);
       }),
     );
     if (!this.closed) this.draw();
@@ -330,6 +335,54 @@ class Board {
     this.charts.clear();
     this.grid.replaceChildren();
   }
+}
+
+// Why a run failed, with the log of what failed.
+function failure(run) {
+  if (run.status !== "failed") return null;
+  return h(
+    "div",
+    { class: "card pad failure" },
+    h("b", { class: "bad" }, "This run failed. "),
+    h("a", { href: run.failed_log ? runLink(run.name, "logs", run.failed_log) : runLink(run.name, "logs") }, "its log"),
+    longText(run.reason || "Nobody recorded why."),
+  );
+}
+
+// The settings in which runs differ.
+async function settingsDifference(runs) {
+  const all = await Promise.all(runs.map((run) => ofRun(run, "/settings").catch(() => ({ files: [] }))));
+  const values = all.map(
+    ({ files }) => new Map((files[0]?.settings ?? []).map((row) => [row.name, JSON.stringify(row.value)])),
+  );
+  const names = [...new Set(values.flatMap((one) => [...one.keys()]))].filter(
+    (name) => !name.startsWith("run.") && new Set(values.map((one) => one.get(name))).size > 1,
+  );
+  return h(
+    "section",
+    { class: "card scroll difference", "aria-label": "Settings that differ" },
+    h(
+      "table",
+      {},
+      h("thead", {}, h("tr", {}, h("th", {}, "Settings that differ"), runs.map((run) => h("th", {}, run)))),
+      h(
+        "tbody",
+        {},
+        names.length
+          ? names
+              .sort()
+              .map((name) =>
+                h(
+                  "tr",
+                  {},
+                  h("td", { class: "mono" }, name),
+                  values.map((one) => h("td", { class: "mono" }, visible(one.get(name) ?? "–"))),
+                ),
+              )
+          : h("tr", {}, h("td", { class: "empty", colspan: runs.length + 1 }, "None: they differ only in name.")),
+      ),
+    ),
+  );
 }
 
 // uPlot wants x to rise: times of a restarted process may step back, and steps may come twice when thinned.

@@ -2,7 +2,7 @@
 
 import { get, onChange } from "./api.js";
 import { runLink } from "./route.js";
-import { debounce, duration, h, meter, number, replace } from "./dom.js";
+import { debounce, duration, h, meter, number, replace, visible } from "./dom.js";
 
 const COLUMNS = [
   ["name", "Run"],
@@ -12,7 +12,7 @@ const COLUMNS = [
   ["evaluation", "Evaluation"],
   ["lag", "Lag"],
   ["tokens_per_second", "Training tok/s"],
-  ["step_seconds", "Step"],
+  ["step_seconds", "A step takes"],
   ["restarts", "Restarts"],
   ["updated_at", "Age"],
 ];
@@ -74,7 +74,7 @@ class Runs {
       this[name] = value;
       this.draw();
     };
-    const statuses = ["", "running", "finished", "stopped"].map((value) =>
+    const statuses = ["", "running", "finished", "failed", "stopped"].map((value) =>
       h("option", { value }, value || "any status"),
     );
     const groups = GROUPS.map(([value, title]) =>
@@ -173,6 +173,7 @@ class Runs {
         {},
         h("a", { href: runLink(run.name) }, run.name),
         h("div", { class: "soft" }, run.envs.join(", ") || run.command),
+        run.status === "failed" ? h("div", { class: "bad reason" }, visible(run.reason.split("\n")[0])) : null,
       ),
       h("td", {}, h("span", { class: `tag ${run.status}` }, run.status)),
       h(

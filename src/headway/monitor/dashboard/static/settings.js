@@ -1,7 +1,7 @@
 // The settings a run was started with, and where each came from.
 
 import { ofRun } from "./api.js";
-import { h, replace } from "./dom.js";
+import { h, replace, visible } from "./dom.js";
 import { runLink } from "./route.js";
 
 export async function settingsView(box, run) {
@@ -37,10 +37,11 @@ export async function settingsView(box, run) {
       h(
         "div",
         { class: "soft" },
-        ["headway", "python", "host", "user"]
-          .filter((key) => record[key])
-          .map((key) => `${key} ${record[key]}`)
+        ["headway", "commit", "python", "torch", "vllm", "gpus", "host", "user"]
+          .filter((key) => record[key]?.length)
+          .map((key) => `${key} ${visible(String(record[key]))}`)
           .join(" · "),
+        record.attempts > 1 ? ` · attempt ${record.attempts}` : "",
       ),
     ),
     h(
