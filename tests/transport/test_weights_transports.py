@@ -407,7 +407,7 @@ def test_two_gpus_are_connected_by_nccl_and_everything_else_by_gloo() -> None:
 def test_tensors_that_straddle_chunks_arrive_in_their_places(
     sender: PointToPointSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headway.transport.weights.point_to_point.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("headway.transport.weights.relays.pieces.CHUNK_BYTES", 1024)
     weights = _weights(1) | {"long": torch.randn(3000, generator=torch.Generator().manual_seed(3))}
     places = {name: torch.zeros_like(tensor).contiguous() for name, tensor in weights.items()}
     receiver = make_receiver()

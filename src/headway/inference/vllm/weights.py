@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.config.shared import TlsSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import UpdateError
@@ -59,9 +60,9 @@ _SINKS = ".self_attn.sinks"
 class Stager:
     """Fetches updates by any transport. `expected` are the names and shapes that the model is made of."""
 
-    def __init__(self, expected: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, expected: dict[str, tuple[int, ...]], tls: TlsSettings | None = None) -> None:
         self._expected = expected
-        self._receiver = make_receiver()
+        self._receiver = make_receiver(tls=tls)
 
     def weights(self, update: WeightUpdate) -> StagedFile:
         """A whole, proven version of the policy's weights. Raises UpdateError that says what was wrong."""

@@ -40,8 +40,11 @@ def make_sender(
     return PointToPointSender(settings, paths, policy)
 
 
-def make_receiver(device: str = "cpu") -> "WeightReceiver":
-    """Make an engine's side: it receives updates of any transport on `device` and verifies their fingerprints there."""
+def make_receiver(device: str = "cpu", tls: TlsSettings | None = None) -> "WeightReceiver":
+    """Make an engine's side: it receives updates of any transport on `device` and verifies their fingerprints there.
+
+    With `tls` it passes on, encrypted, what came encrypted.
+    """
     from headway.transport.weights.receive import WeightReceiver
 
-    return WeightReceiver(device)
+    return WeightReceiver(device, tls)

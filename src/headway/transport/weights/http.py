@@ -1,18 +1,22 @@
 """Weights over HTTP: each host of the trainer serves its processes' files of a version, with ranges, for the token.
 
 The files are those of the filesystem transport, in folders that no other host has to see. An engine fetches them in
-ranges, again where a connection broke, and verifies the version by its fingerprint.
+ranges, again where a connection broke, and verifies the version by its fingerprint. It fetches them from an engine that
+came before it, where there is one, while that one still receives them: the trainer's hosts send a version once. Where
+an engine fails, those below it go on with the one above it, in the end with the trainer's hosts.
 """
 
+import logging
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -23,8 +27,9 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.control.client import own_address
 from headway.transport.control.tokens import find_token, is_bearer
-from headway.transport.http_client import HttpClient, UnreachableError, check_trusted
+from headway.transport.http_client import AnswerError, HttpClient, UnreachableError, check_trusted
 from headway.transport.http_thread import HttpThread
 from headway.transport.tls import scheme, server_context
 from headway.transport.weights.announcements import announce
@@ -40,12 +45,21 @@ from headway.transport.weights.filesystem import (
 from headway.transport.weights.layout import Arrival, Layout
 from headway.transport.weights.mapped_memory import MappedMemory
 from headway.transport.weights.publish import WeightSender
+from headway.transport.weights.relays.files import NOT_YET, ArrivingFiles, FileRelay
+from headway.transport.weights.relays.tree import ancestors
 from headway.transport.weights.shards import Shard
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 25
 """Bytes of one request."""
 _DOWNLOADS = 4
 _ATTEMPTS = 5
+_RELAY_SECONDS = 10.0
+"""Time in which an engine answers: well above what it waits for bytes, since another one can be asked."""
+_PATIENCE_SECONDS = 60.0
+_TREES_KEPT = 4
+"""Versions whose engines are remembered."""
 _VERSION = re.compile(r"v(\d{6,})")
 
 
@@ -111,45 +125,89 @@ def version_app(paths: RunPaths, token: str) -> web.Application:
         response: web.StreamResponse = await handler(request)
         return response
 
-    def folder(request: web.Request) -> Path:
-        found = paths.version(int(request.match_info["version"]))
-        if not found.is_dir():
-            raise web.HTTPNotFound(reason="this version is no longer held")
+    def path(request: web.Request) -> Path:
+        found = paths.version(int(request.match_info["version"])) / request.match_info["file"]
+        if not found.is_file():
+            raise web.HTTPNotFound(reason="this version is no longer held here")
         return found
 
-    async def sizes(request: web.Request) -> web.Response:
-        return web.json_response({entry.name: entry.stat().st_size for entry in folder(request).iterdir()})
+    async def size(request: web.Request) -> web.Response:
+        return web.json_response(path(request).stat().st_size)
 
     async def content(request: web.Request) -> web.FileResponse:
-        return web.FileResponse(folder(request) / request.match_info["file"])
+        return web.FileResponse(path(request))
+
+    engines: dict[int, list[str]] = {}
+
+    async def join(request: web.Request) -> web.Response:
+        """Give an engine its place among those that fetch a version, and the addresses of those above it."""
+        version = int(request.match_info["version"])
+        url = msgspec.json.decode(await request.read(), type=str)
+        if version not in engines:
+            for old in sorted(engines)[: -_TREES_KEPT + 1]:
+                del engines[old]
+        members = engines.setdefault(version, [])
+        if url not in members:
+            members.append(url)
+        return web.json_response([members[place] for place in ancestors(members.index(url))])
 
     app = web.Application(middlewares=[guard])
-    app.add_routes(
-        [
-            web.get(r"/v1/versions/{version:\d{1,9}}", sizes),
-            web.get(r"/v1/versions/{version:\d{1,9}}/{file:manifest\.json|rank_\d{5}\.safetensors}", content),
-        ]
-    )
+    route = r"/v1/versions/{version:\d{1,9}}"
+    file = route + r"/{file:manifest\.json|rank_\d{5}\.safetensors}"
+    app.add_routes([web.post(route + "/engines", join), web.get(file + "/size", size), web.get(file, content)])
     return app
 
 
-def fetch(update: WeightUpdate, _memory: MappedMemory) -> tuple[Layout, Iterator[Arrival]]:
-    """Download a version's files, from all hosts at the same time, and read them."""
+def fetch(update: WeightUpdate, memory: MappedMemory) -> tuple[Layout, Iterator[Arrival]]:
+    """Download a version's files, from engines that came before or from the trainer's hosts, and read them."""
     urls = [str(url) for url in update.transport["urls"]]
     folder = Path(tempfile.mkdtemp(prefix="headway-weights-"))
+    relay = _relay(memory, urls[0])
+    held, again = relay.hold(update.version, folder) if relay else (ArrivingFiles(update.version, folder), True)
     try:
+        # What came from an engine the first time may be why there is a second.
+        engines = [] if relay is None or again else _join(urls[0], update.version, relay.url)
         with ThreadPoolExecutor(_DOWNLOADS) as pool:
-            _download(urls[0], update.version, MANIFEST, folder)
+            _download([*engines, urls[0]], held, MANIFEST)
             layout = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest).layout
             ranks = sorted({part.rank for parts in layout.parts.values() for part in parts})
-            for done in [pool.submit(_download, urls[r], update.version, file_of(r), folder) for r in ranks]:
+            for done in [pool.submit(_download, [*engines, urls[r]], held, file_of(r)) for r in ranks]:
                 done.result()
     except BaseException as error:
+        held.failed = True
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, IndexError | msgspec.DecodeError | OSError):
             raise HeadwayError(f"version {update.version} could not be fetched: {error}") from error
         raise
     return layout, _read_once(folder, layout)
+
+
+def _relay(memory: MappedMemory, trainer: str) -> FileRelay | None:
+    """The engine's own server of what it has fetched, at the address by which it reaches the trainer. None where the
+    trainer speaks TLS and this engine could not: what came encrypted is not passed on in the clear."""
+    relay = memory.relays.get("http")
+    if isinstance(relay, FileRelay):
+        return relay
+    token = find_token()
+    if token is None:
+        raise HeadwayError("weights over HTTP need the run's token: set HEADWAY_TOKEN")
+    host = own_address(urlsplit(trainer).hostname or "")
+    tls = server_context(memory.tls, host)
+    if tls is None and trainer.startswith("https:"):
+        return None
+    made = memory.relays["http"] = FileRelay(host, token, tls)
+    return made
+
+
+def _join(trainer: str, version: int, url: str) -> list[str]:
+    """Take a place in the tree of a version. Returns the engines to fetch from, the best first."""
+    http = HttpClient(trainer, find_token(), timeout=60.0)
+    try:
+        return msgspec.json.decode(
+            http.request("POST", f"/v1/versions/{version}/engines", msgspec.json.encode(url)), type=list[str]
+        )
+    finally:
+        http.close()
 
 
 def _read_once(folder: Path, layout: Layout) -> Iterator[Arrival]:
@@ -160,17 +218,40 @@ def _read_once(folder: Path, layout: Layout) -> Iterator[Arrival]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _download(url: str, version: int, file: str, folder: Path) -> None:
-    """Fetch a file in ranges. Raises HeadwayError when the trainer's host does not answer, or holds it no longer."""
-    http = HttpClient(url, find_token(), timeout=60.0)
-    route = f"/v1/versions/{version}"
-    size = msgspec.json.decode(_insist(http, route), type=dict[str, int]).get(file)
-    if size is None:
-        raise HeadwayError(f"{url} has no {file} of version {version}")
-    with (folder / file).open("wb") as target:
-        for start in range(0, size, CHUNK_BYTES):
-            target.write(_insist(http, f"{route}/{file}", (start, min(start + CHUNK_BYTES, size))))
-    http.close()
+def _download(sources: list[str], held: ArrivingFiles, file: str) -> None:
+    """Fetch a file in ranges from the first of `sources` that has it, and the rest from the next where that fails; the
+    last is the trainer's host. Raises HeadwayError when that does not answer, or holds it no longer."""
+    *engines, trainer = sources
+    for engine in engines:
+        try:
+            _fetch_rest(HttpClient(engine, find_token(), timeout=_RELAY_SECONDS), held, file, _ask_again)
+            return
+        except (UnreachableError, AnswerError, UsageError) as error:
+            logger.info("version %d goes on without the engine at %s: %s", held.version, engine, error)
+    _fetch_rest(HttpClient(trainer, find_token(), timeout=60.0), held, file, _insist)
+
+
+def _fetch_rest(http: HttpClient, held: ArrivingFiles, file: str, get: Callable[..., bytes]) -> None:
+    route = f"/v1/versions/{held.version}/{file}"
+    try:
+        if (size := held.size(file)) is None:
+            size = msgspec.json.decode(get(http, route + "/size"), type=int)
+            held.start(file, size)
+        for start in range(held.arrived(file), size, CHUNK_BYTES):
+            held.append(file, get(http, route, (start, min(start + CHUNK_BYTES, size))))
+    finally:
+        http.close()
+
+
+def _ask_again(http: HttpClient, route: str, span: tuple[int, int] | None = None) -> bytes:
+    """Ask an engine, again as long as it still waits for these bytes itself."""
+    give_up = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return http.request("GET", route, span=span)
+        except AnswerError as error:
+            if error.status != NOT_YET or time.monotonic() > give_up:
+                raise
 
 
 def _insist(http: HttpClient, route: str, span: tuple[int, int] | None = None) -> bytes:

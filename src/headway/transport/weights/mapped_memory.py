@@ -1,30 +1,49 @@
 """Memory that an engine keeps from one update to the next, since mapping it costs more than copying from it."""
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from headway.config.shared import TlsSettings
 from headway.core.errors import HeadwayError
 from headway.transport.weights import device_memory
 from headway.transport.weights.layout import Contents, Layout
 
 
-class MappedMemory:
-    """The trainer's memory as an engine on `device` maps it, and memory for what passes through."""
+class Relay(Protocol):
+    """Passes on what an engine has of a version."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def drop(self) -> None:
+        """Pass the version on no more: it was refused here."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MappedMemory:
+    """The trainer's memory as an engine on `device` maps it, memory for what passes through, and what passes it on."""
+
+    def __init__(self, device: torch.device | str = "cpu", tls: TlsSettings | None = None) -> None:
         self.device = torch.device(device)
+        self.tls = tls or TlsSettings()
         self._files: dict[Path, tuple[int, Tensor]] = {}
         self._handles: dict[str, tuple[str, Tensor]] = {}
         self._scratch: dict[torch.device, list[Tensor]] = {}
         self._contents: Contents | None = None
+        self.relays: dict[str, Relay] = {}
+        """What passes versions on to other engines, by transport."""
 
     def contents(self, layout: Layout) -> Contents:
         """The parts in each piece; the same object as long as versions have the same layout."""
         if self._contents is None or not self._contents.fit(layout):
             self._contents = Contents(layout)
         return self._contents
+
+    def forget_views(self) -> None:
+        """Let go of memory that is not used any more."""
+        self._contents = None
 
     def open(self, path: Path, size: int) -> Tensor:
         """Map the first `size` bytes of a file. Raises HeadwayError where it is missing or shorter.

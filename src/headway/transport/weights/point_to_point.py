@@ -1,11 +1,13 @@
-"""Weights from the memory of the trainer's processes to each engine that asks: NCCL between two GPUs, gloo otherwise.
+"""Weights from the memory of the trainer's processes to engines, in a tree: NCCL between two GPUs, gloo otherwise.
 
 The trainer never waits for an engine. `publish` copies the version and announces it; a thread per process watches a
-store for requests and serves each from the copy. So an engine may come late, or die halfway: its request times out, and
-nobody else notices.
+store for requests and serves each from the copy. The first engine that comes asks the trainer, the others ask engines
+that came before, which send on what they receive. So the trainer sends a version once. An engine may come late, or die
+halfway: those below it go on with the one above it, in the end with the trainer.
 """
 
 import logging
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,20 +37,22 @@ from headway.transport.weights.process_pairs import (
     send_chunks,
 )
 from headway.transport.weights.publish import WeightSender
+from headway.transport.weights.relays.pieces import (
+    CHUNK_BYTES,
+    ArrivingPieces,
+    Ask,
+    Chunk,
+    Member,
+    PieceRelay,
+    ask_engine,
+    chunks_of,
+    receive_bytes,
+)
 from headway.transport.weights.shards import Shard
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.02
 _REQUESTS = "requests"
-CHUNK_BYTES = 1 << 24
-"""Bytes sent at a time: messages are slow to begin, and memory for them is kept."""
-
-
-class _Request(msgspec.Struct, frozen=True):
-    """An engine's request to all processes of the trainer. `gpu` is the name of its own, "" where it has none."""
-
-    version: int
-    gpu: str = ""
 
 
 class PointToPointSender(WeightSender):
@@ -132,14 +136,15 @@ class PointToPointSender(WeightSender):
         """Send this process's pieces. An engine that fails to take them costs a line in the log."""
         try:
             store = connect_store(self._host, self._port)
-            request = msgspec.json.decode(store.get(_request_key(number)), type=_Request)
+            request = msgspec.json.decode(store.get(_request_key(number)), type=Ask)
             with self._versions.read(request.version) as stored:
-                sizes = stored.layout.pieces[self._rank] if stored else []
-                if stored is None or not any(sizes):
+                wanted = chunks_of(stored.layout)[request.first :] if stored else []
+                mine = [chunk for chunk in wanted if chunk.rank == self._rank]
+                if stored is None or not mine:
                     return
                 backend = pair_backend(gpu_name(self._gpu) if self._gpu else "", request.gpu)
                 pieces = stored.buffer.pieces
-                chunks = (pieces[piece][start:end] for piece, start, end in _chunks(sizes))
+                chunks = (pieces[chunk.piece][chunk.start : chunk.end] for chunk in mine)
                 with process_pair(store, _pair_name(number, self._rank), 0, self._host, backend) as group:
                     send_chunks(group, chunks, self._gpu if backend == "nccl" else None)
         except RuntimeError as error:
@@ -158,23 +163,84 @@ def fetch(update: WeightUpdate, memory: MappedMemory) -> tuple[Layout, Iterator[
 
 
 def _receive(store: Any, layout: Layout, update: WeightUpdate, memory: MappedMemory) -> Iterator[Arrival]:
+    """Receive a version from an engine above, the rest from the next where that fails, in the end from the trainer."""
     host, port = update.transport["host"], update.transport["port"]
-    gpu = gpu_name(memory.device) if memory.device.type == "cuda" else ""
-    with _explain_errors(update.version, host, port):
-        request = store.add(_REQUESTS, 1) - 1
-        store.set(_request_key(request), msgspec.json.encode(_Request(update.version, gpu)).decode())
-        contents = memory.contents(layout)
-        for rank, sizes in enumerate(layout.pieces):
-            if not any(sizes):
-                continue
-            sender_gpu = store.get(_gpu_key(rank)).decode() if store.check([_gpu_key(rank)]) else ""
-            backend = pair_backend(sender_gpu, gpu)
-            chunks = list(_chunks(sizes))
-            scratch = memory.scratch(IN_FLIGHT + 1, CHUNK_BYTES, on_device=backend == "nccl")
-            with process_pair(store, _pair_name(request, rank), 1, host, backend) as group:
-                arrived = receive_chunks(group, (end - start for _, start, end in chunks), scratch)
-                for (piece, start, _), data in zip(chunks, arrived, strict=True):
-                    yield from contents.arrivals(rank, piece, data, start, lasts=False)
+    relay = _relay(memory, host, port)
+    held, again = relay.hold(update.version, layout, memory.forget_views)
+    try:
+        with _explain_errors(update.version, host, port):
+            # What came from an engine the first time may be why there is a second.
+            for engine in [] if again else relay.join(store, update.version):
+                try:
+                    yield from _from_engine(store, engine, held, memory, relay.member.gpu, host)
+                    return
+                except (RuntimeError, OSError) as error:
+                    at = f"{engine.host}:{engine.port}"
+                    logger.info("version %d goes on without the engine at %s: %s", held.version, at, _first_line(error))
+            yield from _from_trainer(store, held, memory, relay.member.gpu, host)
+    except BaseException:
+        held.fail()
+        raise
+
+
+def _relay(memory: MappedMemory, host: str, port: int) -> PieceRelay:
+    relay = memory.relays.get("point_to_point")
+    if isinstance(relay, PieceRelay) and relay.store == (host, port):
+        return relay
+    if relay is not None:
+        relay.close()
+    made = memory.relays["point_to_point"] = PieceRelay(host, port, memory.device)
+    return made
+
+
+def _from_engine(
+    store: Any, engine: Member, held: ArrivingPieces, memory: MappedMemory, gpu: str, host: str
+) -> Iterator[Arrival]:
+    """Receive the chunks that have not arrived from another engine. Raises RuntimeError or OSError."""
+    missing, pair = held.chunks[held.arrived :], f"relay/{secrets.token_hex(8)}"
+    with ask_engine(engine, Ask(held.version, gpu, held.arrived, pair)) as connection:
+        if pair_backend(engine.gpu, gpu) == "nccl":
+            with process_pair(store, pair, 1, host, "nccl") as group:
+                yield from _through_gpu(group, held, missing, memory)
+        else:
+            arriving = receive_bytes(connection, (held.place(chunk) for chunk in missing))
+            yield from _keep(held, missing, arriving, memory)
+
+
+def _from_trainer(store: Any, held: ArrivingPieces, memory: MappedMemory, gpu: str, host: str) -> Iterator[Arrival]:
+    """Receive the chunks that have not arrived, process by process."""
+    request = store.add(_REQUESTS, 1) - 1
+    store.set(_request_key(request), msgspec.json.encode(Ask(held.version, gpu, held.arrived)).decode())
+    missing = held.chunks[held.arrived :]
+    for rank in sorted({chunk.rank for chunk in missing}):
+        mine = [chunk for chunk in missing if chunk.rank == rank]
+        sender_gpu = store.get(_gpu_key(rank)).decode() if store.check([_gpu_key(rank)]) else ""
+        backend = pair_backend(sender_gpu, gpu)
+        with process_pair(store, _pair_name(request, rank), 1, host, backend) as group:
+            if backend == "nccl":
+                yield from _through_gpu(group, held, mine, memory)
+            else:
+                arriving = receive_chunks(group, [held.place(chunk) for chunk in mine])
+                yield from _keep(held, mine, arriving, memory)
+
+
+def _through_gpu(group: Any, held: ArrivingPieces, chunks: list[Chunk], memory: MappedMemory) -> Iterator[Arrival]:
+    """Receive chunks on the GPU by NCCL, and copy them to where other engines are served from."""
+    scratch = memory.scratch(IN_FLIGHT + 1, CHUNK_BYTES, on_device=True)
+    places = [scratch[n % len(scratch)][: chunk.end - chunk.start] for n, chunk in enumerate(chunks)]
+    yield from _keep(held, chunks, receive_chunks(group, places), memory)
+
+
+def _keep(
+    held: ArrivingPieces, chunks: list[Chunk], arriving: Iterator[Tensor], memory: MappedMemory
+) -> Iterator[Arrival]:
+    """Keep chunks for other engines as they arrive, and yield what they are made of."""
+    contents = memory.contents(held.layout)
+    for chunk, data in zip(chunks, arriving, strict=True):
+        if data.is_cuda:
+            held.place(chunk).copy_(data)
+        held.advance()
+        yield from contents.arrivals(chunk.rank, chunk.piece, data, chunk.start, lasts=False)
 
 
 @contextmanager
@@ -185,13 +251,6 @@ def _explain_errors(version: int, host: str, port: int) -> Iterator[None]:
         raise HeadwayError(
             f"version {version} could not be fetched from the trainer at {host}:{port}: {_first_line(error)}"
         ) from error
-
-
-def _chunks(sizes: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut pieces into what is sent at a time: the number of a piece, and a range of its bytes."""
-    for piece, size in enumerate(sizes):
-        for start in range(0, size, CHUNK_BYTES):
-            yield piece, start, min(start + CHUNK_BYTES, size)
 
 
 def _layout_key(version: int) -> str:

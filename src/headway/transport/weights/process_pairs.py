@@ -83,14 +83,13 @@ def send_chunks(group: Any, chunks: Iterable[Tensor], device: torch.device | Non
         work.wait()
 
 
-def receive_chunks(group: Any, sizes: Iterable[int], scratch: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the chunks in order, in `scratch`: more than `IN_FLIGHT` buffers, on the GPU where the group is NCCL's.
+def receive_chunks(group: Any, places: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the chunks in order, each in its place: on the GPU where the group is NCCL's.
 
-    The next ones are on their way while the caller works on this one; then its buffer is reused.
+    The next `IN_FLIGHT` are on their way while the caller works on this one.
     """
     coming: deque[tuple[Tensor, Any]] = deque()
-    for tag, size in enumerate(sizes):
-        data = scratch[tag % len(scratch)][:size]
+    for tag, data in enumerate(places):
         coming.append((data, group.recv([data], _SENDER, tag)))
         if len(coming) > IN_FLIGHT:
             yield _wait_for(*coming.popleft())

@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from headway.config.shared import TlsSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.transport.weights.fingerprint import Fingerprint, TensorSum, digest_of
@@ -23,8 +24,8 @@ _MAX_NAMES = 5
 class WeightReceiver:
     """Lives in an engine, on `device`."""
 
-    def __init__(self, device: str = "cpu") -> None:
-        self._memory = MappedMemory(device)
+    def __init__(self, device: str = "cpu", tls: TlsSettings | None = None) -> None:
+        self._memory = MappedMemory(device, tls)
 
     def receive(self, update: WeightUpdate, into: Mapping[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of an update, one by one, in any order.
@@ -36,6 +37,21 @@ class WeightReceiver:
         their fingerprint differs from the update's. So keep the tensors aside until the iterator ends, then swap.
         """
         try:
+            yield from self._receive(update, into or {})
+        except HeadwayError:
+            for relay in self._memory.relays.values():
+                relay.drop()
+            raise
+
+    def close(self) -> None:
+        """Unmap the trainer's memory, and pass nothing on any more."""
+        self._memory.release()
+        for relay in self._memory.relays.values():
+            relay.close()
+        self._memory.relays.clear()
+
+    def _receive(self, update: WeightUpdate, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        try:
             layout, arrivals = _fetch(update)(update, self._memory)
         except KeyError as error:
             raise HeadwayError(f"the update to version {update.version} lacks transport.{error.args[0]}") from error
@@ -46,17 +62,13 @@ class WeightReceiver:
                 f"version {update.version} has fingerprint {layout.fingerprint} where it is stored, "
                 f"not the announced {update.fingerprint}; it is refused"
             )
-        intake = _Intake(layout, self._memory.device, into or {})
+        intake = _Intake(layout, self._memory.device, into)
         for arrival in arrivals:
             tensor = intake.take(arrival)
             if tensor is not None:
                 yield arrival.name, tensor
         yield from intake.empty_tensors()
         _verify(intake.fingerprint, layout, update)
-
-    def close(self) -> None:
-        """Unmap the trainer's memory."""
-        self._memory.release()
 
 
 class _Intake:

@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from headway.config.shared import LoraSettings
+from headway.config.shared import LoraSettings, TlsSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
@@ -58,14 +58,16 @@ class Updater:
     """Receives weights into spare buffers, from which the live ones are then replaced.
 
     The buffers stay for the next update, so that serving neither allocates nor frees weights. `lora` gives the scale of
-    adapters whose update names none.
+    adapters whose update names none, `tls` what this host encrypts with.
     """
 
-    def __init__(self, engine: EmbeddedEngine, lora: LoraSettings | None = None) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, lora: LoraSettings | None = None, tls: TlsSettings | None = None
+    ) -> None:
         self._engine = engine
         self._lora = lora
         self._standby: StandbyWeights | None = None
-        self._receiver = make_receiver(str(engine.runner.device))
+        self._receiver = make_receiver(str(engine.runner.device), tls)
         self._side = SideStream(engine.runner.device)
 
     def stage(self, update: WeightUpdate) -> StagedUpdate:
