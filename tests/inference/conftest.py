@@ -1,6 +1,8 @@
 """One taught model and one server of each engine for the whole folder."""
 
+import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -27,10 +29,48 @@ def vllm(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vll
     live.close()
 
 
-@pytest.fixture(
-    scope="session",
-    params=["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])],
-)
+LAYOUTS = {"tensor": "tensor_parallel_size", "data": "data_parallel_size"}
+
+
+@pytest.fixture(scope="session")
+def vllm_ranks(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VllmServer]]:
+    """Servers of vLLM with two ranks each, one after the other: side by side, they may start too slowly for vLLM."""
+    with ExitStack() as stack:
+        live = {}
+        for name, argument in LAYOUTS.items():
+            log = tmp_path_factory.mktemp(name) / "log"
+            begun = start_vllm(taught, log, f"--inference.vllm.{argument}", "2")
+            stack.callback(end, begun)
+            live[name] = vllm_server(begun, taught, log)
+        yield live
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def vllm_tensor(vllm_ranks: dict[str, VllmServer]) -> VllmServer:
+    return vllm_ranks["tensor"]
+
+
+@pytest.fixture(scope="session")
+def vllm_data(vllm_ranks: dict[str, VllmServer]) -> VllmServer:
+    return vllm_ranks["data"]
+
+
+ENGINES = [
+    "embedded",
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)]),
+    *(
+        pytest.param(f"vllm_{name}", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)])
+        for name in LAYOUTS
+    ),
+]
+
+
+@pytest.fixture(scope="session", params=ENGINES)
 def server(request: pytest.FixtureRequest) -> LiveServer:
     """A server of each engine; every protocol test runs against all of them."""
     live: LiveServer = request.getfixturevalue(request.param)
