@@ -8,17 +8,25 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from engine_common import MOE, QWEN3, make_model, prompt, training_logprobs
+from engine_common import MOE, QWEN3, make_engine, make_model, prompt, training_logprobs
 from engine_serving import start_server
 
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import ModelSettings
 from headway.core.episodes import EpisodeRequest, Task
-from headway.core.protocol import GenerateChunkChoice, GenerateRequest, Logprobs, SamplingParams, TokenLogprob
+from headway.core.protocol import (
+    GenerateChunkChoice,
+    GenerateRequest,
+    Logprobs,
+    SamplingParams,
+    TokenLogprob,
+    chunk_tokens,
+)
 from headway.envs.engines import Engines, EngineSampler
 from headway.envs.partial_reply import PartialReply, merge_runs
 from headway.envs.tree import Reply
 from headway.inference.embedded.load import load_service
+from headway.inference.engine import Chunk
 from headway.inference.server import ServerContext, build_app
 from headway.models.checkpoints.folders import load_model, save_checkpoint
 from headway.models.config import ModelConfig
@@ -140,6 +148,18 @@ def test_200_replies_survive_ten_stops(tmp_path: Path, killed: bool) -> None:
     wasted = sampled / (200 * LONG) - 1
     print(f"wasted {wasted:.2%}")
     assert wasted < (0.10 if killed else 0.02), wasted
+
+
+def test_a_short_reply_comes_in_smaller_parts_than_a_long_one() -> None:
+    engine = make_engine(make_model(QWEN3), max_model_len=256)
+    asked = GenerateRequest(prompt(8), sampling_params=SamplingParams(max_tokens=200, ignore_eos=True))
+    asked.stream, asked.stream_interval = True, 8
+    engine.add(asked, "long")
+    sizes = []
+    while engine.active:
+        sizes += [len(item.token_ids) for _, item in engine.step() if isinstance(item, Chunk)]
+    assert sizes == [4] * 32 + [8] * 9
+    assert [chunk_tokens(1, sent) for sent in (0, 500)] == [1, 1]
 
 
 def test_a_leaving_server_answers_with_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:

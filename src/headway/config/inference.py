@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from headway.config.base import Settings, broken_rule
 from headway.config.shared import SharedSettings
+from headway.core.routing import Role
 
 
 class InferenceSettings(Settings):
@@ -35,6 +36,9 @@ class InferenceSettings(Settings):
     """Size of that folder; what was used longest ago is removed."""
     prefix_cache: bool = True
     """Reuse KV blocks of equal prefixes."""
+    role: Role = "both"
+    """prefill: take prompts, and leave each reply to another engine after its first token; decode: go on with those,
+    on the KV that comes from there. Embedded engine only."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Default: all cores."""
     compute: Literal["dtype", "fp8"] | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from headway.config.base import Settings, broken_rule
+from headway.core.routing import Role
 
 
 class RunSettings(Settings):
@@ -110,10 +111,27 @@ class PlacementSettings(Settings):
     """Processes of the trainer's group."""
     engines: int = Field(default=1, ge=1)
     """Inference servers that the run starts."""
+    prefill_engines: int = Field(default=0, ge=0)
+    """Of these, the ones that only prefill; the others then only decode, and get the KV from them. 0: all do both."""
 
     data_ranks: int | None = Field(default=None, ge=1)
     """Parts that each batch is packed into; None: one for each trainer rank, or for each group of ranks that share
     sequences (`trainer.parallel.context`), which `headway rl` tells the orchestrator."""
+
+    @model_validator(mode="after")
+    def _someone_decodes(self) -> Self:
+        if self.prefill_engines >= self.engines:
+            raise broken_rule(
+                "prefill_engines",
+                f"must be less than engines, which is {self.engines} (got {self.prefill_engines}): some must decode",
+            )
+        return self
+
+    def role(self, engine: int) -> Role | None:
+        """Return the part that engine number `engine` has; None where that is for the engine's own settings to say."""
+        if not self.prefill_engines:
+            return None
+        return "prefill" if engine < self.prefill_engines else "decode"
 
     @property
     def batch_parts(self) -> int:
@@ -144,7 +162,7 @@ class FilesystemWeights(Settings):
 
 
 class PointToPointWeights(Settings):
-    """From the memory of each trainer process to each engine: NCCL between two GPUs, gloo otherwise."""
+    """From the memory of the trainer's processes, in a tree of engines: NCCL between two GPUs, gloo otherwise."""
 
     type: Literal["point_to_point"] = "point_to_point"
     host: str = "127.0.0.1"
@@ -152,7 +170,7 @@ class PointToPointWeights(Settings):
 
 
 class HttpWeights(Settings):
-    """Over HTTP from the hosts of the trainer, with the run's token."""
+    """Over HTTP from the hosts of the trainer, in a tree of engines, with the run's token."""
 
     type: Literal["http"] = "http"
     host: str | None = None

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from headway.core.byte_planes import pack, unpack
 from headway.core.prefixes import PrefixSummary
+from headway.core.routing import Role
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,6 +33,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 FinishReason = Literal["stop", "length", "abort", "migrate"]
 """The reason why a reply ends. "migrate": the engine leaves, and another one can go on after these tokens."""
+SHORT_REPLY = 128
+"""Tokens up to which a streamed reply comes in smaller chunks."""
 FRAMES = "application/x-msgpack-frames"
 """The media type of streams in binary: each chunk in MessagePack, after its length in four bytes (little endian)."""
 MSGPACK = "application/msgpack"
@@ -41,8 +44,10 @@ MSGPACK = "application/msgpack"
 class GenerateRequest(msgspec.Struct, omit_defaults=True):
     """A request for tokens. The reply of a mixture of experts holds the routed experts of the tokens from
     `routed_experts_start` on, counted over prompt and output: a conversation's next turn asks for what is new in it.
-    With `stream` a chunk comes every `stream_interval` tokens. Where it `may_migrate`, the client can continue a reply
-    elsewhere: it gets what there is, with finish reason "migrate", when the server is told to stop."""
+    With `stream` a chunk comes every `stream_interval` tokens, at first more often (`chunk_tokens`). Where it
+    `may_migrate`, the client can continue a reply elsewhere: it gets what there is, with finish reason "migrate", when
+    the server is told to stop, or is there for prompts alone. `kv_ticket` is what came with that: it names the engine
+    that has the KV of these tokens."""
 
     token_ids: list[int]
     model: str = "policy"
@@ -54,6 +59,13 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     routed_experts_start: int = 0
     stream_interval: int = 1
     may_migrate: bool = False
+    kv_ticket: str | None = None
+
+
+def chunk_tokens(interval: int, sent: int) -> int:
+    """Count the tokens of the next chunk of a reply, after `sent` have gone: half of `interval` while it is short,
+    since what an engine takes with it when it dies is a larger share of a short reply."""
+    return interval if sent >= SHORT_REPLY else max(1, interval // 2)
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
@@ -117,7 +129,8 @@ class Usage(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct, omit_defaults=True):
-    """A reply. The binary form leaves `prompt_token_ids` out: it grows by the new tokens only."""
+    """A reply. The binary form leaves `prompt_token_ids` out: it grows by the new tokens only. `kv_ticket` goes with a
+    reply that another engine is to continue."""
 
     request_id: str
     choices: list[GenerateChoice]
@@ -125,6 +138,7 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
     model: str = "policy"
     prompt_token_ids: list[int] = msgspec.field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    kv_ticket: str | None = None
 
 
 class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
@@ -140,12 +154,13 @@ class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
 
 
 class GenerateChunk(msgspec.Struct, omit_defaults=True):
-    """One event of a streamed generate call. `error`, in a binary stream, ends it."""
+    """One event of a streamed generate call. `error`, in a binary stream, ends it; `kv_ticket` is as in a reply."""
 
     request_id: str
     choices: list[GenerateChunkChoice]
     model: str = "policy"
     error: "ErrorInfo | None" = None
+    kv_ticket: str | None = None
 
 
 class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -206,6 +221,7 @@ class EngineState(msgspec.Struct):
     max_model_len: int
     generated_tokens: int = 0
     paused: bool = False
+    role: Role = "both"
     adapters: dict[str, int] = msgspec.field(default_factory=dict)
     prefixes: PrefixSummary | None = None
     """The prefixes in its cache, where the caller asks for them (`GET /state?prefixes=1`) and the engine knows."""

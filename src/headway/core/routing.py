@@ -3,11 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
+
+Role = Literal["both", "prefill", "decode"]
+"""The part of a request that an engine is for: its prompt, the reply after the first token, or both."""
 
 PREFILL_SHARE = 1 / 16
 """The time of a token that is prefilled, as a share of one that is sampled when nothing else runs."""
 MOVE_GAIN = 0.9
 """Leave a cached prefix for an engine that takes less than this share of the time: estimates are rough, caches sure."""
+SHORT_PREFILL = 512
+"""Tokens that an engine prefills between its decoding steps without holding them up much."""
 TYPICAL_REPLY = 256
 """Tokens of a reply whose length nobody knows."""
 
@@ -18,7 +24,7 @@ class EngineView:
 
     `running` and `waiting` are what it reported, `sent` what was sent to it since. `rate` is the tokens per second of
     one sequence there, when some were last seen to run; 0 for never. `cached` tokens of the prompt are in its cache, as
-    far as is known.
+    far as is known. `role` is the part of a request that it is for.
     """
 
     url: str
@@ -27,6 +33,27 @@ class EngineView:
     sent: int = 0
     rate: float = 0.0
     cached: int = 0
+    role: Role = "both"
+
+
+def rank_by_role(
+    engines: Sequence[EngineView], prompt: int, draw: Random, *, begun: bool, reply: int = TYPICAL_REPLY
+) -> list[EngineView]:
+    """Order engines for a prompt, or for a reply that has `begun` at another engine, best first.
+
+    Prompts go to engines that prefill, and replies go on at those that decode. The next turn of a conversation goes
+    straight to a decoding engine that has nearly all of it in its cache: what is left disturbs others there less than
+    moving everything. Engines with another role come last, since any engine can do either.
+    """
+
+    def fits(engine: EngineView) -> bool:
+        if engine.role == "decode":
+            return begun or (engine.cached > 0 and prompt - engine.cached <= SHORT_PREFILL)
+        return engine.role == "both" or not begun
+
+    fitting = [engine for engine in engines if fits(engine)]
+    others = [engine for engine in engines if not fits(engine)]
+    return [engine for group in (fitting, others) if group for engine in rank_engines(group, prompt, draw, reply)]
 
 
 def rank_engines(

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from headway.core.protocol import EngineState
-from headway.core.routing import EngineView
+from headway.core.routing import EngineView, Role
 from headway.transport.inference import EngineError, InferenceClient
 
 REPORT_SECONDS = 1.0
@@ -19,6 +19,7 @@ class EngineReport:
     def __init__(self) -> None:
         self.state: EngineState | None = None
         self.sent = 0
+        self.role: Role = "both"
         self.rate = 0.0
         self._asked_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
@@ -36,7 +37,7 @@ class EngineReport:
             self.state = None
 
     def take(self, state: EngineState) -> None:
-        self.state, self.sent = state, 0
+        self.state, self.sent, self.role = state, 0, state.role
         if state.running and state.tokens_per_second:
             self.rate = state.tokens_per_second / state.running
 
@@ -44,9 +45,9 @@ class EngineReport:
         """The engine as it looks for a prompt. One that does not answer seems to have an endless line."""
         state = self.state
         if state is None:
-            return EngineView(url, waiting=_ENDLESS)
+            return EngineView(url, waiting=_ENDLESS, role=self.role)
         cached = 0 if state.prefixes is None else state.prefixes.count_cached(token_ids, model)
-        return EngineView(url, state.running, state.waiting, self.sent, self.rate, cached)
+        return EngineView(url, state.running, state.waiting, self.sent, self.rate, cached, state.role)
 
     def close(self) -> None:
         if self._task is not None:

@@ -17,6 +17,8 @@ class PartialReply:
         self.logprobs: list[float] = []
         self.versions: list[tuple[int, int]] = []
         self.finish_reason: str | None = None
+        self.kv_ticket: str | None = None
+        """Names the engine that has the KV of what has come so far, where the next one is to fetch it."""
         self.routed = routed
         self._records: list[RoutedExperts] = []
         self._earlier: tuple[int, list[tuple[int, int]]] = (0, [])

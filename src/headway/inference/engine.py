@@ -3,7 +3,7 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -100,6 +100,8 @@ class Result:
     choices: list[Choice]
     cached_tokens: int = 0
     prompt_logprobs: list[TopLogprobs | None] | None = field(default=None)
+    kv_ticket: str | None = None
+    """Set by a server that leaves the rest of the reply to another."""
 
 
 class Engine(Protocol):
@@ -107,6 +109,8 @@ class Engine(Protocol):
 
     max_model_len: int
     vocab_size: int
+    block_bytes: int
+    """Bytes of a KV block that can be handed to another engine; 0 where none can."""
 
     async def start(self) -> None: ...
 
@@ -148,6 +152,18 @@ class Engine(Protocol):
 
     async def update(self, update: WeightUpdate) -> WeightReply:
         """Load new weights of the policy, or of `update.adapter`. Raises UpdateError."""
+        ...
+
+    async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:
+        """Name the KV blocks of a prompt that another engine may have and this one has not."""
+        ...
+
+    async def copy_blocks(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the content of the blocks at the start of `names` that are here."""
+        ...
+
+    async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
+        """Put blocks that `missing_blocks` named into the cache; return how many. None under other weights."""
         ...
 
     async def drop_adapter(self, name: str) -> bool:
@@ -223,6 +239,8 @@ Answer = TypeVar("Answer")
 class BaseEngine(ABC, Generic[Adapters]):
     """An engine's weights and adapters. `_down` says why it does not serve at all; None when it does."""
 
+    block_bytes = 0
+
     def __init__(self, adapters: Adapters, version: int, fingerprint: str) -> None:
         self._adapters = adapters
         self._weights = WeightState(version, fingerprint, time.time())
@@ -238,6 +256,15 @@ class BaseEngine(ABC, Generic[Adapters]):
 
     def prefixes(self) -> PrefixSummary | None:
         return None
+
+    async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:
+        return []
+
+    async def copy_blocks(self, names: Sequence[bytes]) -> list[bytes]:
+        return []
+
+    async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
+        return 0
 
     async def update(self, update: WeightUpdate) -> WeightReply:
         # The client may disconnect meanwhile; the update must still finish, since weights that are half loaded serve

@@ -48,6 +48,7 @@ async def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
     check_address(settings.inference.host, token)
+    check_role(settings, token)
     tls = server_context(settings.tls, settings.inference.host)
     folder = resolve_model(settings.model.path, settings.model.family)
     renderer = load_renderer(folder, settings.model.renderer, settings.model.family)
@@ -57,6 +58,7 @@ async def serve(
         token,
         folder=str(folder.resolve()),
         tokenizer=tokenizer_fingerprint(folder),
+        role=settings.inference.role,
     )
     app = build_app(context, settings.inference.host)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
@@ -71,6 +73,7 @@ async def serve(
 
     try:
         url = await _bind(runner, settings.inference.host, settings.inference.port, tls)
+        context.url = url if client is None else _reachable(url, client)
         engine = await asyncio.to_thread(load_engine, settings, folder, on_death, token or "")
         await engine.start()
         await _catch_up(engine, run, client)
@@ -127,6 +130,19 @@ def check_address(host: str, token: str | None) -> None:
     """Raises UsageError where a server that others can reach has no token."""
     if token is None and not is_loopback(host):
         raise UsageError(f"inference.host {host} can be reached by others: set HEADWAY_TOKEN, or use 127.0.0.1")
+
+
+def check_role(settings: ServeSettings, token: str | None) -> None:
+    """Raises UsageError where a server could not do its part of a request."""
+    if settings.inference.role == "both":
+        return
+    if token is None:
+        raise UsageError(f"inference.role {settings.inference.role} moves KV between engines: set HEADWAY_TOKEN in all")
+    if wants_vllm(settings):
+        raise UsageError(
+            f"inference.role {settings.inference.role} is the embedded engine's; use --engine embedded, or give vLLM a "
+            "connector by --inference.vllm.kv_transfer_config and a router of its own"
+        )
 
 
 @asynccontextmanager

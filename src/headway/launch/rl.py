@@ -12,6 +12,7 @@ from headway.config.rl import RlSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.processes import free_port, usable_cores
+from headway.core.routing import Role
 from headway.core.runs import RunPaths
 from headway.launch.hosts import ROLES, RunHost, role_of
 from headway.launch.placement import Placement, gpus_of, gpus_per_engine, place, visible_gpus
@@ -113,6 +114,7 @@ def process_specs(
             [
                 *(*serve, "--port", str(free_port(settings.inference.host)), "--name", f"inference-{index}"),
                 *_kv_flags(memory.kv_bytes[index] if memory else None),
+                *_role_flags(settings.placement.role(index)),
             ],
             environment,
         )
@@ -143,6 +145,10 @@ def _plan_memory(settings: RlSettings, placement: Placement) -> MemoryPlan:
 
 def _kv_flags(kv_bytes: int | None) -> list[str]:
     return [] if kv_bytes is None else ["--inference.kv_memory_gb", f"{kv_bytes / 1e9:.6g}"]
+
+
+def _role_flags(role: Role | None) -> list[str]:
+    return [] if role is None else ["--inference.role", role]
 
 
 @contextmanager

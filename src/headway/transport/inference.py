@@ -206,7 +206,7 @@ def _as_chunk(response: GenerateResponse) -> GenerateChunk:
         GenerateChunkChoice(c.index, c.token_ids, c.finish_reason, c.logprobs, c.versions, c.routed_experts)
         for c in response.choices
     ]
-    return GenerateChunk(response.request_id, choices, response.model)
+    return GenerateChunk(response.request_id, choices, response.model, kv_ticket=response.kv_ticket)
 
 
 def _error(reply: aiohttp.ClientResponse, content: bytes) -> EngineError:

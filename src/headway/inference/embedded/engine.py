@@ -11,6 +11,7 @@ import torch
 
 from headway.core.protocol import GenerateRequest
 from headway.inference.embedded.running.block_files import BlockFiles
+from headway.inference.embedded.running.block_rows import BlockRows
 from headway.inference.embedded.running.drawer import HostTokens, PendingTokens
 from headway.inference.embedded.running.host_tier import HostTier
 from headway.inference.embedded.running.input_batch import InputBatch
@@ -78,6 +79,7 @@ class EmbeddedEngine:
         self.cache = make_cache(model.config, limits)
         self.scheduler = Scheduler(self.cache, limits, self._root_of)
         self.runner = make_runner(model, limits, ahead=bool(depth))
+        self.block_rows = BlockRows(self.runner.store, self.runner.recorded)
         self.depth = self.runner.depth if depth is None else depth
         self._launched: deque[LaunchedStep] = deque()
         self._eos = frozenset(config.eos_ids)
@@ -273,7 +275,7 @@ class EmbeddedEngine:
                 sequence.top_logprobs.append(top)
             if sequence.finished:
                 ended.append(sequence)
-            elif sequence.streamed and sequence.output_len - sequence.emitted >= sequence.stream_interval:
+            elif sequence.chunk_is_due:
                 events.append((self.active[sequence.request_id], _chunk(sequence)))
         self._count(grown)
         events += self._finish(ended)
@@ -342,7 +344,7 @@ def add_host_tier(engine: EmbeddedEngine, num_blocks: int, files: BlockFiles | N
     """Keep `num_blocks` blocks that the cache gives up in host memory, and in `files`. Models with recurrent layers
     have no use for blocks without the states that belong to them."""
     if engine.limits.prefix_cache and engine.cache.snapshots is None and num_blocks > 0:
-        engine.cache.tier = HostTier(engine.runner.store, num_blocks, extra=engine.runner.recorded, files=files)
+        engine.cache.tier = HostTier(engine.block_rows, num_blocks, files=files)
 
 
 def make_cache(config: ModelConfig, limits: EngineLimits) -> BlockCache:

@@ -68,14 +68,14 @@ def load_service(
         fingerprint=fingerprint,
         max_waiting=inference.max_waiting,
         lora=settings.model.lora,
+        tls=settings.tls,
         on_death=on_death,
     )
 
 
 def _add_tiers(engine: EmbeddedEngine, settings: InferenceSettings, secret: str) -> None:
     """Put host memory, and a folder of files, under the KV cache where the settings ask for it."""
-    tensors = [*engine.runner.store.tensors, *engine.runner.recorded]
-    block_bytes = sum(tensor.nbytes for tensor in tensors) // engine.runner.store.num_blocks
+    block_bytes = engine.block_rows.size
     files = None
     if settings.kv_store is not None:
         files = BlockFiles(Path(settings.kv_store), int(settings.kv_store_gb * 1e9), secret)

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
-from headway.config.shared import LoraSettings
+from headway.config.shared import LoraSettings, TlsSettings
 from headway.core.errors import HeadwayError
 from headway.core.openai import RequestError, new_id
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
+from headway.inference.embedded import handover
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates.adapters import ServedAdapters
@@ -32,15 +33,17 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         fingerprint: str,
         max_waiting: int = 4096,
         lora: LoraSettings | None = None,
+        tls: TlsSettings | None = None,
         on_death: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(engine.adapters, engine.version, fingerprint)
         self.max_model_len = engine.limits.max_model_len
         self.vocab_size = engine.model.config.vocab_size
+        self.block_bytes = engine.block_rows.size
         self._engine = engine
         self._thread = EngineThread(engine, self._send, self._die)
         self._on_death = on_death
-        self._updater = Updater(engine, lora)
+        self._updater = Updater(engine, lora, tls)
         self._max_waiting = max_waiting
         self._updating: str | None = None
         self._queues: dict[str, ResultQueue] = {}
@@ -117,6 +120,15 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         roots = {POLICY: engine.root_of(None, None)}
         roots |= {name: engine.root_of(None, name) for name in self._adapters.versions()}
         return PrefixSummary.of(engine.cache.names, engine.cache.block_size, roots)
+
+    async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:
+        return await self._thread.call(lambda: handover.missing_blocks(self._engine, request))
+
+    async def copy_blocks(self, names: Sequence[bytes]) -> list[bytes]:
+        return await self._thread.call(lambda: handover.copy_blocks(self._engine, names))
+
+    async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
+        return await self._thread.call(lambda: handover.adopt_blocks(self._engine, request, names, contents))
 
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:

@@ -58,6 +58,7 @@ async def health(request: web.Request) -> web.Response:
 async def state(request: web.Request) -> web.Response:
     engine = context_of(request).engine
     current = engine.state()
+    current.role = context_of(request).role
     if request.query.get("prefixes") == "1":
         current.prefixes = engine.prefixes()
     return json_response(current)

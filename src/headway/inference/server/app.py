@@ -12,6 +12,7 @@ from headway.inference.server.completions import completions
 from headway.inference.server.connections import IN_FLIGHT, count_in_flight
 from headway.inference.server.context import KEY, ServerContext, context_of
 from headway.inference.server.generate import generate
+from headway.inference.server.handover import ROUTE, send_blocks
 from headway.inference.server.requests import READ_TIMEOUT
 from headway.inference.server.responses import errors_as_json, json_response
 
@@ -40,6 +41,7 @@ def build_app(
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
             web.post("/inference/v1/generate", generate),
+            web.post(ROUTE, send_blocks),
             web.post("/v1/abort", admin.abort),
             web.get("/weights", admin.require_token(admin.get_weights)),
             web.post("/weights", admin.require_token(admin.post_weights)),

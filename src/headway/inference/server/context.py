@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from headway.core.protocol import FinishReason
+from headway.core.routing import Role
 from headway.inference.engine import POLICY, Engine, LoadingError
+from headway.inference.handover.records import BlockRecords
+from headway.inference.handover.tickets import Tickets
 from headway.inference.server.tokenizing import Tokenizing
 from headway.rendering.base import Renderer
 
@@ -25,10 +28,19 @@ class ServerContext:
     folder: str | None = None
     tokenizer: str | None = None
     tokenizing: Tokenizing = field(default_factory=Tokenizing)
+    tickets: Tickets | None = field(init=False)
+    records: BlockRecords = field(init=False)
     generating: set[str] = field(default_factory=set)
     """Requests in flight that may migrate."""
+    role: Role = "both"
+    url: str | None = None
+    """The address of this server that other engines reach, for those who are to fetch KV here."""
     leaving: bool = False
     """Set when the server is told to stop: requests that may migrate are handed over, new ones refused."""
+
+    def __post_init__(self) -> None:
+        self.tickets = None if self.token is None else Tickets(self.token)
+        self.records = BlockRecords(self.token or "")
 
     def leave(self) -> None:
         """Hand over the requests that may migrate: each is answered with the tokens that it has."""

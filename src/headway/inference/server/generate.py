@@ -25,6 +25,7 @@ from headway.core.protocol import (
 )
 from headway.inference.engine import Choice, LeavingError, Result, TopLogprobs
 from headway.inference.server.context import ServerContext, context_of
+from headway.inference.server.handover import cut_short, ending_of, hands_over, take_over, ticket_for
 from headway.inference.server.requests import check_request, read_prompt_body
 from headway.inference.server.responses import EventStream, FrameStream, json_response
 
@@ -41,12 +42,16 @@ async def generate(http: web.Request) -> web.StreamResponse:
     context = context_of(http)
     if context.leaving:
         raise LeavingError("the server is stopping; send the request to another one")
+    await take_over(context, request, engine)
+    if handed_over := hands_over(context, request, engine):
+        cut_short(request)
     with in_flight(context, request):
         if request.stream:
-            return await _stream(http, request)
+            return await _stream(http, request, handed_over)
         result = await engine.generate(request)
     for choice in result.choices:
-        choice.finish_reason = context.name_ending(choice.finish_reason)
+        choice.finish_reason = ending_of(context, choice.finish_reason, handed_over=handed_over)
+    result.kv_ticket = ticket_for(context, result.choices[0].finish_reason, handed_over=handed_over)
     if MSGPACK not in http.headers.get("Accept", ""):
         return json_response(_response(request, result, packed=False))
     sizes = [0 if choice.experts is None else choice.experts.nbytes for choice in result.choices]
@@ -77,22 +82,24 @@ def _binary_response(request: GenerateRequest, result: Result) -> web.Response:
     return web.Response(body=msgspec.msgpack.encode(response), content_type=MSGPACK)
 
 
-async def _stream(http: web.Request, request: GenerateRequest) -> web.StreamResponse:
+async def _stream(http: web.Request, request: GenerateRequest, handed_over: bool) -> web.StreamResponse:
     wants = request.sampling_params.logprobs is not None
     context, binary = context_of(http), FRAMES in http.headers.get("Accept", "")
     async with FrameStream(http) if binary else EventStream(http) as events:
         async for chunk in context.engine.stream(request):
             logprobs = _logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if wants else None
+            reason = chunk.finish_reason and ending_of(context, chunk.finish_reason, handed_over=handed_over)
             choice = GenerateChunkChoice(
                 chunk.index,
                 chunk.token_ids,
-                None if chunk.finish_reason is None else context.name_ending(chunk.finish_reason),
+                reason,
                 logprobs,
                 chunk.versions if binary or chunk.finish_reason else [],
             )
             if chunk.experts is not None:
                 choice.routed_experts = _experts(chunk.experts, request, packed=True)
-            await events.send(GenerateChunk(request.request_id or "", [choice], request.model))
+            ticket = ticket_for(context, reason, handed_over=handed_over)
+            await events.send(GenerateChunk(request.request_id or "", [choice], request.model, kv_ticket=ticket))
     return events.response
 
 
@@ -107,6 +114,7 @@ def _response(request: GenerateRequest, result: Result, *, packed: bool) -> Gene
         model=request.model,
         prompt_token_ids=request.token_ids,
         prompt_logprobs=None if scores is None else [_prompt_logprob(score) for score in scores],
+        kv_ticket=result.kv_ticket,
     )
 
 

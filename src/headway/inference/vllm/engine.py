@@ -9,7 +9,14 @@ from typing import Any
 
 from headway.core.errors import HeadwayError
 from headway.core.openai import RequestError, new_id
-from headway.core.protocol import EngineState, GenerateRequest, SamplingParams, WeightState, WeightUpdate
+from headway.core.protocol import (
+    EngineState,
+    GenerateRequest,
+    SamplingParams,
+    WeightState,
+    WeightUpdate,
+    chunk_tokens,
+)
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, LoadingError, Mode, Result
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
@@ -100,7 +107,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
                     for part in output.outputs:
                         chunk = active.chunk(part)
                         chunk = held.pop(part.index).followed_by(chunk) if part.index in held else chunk
-                        if chunk.finish_reason or len(chunk.token_ids) >= request.stream_interval:
+                        sent = sum(count for _, count in chunk.versions) - len(chunk.token_ids)
+                        if chunk.finish_reason or len(chunk.token_ids) >= chunk_tokens(request.stream_interval, sent):
                             yield chunk
                         else:
                             held[part.index] = chunk

@@ -54,7 +54,7 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     limits = internals.read_limits(llm, settings.inference.max_waiting)
     return VllmEngine(
         llm,
-        Stager(shapes),
+        Stager(shapes, settings.tls),
         LoadedAdapters(enabled=limits.adapters, lora=settings.model.lora),
         stats,
         limits,

@@ -3,17 +3,16 @@
 import logging
 import os
 from collections.abc import Iterator
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from headway.core.files import write_atomic
+from headway.inference.handover.records import BlockRecords
 
 logger = logging.getLogger(__name__)
 
-_DIGEST = 32
 _LOOK_EVERY = 64
 """Writes after which the folder's size is looked at again: other engines write to it, too."""
 _ROOM = 0.9
@@ -30,7 +29,7 @@ class BlockFiles:
 
     def __init__(self, folder: Path, max_bytes: int, secret: str = "") -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        self._key = blake2b(secret.encode(), digest_size=_DIGEST).digest()
+        self._records = BlockRecords(secret)
         self._writes = 0
         self._failed = False
 
@@ -40,7 +39,7 @@ class BlockFiles:
             return
         data = content.numpy().tobytes()
         try:
-            write_atomic(path, self._digest(name, data) + data, durable=False)
+            write_atomic(path, self._records.seal(name, data), durable=False)
             if self._writes % _LOOK_EVERY == 0:
                 self._prune()
             self._writes += 1
@@ -57,14 +56,11 @@ class BlockFiles:
             os.utime(path)
         except OSError:
             return None
-        content = data[_DIGEST:]
-        if len(content) != size or data[:_DIGEST] != self._digest(name, content):
+        content = self._records.open(name, data)
+        if content is None or len(content) != size:
             logger.warning("%s is damaged or of another engine and is not used; remove it", path)
             return None
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-    def _digest(self, name: bytes, content: bytes) -> bytes:
-        return blake2b(name + content, digest_size=_DIGEST, key=self._key).digest()
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()

@@ -4,10 +4,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from headway.inference.embedded.running.block_files import BlockFiles
-from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.running.block_rows import BlockRows
 
 
 class HostTier:
@@ -15,19 +14,12 @@ class HostTier:
 
     On a GPU the memory is pinned, and copies run in the stream of the steps: a block is saved before the next step
     writes to it, and is back before the next step reads it. `files`, where given, get what is saved here and are asked
-    for what is not. `extra` are more tensors with one row per slot (the routed experts of a token).
+    for what is not.
     """
 
-    def __init__(
-        self, store: KvStore, num_blocks: int, *, extra: Sequence[Tensor] = (), files: BlockFiles | None = None
-    ) -> None:
-        tensors = [tensor for tensor in [*store.tensors, *extra] if tensor.numel()]
-        self._blocks = [tensor.view(store.num_blocks, -1).view(torch.uint8) for tensor in tensors]
-        self._sizes = [tensor.shape[1] for tensor in self._blocks]
-        self._device = store.device
-        self._memory = torch.empty(
-            (num_blocks, sum(self._sizes)), dtype=torch.uint8, pin_memory=store.device.type == "cuda"
-        )
+    def __init__(self, rows: BlockRows, num_blocks: int, *, files: BlockFiles | None = None) -> None:
+        self._rows = rows
+        self._memory = torch.empty((num_blocks, rows.size), dtype=torch.uint8, pin_memory=rows.device.type == "cuda")
         self._files = files
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_blocks))
@@ -52,11 +44,8 @@ class HostTier:
 
     def restore(self, names: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy blocks back, `names[i]` into `blocks[i]`. All of them were counted as held just before."""
-        rows = torch.tensor([self._slots[name] for name in names])
-        content = self._memory[rows].to(self._device, non_blocking=True)
-        places = torch.tensor(blocks, device=self._device)
-        for tensor, part in zip(self._blocks, torch.split(content, self._sizes, dim=1), strict=True):
-            tensor.index_copy_(0, places, part)
+        slots = torch.tensor([self._slots[name] for name in names])
+        self._rows.write(blocks, self._memory[slots])
 
     def save(self, evicted: Sequence[tuple[bytes, int]], keep: frozenset[bytes] = frozenset()) -> None:
         """Copy blocks (hash, block) that are about to be overwritten. Those called `keep` are not given up for them."""
@@ -64,8 +53,7 @@ class HostTier:
         placed = [(name, block, slot) for name, block in new if (slot := self._take_slot(keep)) is not None]
         if not placed:
             return
-        places = torch.tensor([block for _, block, _ in placed], device=self._device)
-        content = torch.cat([tensor.index_select(0, places) for tensor in self._blocks], dim=1)
+        content = self._rows.read([block for _, block, _ in placed])
         for (name, _, slot), row in zip(placed, content, strict=True):
             self._memory[slot].copy_(row, non_blocking=True)
             self._slots[name] = slot

@@ -99,12 +99,29 @@ class BlockCache:
         """Return the hashes of blocks after those of `hashes` that the lower tier holds; `restore` brings them back."""
         if self.tier is None:
             return []
-        parent, size = hashes[-1] if hashes else root, self.block_size
-        names = []
-        for start in range(len(hashes) * size, len(token_ids) - size, size):
-            parent = chain_hash(parent, token_ids[start : start + size])
-            names.append(parent)
+        names = self._names_after(token_ids, root, hashes)
         return names[: self.tier.count_held(names)]
+
+    def missing(self, token_ids: Sequence[int], root: bytes) -> list[bytes]:
+        """Return the hashes of a prompt's blocks from the first on that is not here."""
+        return self._names_after(token_ids, root, self.match(token_ids, root)[1])
+
+    def find(self, names: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the hashes at the start of `names` that are here."""
+        blocks = []
+        for name in names:
+            if (block := self._block_of.get(name)) is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def adopt(self, names: Sequence[bytes]) -> list[int]:
+        """Allocate blocks for content that comes from elsewhere, as many as are free, and make them findable. The
+        caller fills and releases them."""
+        blocks = self.take(min(len(names), self.free_blocks))
+        for block, name in zip(blocks, names, strict=False):
+            self.register(block, name)
+        return blocks
 
     def restore(self, names: Sequence[bytes]) -> list[int]:
         """Allocate blocks for `names`, which `match_below` returned, and fill them from the lower tier."""
@@ -155,6 +172,15 @@ class BlockCache:
             self.tier.forget_all()
         self._block_of.clear()
         self._hash_of = [None] * self.num_blocks
+
+    def _names_after(self, token_ids: Sequence[int], root: bytes, hashes: Sequence[bytes]) -> list[bytes]:
+        """Hash the blocks after those of `hashes`, up to the last token."""
+        parent, size = hashes[-1] if hashes else root, self.block_size
+        names = []
+        for start in range(len(hashes) * size, len(token_ids) - size, size):
+            parent = chain_hash(parent, token_ids[start : start + size])
+            names.append(parent)
+        return names
 
     def _forget(self, block: int) -> None:
         name = self._hash_of[block]

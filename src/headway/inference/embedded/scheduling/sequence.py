@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.protocol import FinishReason, SamplingParams
+from headway.core.protocol import FinishReason, SamplingParams, chunk_tokens
 from headway.inference.engine import TopLogprobs
 
 
@@ -72,6 +72,11 @@ class Sequence:
     @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def chunk_is_due(self) -> bool:
+        """Tell if a streamed sequence has as many new tokens as are sent at a time."""
+        return self.streamed and self.output_len - self.emitted >= chunk_tokens(self.stream_interval, self.emitted)
 
     @property
     def finished(self) -> bool:
