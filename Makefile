@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # An open range would take the newest torch, with gigabytes of CUDA packages; so it is pinned and comes first.
 TORCH := torch==2.13.0
+# Options of pip for torch alone, such as the index of its CPU builds: see docs/installation.md.
+TORCH_OPTIONS ?=
 # Built for another torch, these make `import transformers` fail; nothing here needs them.
 TRAPS := torchvision torchaudio torchcodec
 
@@ -50,7 +52,7 @@ setup-dev: $(VENV)/.ready-dev
 # The stamps carry what was installed, so that only a change of dependencies installs again.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'Installing Headway into $(VENV) (a few minutes the first time)'
-	$(PIP) install $(TORCH)
+	$(PIP) install $(TORCH_OPTIONS) $(TORCH)
 	$(PIP) install --constraint constraints.txt --editable '.[plot]'
 	@$(PIP) uninstall --yes $(TRAPS) 2>/dev/null
 	@touch $@

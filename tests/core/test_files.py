@@ -1,5 +1,6 @@
 """Files appear whole or not at all, even when the writer is killed."""
 
+import os
 import random
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.files import atomic_directory, write_atomic
+from headway.core.files import atomic_directory, reserve, write_atomic
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter, read_metrics
 
@@ -88,3 +89,14 @@ def test_a_folder_whose_filling_fails_never_appears(tmp_path: Path) -> None:
         (folder / "file").write_text("x")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_gets_its_size_where_the_system_cannot_reserve_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 2 * 2**20 + 5
+    for name in ("reserved", "written"):
+        with (tmp_path / name).open("w+b") as file:
+            reserve(file, size)
+        assert (tmp_path / name).read_bytes() == bytes(size)
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)

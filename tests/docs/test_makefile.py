@@ -57,6 +57,13 @@ def test_only_a_change_of_dependencies_installs_again(clone: Path) -> None:
     assert "pip" in make(clone, "--dry-run", "setup", "setup-dev").stdout
 
 
+def test_options_of_pip_reach_torch_alone(clone: Path) -> None:
+    lines = make(clone, "--dry-run", "setup", "TORCH_OPTIONS=--index-url cpu").stdout.splitlines()
+    assert [line.partition(" install ")[2] for line in lines if "--index-url cpu" in line] == [
+        "--index-url cpu torch==2.13.0"
+    ]
+
+
 def test_help_names_every_target_a_newcomer_needs(clone: Path) -> None:
     text = make(clone).stdout
     for target in ("quickstart", "test", "test-slow", "lint", "bench", "clean"):

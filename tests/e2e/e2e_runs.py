@@ -16,6 +16,12 @@ import psutil
 from headway.core.runs import RunPaths
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+LOTTERY = (
+    *("--model.path", "tiny", "--seq_len", "128", "--trainer.optim.lr", "1e-5"),
+    *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4", "--orchestrator.sampling.max_tokens", "8"),
+    *("--orchestrator.envs", f'[{{id = "{Path(__file__).with_name("lottery.py")}:Lottery", name = "lottery"}}]'),
+)
+"""Flags of a run whose untrained model has a training signal: replies win by chance."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+_CHUNK = 1 << 20
 
 
 def write_atomic(path: Path, data: bytes | str, *, durable: bool = True) -> None:
@@ -55,6 +58,19 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     sync_directory(path.parent)
+
+
+def reserve(file: IO[bytes], size: int) -> None:
+    """Give an empty file its size and its place on the disk. Raises OSError where the disk is full.
+
+    Otherwise a full disk shows only when mapped memory of the file is written to, by a signal that ends the process.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+        return
+    for start in range(0, size, _CHUNK):  # as on macOS
+        file.write(bytes(min(_CHUNK, size - start)))
+    file.flush()
 
 
 def sync_directory(path: Path) -> None:

@@ -44,10 +44,7 @@ def die_with_parent(parent: int | None = None) -> None:
     `parent` is the id that the parent told: if it is gone already, this process ends at once.
     """
     parent = os.getppid() if parent is None else parent
-    if sys.platform == "linux":
-        import ctypes  # here, because few commands need it
-
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _ask_kernel_for_signal():
         if os.getppid() != parent:
             os._exit(1)
     else:
@@ -132,6 +129,17 @@ def _number(name: str, file: Path, default: int) -> int:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _ask_kernel_for_signal() -> bool:
+    """Ask to be killed when the parent ends. Only Linux can; returns False elsewhere."""
+    import ctypes  # here, because few commands need it
+
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except AttributeError:
+        return False
+    return True
 
 
 def _in_background(wait: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import resource
+import sys
 import time
 
 import torch
@@ -108,4 +109,5 @@ def peak_memory(device: torch.device) -> float:
         peak = float(torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+    peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others kilobytes

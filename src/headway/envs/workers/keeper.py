@@ -24,7 +24,7 @@ _PASSES = 50
 def owner_mark() -> str:
     """Return the mark of this process's workers. The first call starts the keeper."""
     mark = uuid.uuid4().hex
-    if sys.platform == "linux":
+    if Path("/proc/self/environ").exists():
         ours = subprocess.PIPE
         command = [sys.executable, "-S", "-E", __file__, mark]
         keeper = subprocess.Popen(command, stdin=ours, stdout=subprocess.DEVNULL, start_new_session=True)

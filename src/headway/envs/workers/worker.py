@@ -145,11 +145,17 @@ async def _main(pool: socket.socket) -> None:
     os._exit(0)  # tasks and threads that hang must not keep the process
 
 
+def _limit_memory(limit: int) -> None:
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    except (OSError, ValueError) as error:  # macOS has no such limit
+        print(f"the memory of this worker is not limited, as this system cannot: {error}", file=sys.stderr)
+
+
 def main(argv: list[str]) -> None:
     die_with_parent()  # even while the event loop hangs
     if len(argv) > 1:
-        limit = int(argv[1])
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        _limit_memory(int(argv[1]))
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the pool, which stops its workers
     asyncio.run(_main(socket.socket(fileno=int(argv[0]))))

@@ -48,7 +48,7 @@ def _gpus() -> Iterator[Finding]:
                 "gpu", "warning", text, "run `nvidia-smi` to see why; in a container, start it with --gpus all"
             )
         else:
-            yield Finding("gpu", "note", "no NVIDIA device: everything runs on the CPU")
+            yield _no_gpu(cuda)
         return
     for name, memory, _ in gpus:
         yield Finding("gpu", "ok", f"{name}, {int(memory) / 1024:.0f} GiB")
@@ -60,6 +60,14 @@ def _gpus() -> Iterator[Finding]:
         oldest = OLDEST_DRIVER[int(cuda.split(".")[0])]
         text = f"driver {driver} is too old for torch's CUDA {cuda}"
         yield Finding("gpu", "problem", text, f"install NVIDIA driver {oldest} or newer, or a torch for an older CUDA")
+
+
+def _no_gpu(cuda: str | None) -> Finding:
+    text = "no NVIDIA device: everything runs on the CPU"
+    if cuda is None:
+        return Finding("gpu", "note", text)
+    remedy = "a CPU build of torch saves several GB: TORCH_OPTIONS in docs/installation.md"
+    return Finding("gpu", "note", f"{text}, and torch brought CUDA {cuda} in vain", remedy)
 
 
 def check_resources(output_dir: Path, port: int) -> Iterator[Finding]:
@@ -98,9 +106,11 @@ def _disk(what: str, folder: Path, needed: int, setting: str) -> Finding:
 
 def _shared_memory() -> Finding:
     folder = Path("/dev/shm")
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not folder.is_dir():
+        return Finding("shared memory", "note", "no /dev/shm here: weights are shared by mapped temporary files")
+    if not os.access(folder, os.W_OK):
         remedy = 'mount a tmpfs there, or keep weights.type = "filesystem"'
-        return Finding("shared memory", "warning", "/dev/shm is missing or not writable", remedy)
+        return Finding("shared memory", "warning", "/dev/shm is not writable", remedy)
     free = shutil.disk_usage(folder).free
     text = f"{free / GIB:.1f} GiB free in /dev/shm"
     if free < GIB:

@@ -49,7 +49,7 @@ class Cgroups:
     def __init__(self, root: Path = ROOT, own: str | None = None) -> None:
         self._parents: tuple[Path, ...] = ()
         self.problem: str | None = None
-        lines = (own if own is not None else Path("/proc/self/cgroup").read_text()).splitlines()
+        lines = (own if own is not None else _own_groups()).splitlines()
         paths = {kind: path for _, kinds, path in (line.split(":", 2) for line in lines) for kind in kinds.split(",")}
         if all((root / kind).is_dir() and kind in paths for kind in _V1):
             self._parents = tuple(root / kind / paths[kind].lstrip("/") for kind in _V1)
@@ -89,3 +89,10 @@ class Cgroups:
         except OSError as error:
             return f"{parent} hands no controllers down ({error.strerror})"
         return None
+
+
+def _own_groups() -> str:
+    try:
+        return Path("/proc/self/cgroup").read_text()
+    except OSError:  # not Linux
+        return ""

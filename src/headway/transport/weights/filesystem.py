@@ -2,7 +2,6 @@
 
 import logging
 import mmap
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from headway.config.shared import FilesystemWeights
 from headway.core.errors import HeadwayError
-from headway.core.files import sync_directory, write_atomic
+from headway.core.files import reserve, sync_directory, write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announcements import announce, withdraw
@@ -187,7 +186,7 @@ def tensor_file(path: Path, shards: Iterable[Shard]) -> Iterator[dict[str, Tenso
     header, ranges = _header(ordered)
     size = len(header) + sum(shard.nbytes for shard in ordered)
     with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
+        reserve(file, size)
         memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     memory[: len(header)] = header
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headway.core.errors import HeadwayError
+from headway.core.files import reserve
 
 _NAME = re.compile(r"(?P<prefix>headway-.+-(?P<namespace>\d+)-(?P<pid>\d+))(-b\d+-.+|-wanted)?")
 
@@ -39,9 +40,7 @@ def create_segment(path: Path, size: int) -> Tensor:
     path.touch(mode=0o600)
     try:
         with path.open("r+b") as file:
-            # Otherwise a full folder would show only when it is written to, as a signal that ends the process.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
+            reserve(file, size)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise HeadwayError(
