@@ -130,7 +130,16 @@ def test_no_run_folder_is_left_on_a_full_disk(small_disk: Path) -> None:
 
 def test_a_read_only_output_folder_is_one_line(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "ro") as folder:
-        command = [sys.executable, "-m", "headway.cli.main", "rl", "--run.output_dir", str(folder), "--run.name", "a"]
+        command = [
+            sys.executable,
+            "-m",
+            "headway.cli.main",
+            "train",
+            "--run.output_dir",
+            str(folder),
+            "--run.name",
+            "a",
+        ]
         done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr == (

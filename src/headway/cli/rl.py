@@ -1,5 +1,6 @@
 """`headway rl`: a whole run on this machine."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
-  --dry-run         write the resolved settings of every process and exit; with --deployment.type slurm, kubernetes or
-                    ray, print the job, the manifests or the plan
+  --dry-run         start nothing: check model, tokenizer, environments and losses, write the resolved settings of every
+                    process and exit; with --deployment.type slurm, kubernetes or ray, print the job, the manifests or
+                    the plan
   --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
   --from RUN@STEP   start a new run from a checkpoint of another one
   --only ROLES      start only these here, of inference, orchestrator and trainer, with commas between; the others join
@@ -42,11 +44,12 @@ def run(argv: list[str]) -> int:
     from headway.config.commands import write_process_settings
     from headway.config.loader import load_settings
     from headway.config.rl import RlSettings
+    from headway.launch.checks import check_parts, check_start, warnings
     from headway.launch.fork import fork_run, parse_checkpoint
     from headway.launch.hosts import parse_roles, with_network_transports
     from headway.launch.rl import run_rl
     from headway.monitor.dry_run import with_absolute_paths, write_dry_run
-    from headway.monitor.runs import create_run, open_run
+    from headway.monitor.runs import create_run, discard_run, open_run
 
     parser = OptionParser("rl", dash=False, resume=Path, only=str)
     parser.add_argument("--from", dest="parent")
@@ -68,6 +71,10 @@ def run(argv: list[str]) -> int:
     resolved = replace(resolved, settings=with_network_transports(resolved.settings, resolved.origins, host))
     if elsewhere:
         return _deploy(resolved, options.resume)
+    if resolved.dry_run:
+        print(*(f"checked: {line}" for line in check_parts(resolved.settings)), sep="\n", file=sys.stderr)
+    else:
+        check_start(resolved.settings)  # before there is a folder, so that the run's name stays free
     if resolved.dry_run and not options.resume:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0
@@ -76,13 +83,20 @@ def run(argv: list[str]) -> int:
     if resolved.dry_run:
         print(*write_process_settings(settings, paths.config), sep="\n")
         return 0
+    if not options.resume and not options.parent:
+        print(*(f"warning: {line}" for line in warnings(settings)), sep="\n", file=sys.stderr)
     if options.parent:
         fork_run(origin, step, paths)
     if options.dash:
         from headway.monitor.dashboard import start_in_thread
 
         print(f"live dashboard: {start_in_thread(paths.root.parent)}")
-    return 0 if run_rl(settings, paths, roles=roles) else STOPPED
+    try:
+        return 0 if run_rl(settings, paths, roles=roles) else STOPPED
+    except UsageError:
+        if not options.resume:
+            discard_run(paths)
+        raise
 
 
 def _deploy(resolved: "Resolved[RlSettings]", resume: Path | None) -> int:

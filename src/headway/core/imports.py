@@ -1,5 +1,6 @@
 """Objects that settings name: by a path, `module:name` or `file.py:name`, or as an installed package calls them."""
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -65,17 +66,56 @@ def _installed_path(name: str, what: str, group: str) -> str:
     raise UsageError(f'{what} "{name}" is not known{hint} ({names}); or write module:name or file.py:name')
 
 
+def check_object(path: str, what: str) -> None:
+    """Raise UsageError where `load_object` certainly would, without running any code: no such file, module or name."""
+    place, _, name = path.rpartition(":")
+    if not place or not name:
+        raise UsageError(f'{what} "{path}" could not be imported: write module:name or file.py:name')
+    if not place.endswith(".py"):
+        _search_here()
+        if importlib.util.find_spec(place.partition(".")[0]) is None:
+            raise UsageError(f'{what} "{path}" could not be imported: there is no module {place.partition(".")[0]}')
+        return
+    file = Path(place).expanduser()
+    if not file.is_file():
+        raise UsageError(f'{what} "{path}" could not be imported: there is no file {file.absolute()}')
+    try:
+        names = _names_in(ast.parse(file.read_bytes()))
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f'{what} "{path}" could not be imported: {type(error).__name__}: {error}') from None
+    if name not in names and "*" not in names:
+        raise UsageError(f'{what} "{path}": {place} has no class or function {name}')
+
+
 def absolute_path(path: str) -> str:
     """Write out the folder in `file.py:name`, so that it holds from anywhere; `module:name` stays as it is."""
     place, _, name = path.rpartition(":")
     return f"{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else path
 
 
+def _names_in(tree: ast.Module) -> set[str]:
+    """Collect the names that a file may define; also those that it imports, where `*` stands for any."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.alias():
+                names.add(node.asname or node.name)
+    return names
+
+
 def _load_module(name: str) -> ModuleType:
+    _search_here()
+    return importlib.import_module(name)
+
+
+def _search_here() -> None:
     here = str(Path.cwd())
     if here not in sys.path:  # console scripts do not have the current folder on their path
         sys.path.insert(0, here)
-    return importlib.import_module(name)
 
 
 def _load_file(path: Path) -> ModuleType:

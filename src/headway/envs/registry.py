@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.core.errors import HeadwayError, UsageError
-from headway.core.imports import installed, load_object
+from headway.core.imports import check_object, installed, load_object
 from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.base import Environment
 from headway.envs.bundled import ENVIRONMENTS
@@ -34,11 +34,20 @@ def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment
 
 def find_factory(id: str) -> Callable[..., object]:
     """The class or function that builds the environment `id`. Raises HeadwayError with what to do about it."""
-    if ":" not in id:
-        known = known_environments()
-        if id not in known:
-            hint = did_you_mean(nearest(id, known), quote='"')
-            names = ", ".join(sorted(known)) or "none"
-            raise UsageError(f'no environment is called "{id}"{hint} (known: {names}; or module:Name, path.py:Name)')
-        id = known[id]
-    return load_object(id, "environment")  # type: ignore[no-any-return]  # callable, which is checked there
+    return load_object(_import_path(id), "environment")  # type: ignore[no-any-return]  # callable, checked there
+
+
+def check_environment(id: str) -> None:
+    """Raise UsageError where there certainly is no environment `id`, without running its code."""
+    check_object(_import_path(id), "environment")
+
+
+def _import_path(id: str) -> str:
+    if ":" in id:
+        return id
+    known = known_environments()
+    if id not in known:
+        hint = did_you_mean(nearest(id, known), quote='"')
+        names = ", ".join(sorted(known)) or "none"
+        raise UsageError(f'no environment is called "{id}"{hint} (known: {names}; or module:Name, path.py:Name)')
+    return known[id]

@@ -36,8 +36,6 @@ def run_rl(
 
     Only processes of these `roles` start here; others join from other hosts.
     """
-    if not settings.orchestrator.envs:
-        raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
     console = console or Console()
     # A host that neither trains nor serves needs no GPU.
     device = settings.placement.device if {"trainer", "inference"} & set(roles) else "cpu"

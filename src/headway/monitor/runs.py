@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 import uuid
@@ -54,6 +55,12 @@ def open_run(folder: Path) -> RunPaths:
         hint = f"; the latest runs there are {', '.join(known)}" if known else ""
         raise UsageError(f"{folder} is not a run folder{hint}")
     return paths
+
+
+def discard_run(paths: RunPaths) -> None:
+    """Remove the folder of a run that was refused before it recorded anything, so that its name is free again."""
+    if not any(file.stat().st_size for file in paths.metrics.glob("*.jsonl")):
+        shutil.rmtree(paths.root, ignore_errors=True)
 
 
 def join_run(run: RunSettings, command: str) -> RunPaths:

@@ -1,0 +1,92 @@
+"""Checks before a run: all that its settings name is there and fits together. They write nothing."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from headway.algorithms.base import Context
+from headway.config.rl import RlSettings
+from headway.config.trainer import CustomLoss
+from headway.core.errors import HeadwayError, UsageError
+from headway.core.imports import check_object
+from headway.envs.registry import check_environment
+from headway.models.registry import load_config
+from headway.models.tiny import BUILT_IN, resolve_model
+from headway.orchestrator.collect.filters import load_gates
+from headway.orchestrator.environments import WorkerPools
+from headway.rendering.load import load_renderer
+
+
+def check_start(settings: RlSettings) -> Path:
+    """Check what takes no time and runs no code of the user: model, tokenizer, names. Returns the model's folder.
+
+    Raises UsageError with what to write instead.
+    """
+    options = settings.orchestrator
+    if not options.envs:
+        raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
+    for env in [*options.envs, *options.eval.envs]:
+        check_environment(env.id)
+    for setting, path in _named_files(settings, ""):
+        check_object(path, setting)
+    model = resolve_model(settings.model.path, settings.model.family)
+    load_config(model, settings.model.implementation)
+    try:
+        load_renderer(model, settings.model.renderer)
+    except HeadwayError as error:
+        raise UsageError(str(error)) from None
+    return model
+
+
+def warnings(settings: RlSettings) -> Iterator[str]:
+    """Say what is allowed, and hardly meant."""
+    if settings.model.path in BUILT_IN:
+        yield (
+            f"model {settings.model.path!r} is built in and untrained: it writes random letters, and learns only from "
+            "rewards that those differ in; warm it up with `headway sft` for a task (docs/sft.md)"
+        )
+
+
+def check_parts(settings: RlSettings) -> list[str]:
+    """Load what a run would load: start every environment, import losses, gates, curricula and algorithms.
+
+    Returns a line about each. Raises HeadwayError with the first that fails.
+    """
+    model = check_start(settings)
+    family = load_config(model, settings.model.implementation).family
+    lines = [f"model {settings.model.path}: {family}, renderer {type(load_renderer(model)).__name__}"]
+    lines += asyncio.run(_start_environments(settings, model))
+    load_gates(settings.orchestrator.gates)
+    if isinstance(settings.trainer.loss, CustomLoss):
+        from headway.trainer.losses.registry import make_loss  # torch takes seconds
+
+        make_loss(settings.trainer.loss)
+    return [*lines, f"loss {getattr(settings.trainer.loss, 'path', settings.trainer.loss.type)}"]
+
+
+async def _start_environments(settings: RlSettings, model: Path) -> list[str]:
+    options, renderer = settings.orchestrator, settings.model.renderer
+    context = Context(list, lambda: load_renderer(model, renderer, settings.model.family))
+    async with AsyncExitStack() as stack:
+        pools = WorkerPools(stack, model, renderer, settings.model.family)
+        sources = await pools.sources(options, settings.seed, context)
+        for source in sources:
+            stack.push_async_callback(source.algorithm.close)
+        evals = await pools.eval_envs(options.eval.envs, options.sampling)
+        return [f"environment {env.name}: {len(env.tasks)} tasks" for env in [*sources, *evals]]
+
+
+def _named_files(value: Any, setting: str) -> Iterator[tuple[str, str]]:
+    """Yield the settings of the form `file.py:name`, with their names. Texts in free tables mean what they like."""
+    if isinstance(value, BaseModel):
+        for name in value.model_fields_set:
+            yield from _named_files(getattr(value, name), f"{setting}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _named_files(item, f"{setting}.{index}")
+    elif isinstance(value, str) and ".py:" in value:
+        yield setting, value

@@ -1,0 +1,103 @@
+"""A run that cannot work is refused before it has a folder, and `--dry-run` finds what only loading shows."""
+
+from pathlib import Path
+
+import pytest
+
+from headway.cli import main
+
+ENVIRONMENT = """
+from headway.envs.base import SingleTurn, Task, reward
+
+class Mine(SingleTurn):
+    def __init__(self, *, count=3):
+        self.count = count
+    def tasks(self):
+        return [Task(str(number), {}) for number in range(self.count)]
+    def prompt(self, task):
+        return "Hi"
+    @reward
+    def good(self, answer):
+        return 1.0
+"""
+LOSS = "def soft(inputs, *, beta=1.0): ...\n"
+MINE = '[{id = "mine.py:Mine"}]'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(ENVIRONMENT)
+    (tmp_path / "losses.py").write_text(LOSS)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "no environment to train on"),
+        (("--orchestrator.envs", '[{id = "revers-text"}]'), 'did you mean "reverse-text"'),
+        (("--orchestrator.envs", '[{id = "other.py:Mine"}]'), "there is no file"),
+        (("--orchestrator.envs", '[{id = "mine.py:Other"}]'), "has no class or function Other"),
+        (("--orchestrator.envs", '[{id = "broken.py:Mine"}]'), "SyntaxError"),
+        (("--orchestrator.envs", '[{id = "no_such_module:Mine"}]'), "there is no module no_such_module"),
+        (("--orchestrator.envs", MINE, "--model.path", "empty"), "neither a folder with a config.json"),
+        (("--orchestrator.envs", MINE, "--orchestrator.gates", '["gates.py:gate"]'), "orchestrator.gates.0"),
+        (
+            ("--orchestrator.envs", MINE, "--trainer.loss.type", "custom", "--trainer.loss.path", "losses.py:hard"),
+            'trainer.loss.path "losses.py:hard": losses.py has no class or function hard',
+        ),
+    ],
+)
+def test_a_mistake_in_the_settings_leaves_no_folder(
+    flags: tuple[str, ...], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["rl", *flags, "--run.name", "x"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "outputs").exists()
+
+
+def test_settings_that_this_machine_refuses_leave_no_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--orchestrator.envs", MINE, "--run.name", "x", "--placement.device", "cuda")
+    assert main.run(["rl", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "untrained" in error and "cuda" in error.lower()
+    assert not (folder / "outputs" / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--orchestrator.envs", '[{id = "mine.py:Mine", args = {count = 0}}]'), "has no tasks"),
+        (("--orchestrator.envs", '[{id = "mine.py:Mine", args = {cuont = 2}}]'), "cuont"),
+        (
+            (
+                *(
+                    "--orchestrator.envs",
+                    MINE,
+                    "--trainer.loss.type",
+                    "custom",
+                    "--trainer.loss.path",
+                    "losses.py:soft",
+                ),
+                *("--trainer.loss.args", "{betta = 2.0}"),
+            ),
+            "betta",
+        ),
+    ],
+)
+def test_a_dry_run_finds_what_only_loading_shows(
+    flags: tuple[str, ...], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["rl", *flags, "--run.name", "x", "--dry-run"]) in (1, 2, 3)
+    assert message in capsys.readouterr().err
+    assert not (folder / "outputs").exists()
+
+
+def test_a_dry_run_says_what_it_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["rl", "--orchestrator.envs", MINE, "--run.name", "x", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "checked: environment mine.py:Mine: 3 tasks" in said.err and "checked: model tiny: qwen3" in said.err
+    assert said.out.splitlines()[0].endswith("outputs/x/config/rl.toml")
