@@ -11,6 +11,7 @@ from headway.config.algorithms import Grpo
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings, FilterSettings, OrchestratorSettings
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, Task, Trace
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
+from headway.core.records import RolloutRecord
 from headway.orchestrator.collect.ready import ReadyGroup
 from headway.orchestrator.dispatch.curriculum import Shuffled
 from headway.orchestrator.dispatch.groups import OpenGroup
@@ -96,6 +97,7 @@ class World:
         self.violations: list[str] = []
         """Rules broken where raising would only look like one more failing environment."""
         self.rounds: list[Round] = []
+        self.untrained: dict[int, list[RolloutRecord]] = {}
         self.orchestrator: Orchestrator | None = None
 
     def announce(self, version: int) -> None:
@@ -138,6 +140,9 @@ class World:
         assert all(isinstance(value, float) for value in values.values())
         self.metrics.append(values)
         assert "reward/mean" in values or any(name.startswith("eval/") for name in values)
+
+    def log_untrained(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        self.untrained[step] = list(records)
 
     def log_evaluation(self, round_: Round) -> None:
         assert round_.unfinished == 0

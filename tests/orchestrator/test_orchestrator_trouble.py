@@ -10,7 +10,9 @@ from virtual_time import run_virtually
 
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest
 from headway.core.errors import HeadwayError
+from headway.core.records import RolloutRecord
 from headway.orchestrator.health import ENGINE_PATIENCE_SECONDS
+from headway.orchestrator.untrained import KEPT
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,7 @@ def plan() -> Plan:
 
 def run_with(change: Callable[[Episode], None], monkeypatch: pytest.MonkeyPatch, settings: Plan | None = None) -> World:
     """A run in which every finished episode is changed first."""
+    monkeypatch.setattr(World, "log_untrained", _remember_untrained)
     inner = SimWorkers._episode
 
     async def changed(self: SimWorkers, request: EpisodeRequest) -> Episode:
@@ -35,12 +38,28 @@ def run_with(change: Callable[[Episode], None], monkeypatch: pytest.MonkeyPatch,
     return run_virtually(live(settings or plan()))
 
 
+recorded: dict[int, list[RolloutRecord]] = {}
+"""What was recorded of the episodes that were not trained, by step."""
+
+
+def _remember_untrained(self: World, step: int, records: list[RolloutRecord]) -> None:
+    recorded[step] = records
+
+
+@pytest.fixture(autouse=True)
+def _nothing_recorded() -> None:
+    recorded.clear()
+
+
 def test_an_environment_that_always_fails_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(episode: Episode) -> None:
         episode.error = EpisodeError("environment", "KeyError: 'answer'")
 
     with pytest.raises(HeadwayError, match=r"(?s)100% of the last 256 episodes failed.*256 x environment: KeyError"):
         run_with(fail, monkeypatch)
+    assert [(record.cause, record.episode.error) for record in recorded[1]] == [
+        ("failed", EpisodeError("environment", "KeyError: 'answer'"))
+    ] * KEPT
 
 
 def test_rewards_that_never_differ_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +70,7 @@ def test_rewards_that_never_differ_stop_the_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Plan, "settings", _with_few_empty_batches(Plan.settings))
     with pytest.raises(HeadwayError, match="no group of the last 32 episodes"):
         run_with(flatten, monkeypatch, settings)
+    assert [(record.cause, record.reward) for record in recorded[1]] == [("zero_advantage", 1.0)] * KEPT
 
 
 def _with_few_empty_batches(inner: Callable[[Plan], object]) -> Callable[[Plan], object]:

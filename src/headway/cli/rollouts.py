@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from headway.core.episodes import Trace
     from headway.core.records import RolloutRecord
+    from headway.core.runs import RunPaths
 
 HELP = """\
 usage: headway rollouts show RUN [--step N] [--env NAME] [--min-reward R] [--max-reward R] [options]
@@ -26,6 +27,7 @@ Shows recorded episodes of a run: what was said, by whom, with rewards, advantag
   --min-reward R    only episodes with at least this reward
   --max-reward R    only episodes with at most this reward
   --group ID        only of this group (the first letters of its id are enough)
+  --untrained       episodes that failed or were dropped while the batch was collected (a few of each cause), with why
   -n N              episodes to show (4)
   --tokens          also show token ids, with the version that sampled them
   --json            print the records as JSON lines
@@ -42,18 +44,28 @@ def run(argv: list[str]) -> int:
 
     options = parse(argv)
     paths = open_run(options.run)
-    steps = recorded_steps(paths)
+    steps = recorded_steps(paths, untrained=options.untrained)
     if not steps:
-        raise UsageError(f"{options.run} has no recorded rollouts yet (orchestrator.record_rollouts writes them)")
+        raise UsageError(_nothing_recorded(paths, options))
     step = steps[-1] if options.step is None else options.step
     if step not in steps:
         raise UsageError(f"{options.run} has no record of step {step}; it has {steps[0]} to {steps[-1]}")
-    found = islice(matching(read_rollouts(paths, step), options), options.n)
+    found = islice(matching(read_rollouts(paths, step, untrained=options.untrained), options), options.n)
     return _print_json(found) if options.json else _print(found, step, options)
 
 
+def _nothing_recorded(paths: "RunPaths", options: Namespace) -> str:
+    from headway.core.records import recorded_steps
+
+    if options.untrained:
+        return f"{options.run}: no episode failed or was dropped so far"
+    if recorded_steps(paths, untrained=True):
+        return f"{options.run} has trained no batch yet; --untrained shows the episodes that failed or were dropped"
+    return f"{options.run} has no recorded rollouts yet (orchestrator.record_rollouts writes them)"
+
+
 def parse(argv: Sequence[str]) -> Namespace:
-    shown = {"n": 4, "tokens": False, "json": False}
+    shown = {"n": 4, "tokens": False, "json": False, "untrained": False}
     wanted = {"step": int, "env": str, "group": "", "min_reward": -math.inf, "max_reward": math.inf}
     parser = OptionParser("rollouts", **wanted, **shown)
     parser.add_argument("action", choices=("show",))
@@ -86,15 +98,30 @@ def _print(records: "Iterable[RolloutRecord]", step: int, options: Namespace) ->
     console, shown = Console(highlight=False), 0
     for record in records:
         shown += 1
-        advantages = ", ".join(f"{sample.advantage:+.3f}" for sample in record.samples) or "not trained"
-        body = Group(*(line for trace in record.episode.traces for line in trace_lines(trace, options)))
-        title = f"step {step}  {record.env}  reward {record.reward:.3f}  advantage {advantages}  lag {record.lag}"
+        body = Group(*error_lines(record), *(line for t in record.episode.traces for line in trace_lines(t, options)))
+        title = f"step {step}  {record.env}  reward {record.reward:.3f}  {_fate(record)}"
         seconds = "  ".join(f"{name} {value:.2f} s" for name, value in record.episode.timings.items())
         subtitle = f"task {record.episode.task.id}  group {record.group[:8]}  {seconds}"
         console.print(Panel(body, title=title, subtitle=subtitle, title_align="left"))
     if not shown:
         console.print(f"no episode of step {step} matches")
     return 0
+
+
+def _fate(record: "RolloutRecord") -> str:
+    if record.cause:
+        return f"not trained: {record.cause}"
+    advantages = ", ".join(f"{sample.advantage:+.3f}" for sample in record.samples) or "not trained"
+    return f"advantage {advantages}  lag {record.lag}"
+
+
+def error_lines(record: "RolloutRecord") -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    if error := record.episode.error:
+        yield Text(_printable(f"{error.kind}: {error.message}"), style="red")
+        if error.detail:
+            yield Text(_printable(error.detail), style="dim")
 
 
 def trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]":

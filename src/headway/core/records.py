@@ -54,7 +54,7 @@ class SampleRecord(msgspec.Struct):
 
 
 class RolloutRecord(msgspec.Struct):
-    """One episode of a trained batch, with its tokens, logprobs and versions as they were sampled."""
+    """One episode, trained or dropped, with its tokens, logprobs and versions as they were sampled."""
 
     step: int
     env: str
@@ -63,6 +63,8 @@ class RolloutRecord(msgspec.Struct):
     episode: Episode
     lag: int = 0
     samples: list[SampleRecord] = msgspec.field(default_factory=list)
+    cause: str = ""
+    """Why it was not trained, such as `failed` or `zero_advantage`; empty for episodes of the batch."""
 
     def find_sample(self, trace: int, leaf: int) -> SampleRecord | None:
         """Return what was trained of a branch; None for nothing."""
@@ -81,13 +83,22 @@ def without_experts(episode: Episode) -> Episode:
 
 def write_rollouts(paths: RunPaths, step: int, records: Iterable[RolloutRecord]) -> None:
     """Write the records of batch `step`. They appear whole, and replace those of an earlier attempt."""
+    _write_records(paths.rollout_records(step), records)
+
+
+def write_untrained(paths: RunPaths, step: int, records: Iterable[RolloutRecord]) -> None:
+    """Write the sample of episodes that failed or were dropped while batch `step` was collected."""
+    _write_records(paths.untrained_records(step), records)
+
+
+def _write_records(path: Path, records: Iterable[RolloutRecord]) -> None:
     lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-    write_atomic(paths.rollout_records(step), gzip.compress(lines, compresslevel=3, mtime=0))
+    write_atomic(path, gzip.compress(lines, compresslevel=3, mtime=0))
 
 
-def read_rollouts(paths: RunPaths, step: int) -> Iterator[RolloutRecord]:
-    """Read the records of batch `step`. Raises UsageError when there are none, or they are damaged."""
-    path = paths.rollout_records(step)
+def read_rollouts(paths: RunPaths, step: int, *, untrained: bool = False) -> Iterator[RolloutRecord]:
+    """Read the records of batch `step`, or of what was dropped meanwhile. Raises UsageError when there are none."""
+    path = paths.untrained_records(step) if untrained else paths.rollout_records(step)
     try:
         with gzip.open(path, "rb") as file:
             for line in file:
@@ -114,8 +125,9 @@ def rollout_step(name: str) -> int | None:
     return int(match[1]) if match and int(match[1]) < 2**31 else None
 
 
-def recorded_steps(paths: RunPaths) -> list[int]:
-    found = (rollout_step(file.name) for file in paths.rollouts.glob("*.gz"))
+def recorded_steps(paths: RunPaths, *, untrained: bool = False) -> list[int]:
+    folder = paths.untrained if untrained else paths.rollouts
+    found = (rollout_step(file.name) for file in folder.glob("*.gz"))
     return sorted(step for step in found if step is not None)
 
 

@@ -35,6 +35,8 @@ class RunPaths:
     """Batches on their way to the trainer. The orchestrator removes what two complete checkpoints cover."""
     rollouts = _Under("rollouts")
     """Records of trained episodes, for people."""
+    untrained = _Under("untrained")
+    """Records of some episodes that failed or were dropped, with the cause, for people."""
     logprobs = _Under("logprobs")
     """Records of the trainer's logprobs of sampled tokens, for people."""
     checkpoints = _Under("checkpoints")
@@ -50,6 +52,9 @@ class RunPaths:
 
     def rollout_records(self, step: int) -> Path:
         return self.rollouts / f"step_{step:06d}.jsonl.gz"
+
+    def untrained_records(self, step: int) -> Path:
+        return self.untrained / f"step_{step:06d}.jsonl.gz"
 
     def trained_logprobs(self, step: int, rank: int) -> Path:
         return self.logprobs / f"step_{step:06d}_rank_{rank:03d}.msgpack"

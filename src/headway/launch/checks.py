@@ -77,7 +77,8 @@ async def _start_environments(settings: RlSettings, model: Path) -> list[str]:
         for source in sources:
             stack.push_async_callback(source.algorithm.close)
         evals = await pools.eval_envs(options.eval.envs, options.sampling)
-        return [f"environment {env.name}: {len(env.tasks)} tasks" for env in [*sources, *evals]]
+        found = [(source.name, source.tasks) for source in sources] + [(env.name, env.tasks) for env in evals]
+        return [f"environment {name}: {len(tasks)} tasks" for name, tasks in found]
 
 
 def _named_files(value: Any, setting: str) -> Iterator[tuple[str, str]]:

@@ -55,7 +55,8 @@ class Health:
             reasons = "\n".join(f"  {count} x {reason}" for reason, count in common)
             self._fail(
                 f"{share:.0%} of the last {WINDOW} episodes failed; fix the environment (or raise "
-                f"orchestrator.max_error_share) and continue with --resume\n{reasons}"
+                "orchestrator.max_error_share) and continue with --resume; `headway rollouts show RUN --untrained` "
+                f"shows some of them\n{reasons}"
             )
 
     def _engine_failed(self, message: str) -> None:
@@ -74,7 +75,7 @@ class Health:
             self._fail(
                 f"no group of the last {self.empty_episodes} episodes ({self._max_empty_batches} batches' worth) had "
                 "any training signal: the tasks are all too hard or too easy for this model, or the reward is "
-                "constant; look at `headway rollouts show`, or raise orchestrator.max_empty_batches"
+                "constant; look at `headway rollouts show RUN --untrained`, or raise orchestrator.max_empty_batches"
             )
 
     def reference_failed(self, message: str) -> None:

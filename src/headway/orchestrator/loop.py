@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from headway.config.orchestrator import OrchestratorSettings
+from headway.core.records import RolloutRecord
 from headway.orchestrator.collect.collector import Collector
 from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.dispatch import concurrency
@@ -36,9 +37,11 @@ class RunFleet(EngineRouter, Protocol):
 
 
 class MetricsRecorder(Protocol):
-    """Takes the metrics of a step."""
+    """Takes the metrics of a step, and a sample of the episodes that were not trained meanwhile."""
 
     def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def log_untrained(self, step: int, records: Sequence[RolloutRecord]) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class Orchestrator:
         finally:
             await self.dispatcher.close()
             await self.collector.close()
+            self._record_untrained()
 
     async def _train(self) -> None:
         last = self.admission.limits.max_steps
@@ -145,14 +149,20 @@ class Orchestrator:
             "version": float(self.updater.newest_version),
             **self.worker_metrics(),
         }
+        self._record_untrained()
         self.tally.reset()
         self._step_began = now
         return values
+
+    def _record_untrained(self) -> None:
+        if self.tally.untrained.changed:
+            self.recorder.log_untrained(self.admission.step, self.tally.untrained.records(self.admission.step))
 
     def _drop_stale(self) -> None:
         step, max_lag = self.admission.step, self.admission.limits.max_lag
         for stale in self.ready.sweep(step, max_lag):
             self.tally.dropped["stale"] += stale.episodes
+            self.tally.untrained.add("stale", stale.group.env, (rollout.episode for rollout in stale.group.rollouts))
         self.dispatcher.cancel(self.training.cancel_hopeless(step, max_lag))
 
     async def _update_weights(self) -> None:
@@ -169,6 +179,7 @@ class Orchestrator:
         while True:
             await asyncio.sleep(STEER_SECONDS)
             self.tally.in_flight.append(self.dispatcher.in_flight)
+            self._record_untrained()  # now, and not with the batch: there may never be one
             load = self.fleet.load(self.dispatcher.in_flight, self.dispatcher.finished)
             if load is None:
                 self._log_waiting()

@@ -20,6 +20,7 @@ from headway.core.control import RunControl
 from headway.core.errors import UsageError
 from headway.core.packing import Cost
 from headway.core.protocol import WeightUpdate
+from headway.core.records import RolloutRecord, write_untrained
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter
 from headway.monitor.sinks import make_sinks
@@ -61,6 +62,9 @@ class RunRecorder:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._metrics.log(step, values)
+
+    def log_untrained(self, step: int, records: Sequence[RolloutRecord]) -> None:
+        write_untrained(self._paths, step, records)
 
     def log_evaluation(self, round_: Round) -> None:
         summary = round_.summary()

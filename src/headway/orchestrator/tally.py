@@ -9,6 +9,7 @@ from headway.algorithms.base import Group
 from headway.core.episodes import Episode, Trace
 from headway.core.protocol import WeightReply
 from headway.orchestrator.collect.ready import ReadyGroup
+from headway.orchestrator.untrained import UntrainedEpisodes
 
 PASSED = 1.0 - 1e-6
 """Reward from which on an episode counts as solved."""
@@ -44,11 +45,14 @@ class StepTally:
         self.reward_parts: defaultdict[str, list[float]] = defaultdict(list)
         self.env_metrics: defaultdict[str, list[float]] = defaultdict(list)
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.untrained = UntrainedEpisodes()
 
     def saw_episode(self, episode: Episode) -> None:
         self.episodes += 1
         if episode.error is not None:
             self.errors[episode.error.kind] += 1
+            if episode.error.kind != "cancelled":
+                self.untrained.add("failed", episode.env, [episode])
         for name, seconds in episode.timings.items():
             self.seconds[name].append(seconds)
         for trace in episode.traces:
@@ -70,6 +74,11 @@ class StepTally:
                     self.reward_parts[f"{group.env}/{name}"].append(value)
                 for name, value in trace.metrics.items():
                     self.env_metrics[f"{group.env}/{name}"].append(value)
+
+    def saw_dropped(self, cause: str, group: Group) -> None:
+        """Count a whole group that is not trained."""
+        self.dropped[cause] += len(group.rollouts)
+        self.untrained.add(cause, group.env, [rollout.episode for rollout in group.rollouts])
 
     def mean_in_flight(self, now: int) -> float:
         return float(np.mean([*self.in_flight, now]))

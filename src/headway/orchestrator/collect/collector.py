@@ -92,7 +92,7 @@ class Collector:
             await source.algorithm.query_references(group)
         except HeadwayError as error:
             logger.warning("a group of %s is dropped, as its reference model failed: %s", settled.env, error)
-            self.tally.dropped["reference"] += len(rollouts)
+            self.tally.saw_dropped("reference", group)
             self._health.reference_failed(str(error))
             return
         source.algorithm.score(group)
@@ -101,7 +101,7 @@ class Collector:
         self._health.saw_group(len(rollouts), useful=verdict.cause != "zero_advantage")
         self._learn_share(0 if verdict.cause else verdict.episodes, settled.size)
         if verdict.cause is not None:
-            self.tally.dropped[verdict.cause] += len(rollouts)
+            self.tally.saw_dropped(verdict.cause, group)
             return
         self._ready.add(ReadyGroup(group, verdict.samples, verdict.episodes, version, settled.task_index))
 
@@ -114,6 +114,7 @@ class Collector:
             except ValueError as error:
                 logger.warning("an episode of %s is invalid and dropped: %s", episode.env, error)
                 self.tally.dropped["invalid"] += 1
+                self.tally.untrained.add("invalid", episode.env, [episode])
         return rollouts
 
     def _learn_share(self, useful: int, episodes: int) -> None:
