@@ -1,5 +1,6 @@
 """Batches reach every rank whole, over both transports, through restarts of either side."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -168,3 +169,14 @@ def test_batches_that_follow_lost_steps_are_collected_again(tmp_path: Path) -> N
         sender.send(batch_of(step, 1), b"{}")
     assert sender.drop_unreachable(5) == [] and sender.drop_unreachable(8) == []
     assert sender.drop_unreachable(3) == [6, 7, 8] and paths.spooled_batches() == []
+
+
+def test_a_damaged_batch_and_those_after_it_are_collected_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    sender = make_sender(FilesystemRollouts(), paths)
+    for step in range(1, 6):
+        sender.send(batch_of(step, 1), b"{}")
+    (part,) = paths.batch(4).glob("rank_*.msgpack")
+    os.truncate(part, part.stat().st_size // 2)
+    assert sender.drop_unreachable(2) == [4, 5]
+    assert sender.last_step() == 3

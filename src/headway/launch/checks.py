@@ -84,7 +84,7 @@ async def _start_environments(settings: RlSettings, model: Path) -> list[str]:
 def _named_files(value: Any, setting: str) -> Iterator[tuple[str, str]]:
     """Yield the settings of the form `file.py:name`, with their names. Texts in free tables mean what they like."""
     if isinstance(value, BaseModel):
-        for name in value.model_fields_set:
+        for name in value.model_fields_set - {"name"}:  # an environment's is the id as the user wrote it
             yield from _named_files(getattr(value, name), f"{setting}.{name}".lstrip("."))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):

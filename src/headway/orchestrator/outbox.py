@@ -50,8 +50,9 @@ class BatchOutbox:
         trained = max(self._find_checkpoints(), default=0)
         if lost := sender.drop_unreachable(trained):
             logger.warning(
-                "the newest checkpoint is of step %d and batch %d is gone: batches %d to %d are collected again",
-                trained, trained + 1, trained + 1, lost[-1],
+                "the newest checkpoint is of step %d, and a batch after it is gone or damaged: batches up to %d are "
+                "collected again",
+                trained, lost[-1],
             )  # fmt: skip
 
     async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:

@@ -63,16 +63,24 @@ class BatchSender:
                 yield step, (self._paths.batch(step) / "state.json").read_bytes()
 
     def drop_unreachable(self, trained: int) -> list[int]:
-        """Remove the batches after `trained`, the trainer's step, if the one it needs next is missing; return them.
+        """Remove the batches after `trained`, the trainer's step, from the first that is missing or damaged on.
 
-        They follow steps that the trainer has lost with its checkpoint, so they are collected again.
+        Returns them. The trainer cannot get past that one, so all are collected again.
         """
-        after = [step for step in self._paths.spooled_batches() if step > trained]
-        if not after or after[0] == trained + 1:
-            return []
-        for step in after:
+        reachable = trained
+        while self._is_whole(reachable + 1):
+            reachable += 1
+        lost = [step for step in self._paths.spooled_batches() if step > reachable]
+        for step in lost:
             shutil.rmtree(self._paths.batch(step), ignore_errors=True)
-        return after
+        return lost
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            parts = [part.read_bytes() for part in self._paths.batch(step).glob("rank_*.msgpack")]
+            return bool([RankBatch.decode(part, "") for part in parts])
+        except (OSError, HeadwayError):
+            return False
 
     def prune(self, up_to_step: int) -> None:
         """Remove the batches up to this step, except the newest and those of checkpoints, whose state a fork needs."""

@@ -1,0 +1,70 @@
+"""Environments that misbehave in every way at once: the run goes on, counts what happened, and names who did it."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from e2e_runs import LOTTERY, Run, headway
+
+from headway.core.records import read_rollouts, recorded_steps
+from headway.core.runs import RunPaths
+
+HERE = Path(__file__).parent
+FAILURES = {
+    "hang": {"timeout"},
+    "raise": {"environment"},
+    "exit": {"environment"},
+    "crash": {"worker"},
+    "leak": {"environment", "timeout"},
+    "nan": {"reward"},
+}
+"""The errors of the episodes of each. A busy machine may have no time to fill the memory."""
+
+
+def environments() -> str:
+    bad = [
+        f'{{id = "{HERE}/hostile.py:Hostile", name = "{how}", args = {{how = "{how}"}}, timeout = 6, ratio = 0.25, '
+        "workers = {max = 1, episodes = 1, memory_gb = 1}}"
+        for how in (*FAILURES, "fork", "print")
+    ]
+    good = f'{{id = "{HERE}/lottery.py:Lottery", name = "lottery"}}'
+    return f"[{', '.join([good, *bad])}]"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_whatever_its_environments_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=":")
+    flags = ("--run.output_dir", str(tmp_path), "--run.name", "run", "--orchestrator.max_error_share", "1")
+    headway("rl", *LOTTERY, *flags, "--max_steps", "4", "--orchestrator.envs", environments())
+    run = Run(RunPaths(tmp_path / "run"))
+    assert [line["step"] for line in run.metrics("trainer")] == [1, 2, 3, 4]
+    kinds: dict[str, set[str]] = {how: set() for how in (*FAILURES, "fork", "print", "lottery")}
+    for step in recorded_steps(run.paths, untrained=True):
+        for record in read_rollouts(run.paths, step, untrained=True):
+            if record.episode.error is not None:
+                assert record.cause == "failed"
+                kinds[record.env].add(record.episode.error.kind)
+    for how, expected in FAILURES.items():
+        assert kinds[how] & expected, (how, kinds)
+    assert sum(run.column("orchestrator", "workers/lost")) > 0
+    assert sum(run.column("orchestrator", "errors/environment")) > 0
+    _assert_nothing_sleeps_on()
+
+
+def _assert_nothing_sleeps_on() -> None:
+    """What environments started ends with the run."""
+    deadline = time.monotonic() + 20
+    while left := [process for process in psutil.process_iter() if _started_by_the_run(process)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _started_by_the_run(process: psutil.Process) -> bool:
+    """True for all that has the variables of the run, whatever it is and whoever its parent is now."""
+    try:
+        return process.pid != os.getpid() and str(HERE) in process.environ().get("PYTHONPATH", "").split(":")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
