@@ -149,13 +149,13 @@ def attack(run: AttackedRun, events: int, damages: list[str], rng: random.Random
             if rng.random() < 0.7:
                 victim.kill()
                 done[f"killed {role}"] += 1
+                if role == "rl":
+                    run.resume()
             else:
                 victim.suspend()
                 time.sleep(STOPPED_SECONDS)
                 victim.resume()
                 done[f"stopped {role}"] += 1
-        if role == "rl" and run.process.poll() is not None:
-            run.resume()
     return done
 
 

@@ -56,4 +56,4 @@ def test_the_first_day_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
         assert json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["finish_reason"]
         scores = headway("eval", "--url", url, "--env", f"{work}/shout.py:Shout", "--max-tokens", "8", "--json")
-    assert '"avg"' in scores
+    assert 'shout.py:Shout/avg": ' in scores

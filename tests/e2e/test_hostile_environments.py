@@ -17,10 +17,10 @@ FAILURES = {
     "raise": {"environment"},
     "exit": {"environment"},
     "crash": {"worker"},
-    "leak": {"environment", "timeout"},
+    "leak": {"environment", "worker", "timeout"},
     "nan": {"reward"},
 }
-"""The errors of the episodes of each. A busy machine may have no time to fill the memory."""
+"""The errors of the episodes of each. Without memory it depends who asks for more; a busy machine may not get there."""
 
 
 def environments() -> str:
