@@ -17,7 +17,7 @@ FLOORS = [
     {"envs", "algorithms"},
     {"trainer", "inference", "orchestrator"},
     {"launch"},
-    {"cli"},
+    {"cli", "api"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 PROCESSES = {"trainer", "inference", "orchestrator"}

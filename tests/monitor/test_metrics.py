@@ -10,8 +10,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -100,43 +98,11 @@ def test_tensorboard_reads_back(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.monitor.sinks.find_spec", lambda package: None)
+    for module in ("sinks", "wandb_run"):
+        monkeypatch.setattr(f"headway.monitor.{module}.find_spec", lambda package: None)
     for tracking in (TrackingSettings(tensorboard=True), TrackingSettings(wandb=WandbSettings())):
         with pytest.raises(UsageError, match=r"pip install 'headway\[tracking\]'"):
             make_sinks(tracking, RunPaths(tmp_path), "trainer")
-
-
-def test_wandb_gets_one_run_per_process_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, Any]] = []
-
-    class Run:
-        def log(self, values: dict[str, float], step: int) -> None:
-            calls.append(("log", (values, step)))
-
-        def finish(self) -> None:
-            calls.append(("finish", None))
-
-    def init(**arguments: Any) -> Run:
-        if arguments["project"] == "forbidden":
-            raise WandbError("no API key")
-        calls.append(("init", arguments))
-        return Run()
-
-    class WandbError(Exception):
-        """Stands for wandb.errors.Error."""
-
-    wandb = SimpleNamespace(init=init, errors=SimpleNamespace(Error=WandbError))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type] # stands for the module
-    monkeypatch.setattr("headway.monitor.sinks.find_spec", lambda package: package)
-    (sink,) = make_sinks(TrackingSettings(wandb=WandbSettings(project="p")), RunPaths(tmp_path / "run"), "trainer")
-    sink.log(3, {"loss": 0.5})
-    sink.close()
-    assert [name for name, _ in calls] == ["init", "log", "finish"]
-    arguments = calls[0][1]
-    assert (arguments["id"], arguments["group"], arguments["resume"]) == ("run-trainer", "run", "allow")
-    assert calls[1][1] == ({"loss": 0.5}, 3)
-    with pytest.raises(UsageError, match='no API key; log in with `wandb login`, or set mode = "offline"'):
-        make_sinks(TrackingSettings(wandb=WandbSettings(project="forbidden")), RunPaths(tmp_path), "trainer")
 
 
 def test_prometheus_text() -> None:

@@ -27,9 +27,9 @@ PROCESSES: dict[str, type[Settings]] = {
 def process_settings(settings: RlSettings) -> dict[str, Settings]:
     """Divide the settings of a run among its processes, by name.
 
-    One exporter serves the whole run, that of its supervisor: two processes cannot listen at one port.
+    One exporter serves the whole run, and one run at W&B gets all its metrics: those of its supervisor.
     """
-    tracking = settings.tracking.model_copy(update={"prometheus_port": None})
+    tracking = settings.tracking.model_copy(update={"prometheus_port": None, "wandb": None})
     settings = settings.model_copy(update={"tracking": tracking})
     if settings.trainer.parallel.context > 1:
         # The orchestrator does not see the trainer's settings.

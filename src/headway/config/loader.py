@@ -35,16 +35,20 @@ class Resolved(Generic[S]):
         return self.origins.get(name) or next(below, DEFAULT)
 
 
-def load_settings(kind: type[S], argv: Sequence[str], *, aliases: Mapping[str, str] = {}) -> Resolved[S]:
+def load_settings(
+    kind: type[S], argv: Sequence[str], *, aliases: Mapping[str, str] = {}, changes: Mapping[str, Any] = {}
+) -> Resolved[S]:
     """Resolve `["@", "a.toml", "--trainer.optim.lr", "1e-5", ...]` against a settings class.
 
-    Files lie over the defaults in the order they are named, flags lie over all files. `aliases` maps short
-    flags to dotted names. Raises UsageError, with nothing written, on anything that cannot be understood.
+    Files lie over the defaults in the order they are named, flags lie over all files, and `changes`, which a program
+    gives, over those. `aliases` maps short flags to dotted names. Raises UsageError, with nothing written, on anything
+    that cannot be understood.
     """
     schema = Kind(kind)
     arguments = parse_arguments(schema, argv, aliases)
     tree: Tree = defaults(schema)
-    for layer in (*map(read_layer, arguments.files), arguments.flags):
+    given = {key: to_tree(value, "argument") for key, value in changes.items()}
+    for layer in (*map(read_layer, arguments.files), arguments.flags, given):
         tree = merge(tree, layer, schema)
     _refuse_unknown(tree, schema)
     found = {".".join(path): leaf.origin for path, leaf in leaves(tree)}

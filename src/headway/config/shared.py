@@ -49,9 +49,9 @@ class TrackingSettings(Settings):
     tensorboard: bool = False
     """Also write TensorBoard events, to the run's metrics folder (extra `tracking`)."""
     wandb: WandbSettings | None = None
-    """Also send metrics to Weights & Biases (extra `tracking`)."""
+    """Also send settings, metrics and rollouts of the run to Weights & Biases (extra `tracking`)."""
     prometheus_port: int | None = Field(default=None, ge=0, le=65535)
-    """Also answer `GET /metrics` at this port with the latest values; 0 picks a free one. Per process."""
+    """Also answer `GET /metrics` at this port with the latest values; 0 picks a free one. One for the whole run."""
 
 
 class LoraSettings(Settings):

@@ -35,7 +35,7 @@ class NotebookDisplay:
         from IPython.display import display
 
         if self._handle is None:
-            self._handle = display(renderable, display_id=True)  # type: ignore[no-untyped-call]
+            self._handle = display(renderable, display_id=True)
         else:
             self._handle.update(renderable)
 

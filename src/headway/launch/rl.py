@@ -9,6 +9,7 @@ from rich.console import Console
 
 from headway.config.commands import write_process_settings
 from headway.config.rl import RlSettings
+from headway.config.shared import WandbSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.processes import free_port, usable_cores
@@ -25,6 +26,7 @@ from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.monitor.attempts import recorded_attempt
 from headway.monitor.prometheus import PrometheusExporter
+from headway.monitor.wandb_run import WandbRun
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import write_token
 
@@ -48,7 +50,13 @@ def run_rl(
         stack.enter_context(_supervisor_lock(paths))
         attempt = stack.enter_context(recorded_attempt(paths))
         exporter = _exporter(settings.tracking.prometheus_port, paths, stack)
-        on_metrics = exporter.update if exporter else _ignore
+        wandb_run = _wandb_run(settings.tracking.wandb, paths, stack)
+        trackers = [tracker.update for tracker in (exporter, wandb_run) if tracker]
+
+        def on_metrics(process: str, line: dict[str, float]) -> None:
+            for update in trackers:
+                update(process, line)
+
         view = stack.enter_context(RunView(paths, settings.max_steps, console, on_metrics))
         view.event(f"run folder: {paths.root}")
         control = FolderControl(paths)
@@ -95,7 +103,13 @@ def _exporter(port: int | None, paths: RunPaths, stack: ExitStack) -> Prometheus
     return exporter
 
 
-def _ignore(process: str, values: dict[str, float]) -> None: ...
+def _wandb_run(settings: WandbSettings | None, paths: RunPaths, stack: ExitStack) -> WandbRun | None:
+    """Start or continue the run at W&B where the settings ask for one."""
+    if settings is None:
+        return None
+    run = WandbRun(settings, paths)
+    stack.callback(run.close)
+    return run
 
 
 def process_specs(

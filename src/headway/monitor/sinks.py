@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from headway.config.shared import TrackingSettings, WandbSettings
+from headway.config.shared import TrackingSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import Sink
@@ -17,6 +17,8 @@ def make_sinks(tracking: TrackingSettings, paths: RunPaths, process: str) -> lis
     if tracking.tensorboard:
         sinks.append(TensorBoardSink(paths, process))
     if tracking.wandb is not None:
+        from headway.monitor.wandb_run import WandbSink
+
         sinks.append(WandbSink(tracking.wandb, paths, process))
     if tracking.prometheus_port is not None:
         sinks.append(PrometheusSink(process, tracking.prometheus_port))
@@ -41,36 +43,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbSink:
-    """One W&B run per process, grouped by the run's name; a resumed process continues its own."""
-
-    def __init__(self, settings: WandbSettings, paths: RunPaths, process: str) -> None:
-        _demand("wandb")
-        import wandb
-
-        name = paths.root.name
-        try:
-            self._run: Any = wandb.init(
-                project=settings.project,
-                entity=settings.entity,
-                tags=settings.tags,
-                mode=settings.mode,
-                group=name,
-                name=f"{name}-{process}",
-                id=f"{name}-{process}",
-                resume="allow",
-                dir=str(paths.metrics),
-            )
-        except wandb.errors.Error as error:
-            raise UsageError(f'tracking.wandb: {error}; log in with `wandb login`, or set mode = "offline"') from None
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _demand(package: str) -> None:

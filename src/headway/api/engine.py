@@ -1,0 +1,136 @@
+"""A model to talk to from Python: an engine in a thread of this process."""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from pydantic import ValidationError
+
+from headway.config.inference import ServeSettings
+from headway.core.errors import UsageError
+from headway.core.messages import Message, as_messages
+from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.inference.serve import load_engine
+from headway.models.tiny import resolve_model
+from headway.rendering.load import load_renderer
+
+Conversation = Sequence[Mapping[str, Any] | Message]
+Prompt = str | Conversation
+"""A text, which the user says, or a conversation: messages as OpenAI writes them."""
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A sampled reply: the message as read from its tokens, and the tokens with their logprobs."""
+
+    message: Message
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+    @property
+    def text(self) -> str:
+        return self.message.content
+
+
+class Engine:
+    """Generates with a checkpoint folder or a built-in model: `headway.Engine("tiny").generate("Hello")`.
+
+    Settings are those of `headway serve`, as dictionaries: `Engine(folder, inference={"engine": "vllm"})`. Use it in a
+    `with` block, or call `close`, to free its memory. Calls from several threads are answered together.
+    """
+
+    def __init__(self, model: str | Path = "tiny", **settings: Any) -> None:
+        given = settings.pop("model", {})
+        try:
+            self._settings = ServeSettings.model_validate(settings | {"model": {**given, "path": str(model)}})
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise UsageError("\n".join(lines)) from None
+        folder = resolve_model(self._settings.model.path, self._settings.model.family)
+        self._renderer = load_renderer(folder, self._settings.model.renderer, self._settings.model.family)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="headway-engine", daemon=True)
+        self._thread.start()
+        self._closed = False
+        try:
+            self._engine = load_engine(self._settings, folder)
+            self._call(self._engine.start())
+        except BaseException:
+            self._end_loop()
+            raise
+
+    @overload
+    def generate(self, prompt: str, **sampling: Any) -> Reply: ...
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **sampling: Any) -> list[Reply]: ...
+    def generate(self, prompt: Any, **sampling: Any) -> Any:
+        """Answer a prompt, or each of a list of them at once.
+
+        A prompt is a text or a conversation: a list of messages, `[{"role": "user", "content": "Hello"}]`, is one.
+        `sampling` is temperature, top_p, top_k, min_p, max_tokens, seed, stop_token_ids. Raises HeadwayError.
+        """
+        if self._closed:
+            raise UsageError("this engine was closed; make a new one")
+        params = _sampling({"max_tokens": 256} | sampling, self._renderer.stop_token_ids)
+        one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping | Message))
+        requests = [self._request(each, params) for each in ([prompt] if one else prompt)]
+
+        async def answer() -> list[Reply]:
+            return list(await asyncio.gather(*(self._reply(request) for request in requests)))
+
+        replies = self._call(answer())
+        return replies[0] if one else replies
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._call(self._engine.close())
+            self._end_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
+        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        try:
+            messages = as_messages([one.to_openai() if isinstance(one, Message) else dict(one) for one in said])
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"a prompt is a text or a list of messages with role and content: {error}") from None
+        rendered = self._renderer.render(messages, generation_prompt=True)
+        return GenerateRequest(rendered.token_ids, sampling_params=params)
+
+    async def _reply(self, request: GenerateRequest) -> Reply:
+        (choice,) = (await self._engine.generate(request)).choices
+        message = self._renderer.parse(choice.token_ids)
+        return Reply(message, choice.token_ids, choice.logprobs, choice.finish_reason)
+
+    def _call(self, work: Any) -> Any:
+        """Run a coroutine in the engine's thread, whatever loop the caller has, and wait for its result."""
+        answer: Future[Any] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return answer.result()
+        except KeyboardInterrupt:
+            answer.cancel()
+            raise
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _sampling(given: Mapping[str, Any], stops: Sequence[int]) -> SamplingParams:
+    known = set(SamplingParams.__struct_fields__) - {"n", "prompt_logprobs", "logprobs"}
+    if unknown := set(given) - known:
+        raise UsageError(f"generate() does not know {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}")
+    return SamplingParams(**{**given, "stop_token_ids": (*stops, *given.get("stop_token_ids", ()))})
