@@ -209,14 +209,19 @@ def test_a_dry_run_prints_what_would_be_applied_and_no_token(
 
 
 @pytest.mark.parametrize(
-    ("role", "asked", "expected"),
-    [("exit 130", False, 0), ("exit 7", False, 7), ("trap 'exit 130' TERM; touch up; sleep 60 & wait", True, 130)],
-    ids=["the run was stopped", "it failed", "the pod was told to end"],
+    ("pod", "role", "asked", "expected"),
+    [
+        ("trainer", "exit 130", False, 0),
+        ("trainer", "exit 7", False, 7),
+        ("trainer", "trap 'exit 130' TERM; touch up; sleep 20 & wait", True, 130),
+        ("head", "trap 'exit 130' TERM; touch up; sleep 20 & wait", True, 137),
+    ],
+    ids=["the run was stopped", "it failed", "the pod was told to end", "a head ends without a word to the others"],
 )
 def test_a_pod_that_was_told_to_end_is_started_again_and_one_of_a_stopped_run_is_not(
-    role: str, asked: bool, expected: int, tmp_path: Path
+    pod: str, role: str, asked: bool, expected: int, tmp_path: Path
 ) -> None:
-    script = next(pod_specs(found(objects(), "Job", "-head")))["containers"][0]["command"][-1]
+    script = next(pod_specs(found(objects(), "Job", f"-{pod}")))["containers"][0]["command"][-1]
     before, after = script.index("\n(\n") + 3, script.index("\n) &")
     process = subprocess.Popen(["sh", "-c", script[:before] + role + script[after:]], cwd=tmp_path)
     while asked and not (tmp_path / "up").exists():

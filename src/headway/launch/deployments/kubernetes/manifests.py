@@ -150,6 +150,7 @@ def _job_spec(settings: RlSettings, pod: Pod, nodes: int) -> Manifest:
         "completionMode": "Indexed",
         "backoffLimit": RETRIES,
         "podFailurePolicy": {"rules": rules},
+        "podReplacementPolicy": "Failed",  # two trainers would write one folder
         "template": {"metadata": {"labels": _labels(settings, pod.role)}, "spec": pod.spec("Never")},
     }
 

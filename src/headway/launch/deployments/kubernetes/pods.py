@@ -13,9 +13,9 @@ _SETTINGS_FOLDER = "/etc/headway"
 _SCRIPT = """\
 {setup}
 asked=
-trap 'asked=1; kill -TERM $! 2>/dev/null' TERM
+trap 'asked=1; kill -{signal} $! 2>/dev/null' TERM
 ({command}) &
-[ -z "$asked" ] || kill -TERM $!
+[ -z "$asked" ] || kill -{signal} $!
 while :; do
   wait $!
   code=$?
@@ -67,7 +67,9 @@ class Pod:
         }
 
     def _container(self) -> dict[str, Any]:
-        script = _SCRIPT.format(setup=self._setup(), command=self.command, stopped=STOPPED)
+        # A head that is told to end would end the run for all; one that is gone is waited for.
+        signal = "KILL" if self.role == "head" else "TERM"
+        script = _SCRIPT.format(setup=self._setup(), command=self.command, stopped=STOPPED, signal=signal)
         mounts = [
             {"name": "run", "mountPath": run_folder(self.deployment)},
             {"name": "settings", "mountPath": _SETTINGS_FOLDER, "readOnly": True},
