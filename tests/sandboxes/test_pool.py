@@ -14,7 +14,7 @@ from leftovers import children, leftovers, swept_clean
 from sandbox_kinds import needs_bubblewrap, needs_gvisor
 
 from headway.sandboxes.gate import FairGate
-from headway.sandboxes.local.cgroups import Cgroups
+from headway.sandboxes.local.cgroups import ROOT, Cgroups
 from headway.sandboxes.local.owners import is_orphan, owned_name, start_time
 from headway.sandboxes.local.sweep import sweep
 from headway.sandboxes.meters import measured
@@ -156,6 +156,26 @@ def test_nothing_is_left_after_kill_9_of_anyone(kind: str, rounds: int) -> None:
         worker.wait()
         assert leftovers(worker.pid)  # its folder at least: the check can fail
         assert swept_clean(worker.pid)
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(bool(Cgroups().problem), reason="no control groups here")
+def test_what_outlives_its_sandbox_is_killed_and_not_waited_for() -> None:
+    stray = subprocess.Popen(["sleep", "86400"])
+
+    async def main() -> None:
+        pool = SandboxPool("bubblewrap")
+        async with pool.sandbox() as box:
+            for folder, names, _ in os.walk(ROOT):
+                if box.name in names:
+                    Path(folder, box.name, "cgroup.procs").write_text(str(stray.pid))
+        await pool.close()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+        assert stray.wait(30) == -signal.SIGKILL
+    finally:
+        stray.kill()
 
 
 @needs_bubblewrap

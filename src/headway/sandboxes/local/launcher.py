@@ -101,6 +101,8 @@ class Launcher:
             if _remove_groups(request["groups"]):
                 self._leaving.remove(request)
                 self._tell({"gone": request["number"], "hit": request.get("hit")})
+            else:
+                _kill_members(request["groups"])
 
     def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the worker is gone, which the next read says
@@ -156,6 +158,14 @@ def _remove_groups(groups: list[str]) -> bool:
         except OSError:
             removed = False
     return removed
+
+
+def _kill_members(groups: list[str]) -> None:
+    """Kill what outlives a sandbox's first process: bubblewrap's own child, if it was killed while it started."""
+    for group in groups:
+        with contextlib.suppress(OSError), open(f"{group}/cgroup.procs") as pids:
+            for pid in pids:
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _become(request: dict[str, Any], given: list[int]) -> None:
