@@ -31,6 +31,7 @@ from headway.core.runs import RunPaths
 ROLES = ("train", "orchestrate", "serve", "headway.envs.workers.worker", "rl")
 DAMAGES = ("checkpoint", "batch", "weights", "disk")
 STOPPED_SECONDS = 5.0
+CHECKPOINT_STEPS = 3
 ENVIRONMENT = """
 from headway.envs.base import SingleTurn, Task, reward
 
@@ -64,6 +65,7 @@ class AttackedRun:
                 "3",
             ),
             *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4"),
+            *("--trainer.checkpoints.interval", str(CHECKPOINT_STEPS)),
             *("--orchestrator.sampling.max_tokens", "8", "--run.output_dir", str(folder), "--run.name", "run"),
             *("--orchestrator.envs", f'[{{id = "{folder / "lottery.py"}:Lottery"}}]'),
         )
@@ -137,6 +139,7 @@ def attack(run: AttackedRun, events: int, damages: list[str], rng: random.Random
         _wait_for_step(run, 1 + number * (run.steps - 3) // len(due))
         time.sleep(rng.random())
         if what != "signal":
+            _wait_for_step(run, 2 * CHECKPOINT_STEPS + 1 if what == "checkpoint" else 0)  # one to fall back to
             damage(run, what, rng)
             done[f"damaged {what}"] += 1
             continue
