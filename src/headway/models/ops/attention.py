@@ -153,7 +153,9 @@ def _by_passes(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSampl
 # Not where gradients are wanted: for samples of 4,200 tokens and more they were wrong here (H200, torch 2.11).
 @packed_attention.backend(
     "cuda",
-    takes=lambda q, k, v, *_: cuda.in_half(q) and q.shape[-1] == v.shape[-1] and not torch.is_grad_enabled(),
+    takes=lambda q, k, v, *_: (
+        cuda.in_half(q) and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0 and not torch.is_grad_enabled()
+    ),
 )
 def _attention_cuda(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: PackedSamples) -> Tensor:
     parts = [

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops.registry import Op, cast
+from headway.models.ops.registry import Op
 
 
 @Op
@@ -22,28 +22,26 @@ def causal_conv(
     before = weight_C1W.shape[-1] - 1
     if tails_SWC is None:
         tails_SWC = x_TC.new_zeros(len(lengths), before, x_TC.shape[1])
-    weight, bias = cast(weight_C1W, x_TC.dtype), None if bias_C is None else cast(bias_C, x_TC.dtype)
+    weight, bias = weight_C1W.float(), None if bias_C is None else bias_C.float()
     if len(lengths) == len(x_TC):
         window_SWC = torch.cat((tails_SWC, x_TC.unsqueeze(1)), 1)
-        return F.silu(_weighted_sum(window_SWC.unbind(1), weight, bias)), window_SWC[:, 1:]
+        return _activated(window_SWC.unbind(1), weight, bias), window_SWC[:, 1:]
     joined, outs, tails = _layout(tuple(lengths), before, x_TC.device)
     # Every sample behind its tail, so that one convolution of the whole axis serves all. What it computes between a
     # sample and the next one's tail is left out.
     rows_RC = torch.cat((tails_SWC.flatten(0, 1), x_TC)).index_select(0, joined)
-    if x_TC.dtype is torch.float32:
-        # Rounds as token by token does: norms behind the recurrence magnify a difference.
-        count = len(rows_RC) - before
-        out_RC = _weighted_sum([rows_RC[at : at + count] for at in range(before + 1)], weight, bias)
-    else:
-        out_RC = F.conv1d(rows_RC.t().unsqueeze(0), weight, bias, groups=len(weight))[0].t()
-    return F.silu(out_RC.index_select(0, outs)), rows_RC.index_select(0, tails).view(tails_SWC.shape)
+    count = len(rows_RC) - before
+    out_RC = _activated([rows_RC[at : at + count] for at in range(before + 1)], weight, bias)
+    return out_RC.index_select(0, outs), rows_RC.index_select(0, tails).view(tails_SWC.shape)
 
 
-def _weighted_sum(rows: Sequence[Tensor], weight_C1W: Tensor, bias_C: Tensor | None) -> Tensor:
-    out = rows[0] * weight_C1W[:, 0, 0]
+def _activated(rows: Sequence[Tensor], weight_C1W: Tensor, bias_C: Tensor | None) -> Tensor:
+    """In float32 and rounded once, in the same order for whole samples and token by token: norms behind the recurrence
+    magnify a difference."""
+    out = rows[0].float() * weight_C1W[:, 0, 0]
     for number, each in enumerate(rows[1:], 1):
-        out = torch.addcmul(out, each, weight_C1W[:, 0, number])
-    return out if bias_C is None else out + bias_C
+        out = torch.addcmul(out, each.float(), weight_C1W[:, 0, number])
+    return F.silu(out if bias_C is None else out + bias_C).to(rows[0].dtype)
 
 
 @lru_cache(maxsize=32)
