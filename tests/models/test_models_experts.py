@@ -211,11 +211,12 @@ def test_dispatch_sorts_by_expert_and_combine_undoes_it() -> None:
     x = torch.arange(6.0)[:, None].expand(6, 3).contiguous()
     experts = torch.tensor([[3, 0], [0, 1], [3, 1], [1, 3], [0, 3], [1, 0]])
     dispatcher = LocalDispatcher(5)
-    rows, counts, order = dispatcher.dispatch(x, experts)
+    gates = torch.tensor([[0.25, 0.75]]).expand(6, 2)
+    rows, counts, dispatched = dispatcher.dispatch(x, gates, experts)
     assert counts.tolist() == [4, 4, 0, 4, 0]
     assert rows[:, 0].tolist() == [0, 1, 4, 5, 1, 2, 3, 5, 0, 2, 3, 4]
-    gates = torch.tensor([[0.25, 0.75]]).expand(6, 2)
-    assert torch.equal(dispatcher.combine(rows, gates, order), x)
+    assert torch.equal(dispatcher.follow(x, dispatched), rows)
+    assert torch.equal(dispatcher.combine(rows, dispatched), x)
 
 
 @pytest.mark.parametrize("counts", [[4, 0, 3], [0, 0, 7], [2, 2, 3]])

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deep_ep_stand_in
 import numpy as np
 import pytest
 import torch
@@ -13,11 +14,13 @@ from trainer_helpers import counts_of, rich_batch, rich_micro_batch, run_ranks, 
 
 from headway.config.trainer import TrainSettings
 from headway.core.batches import Batch, MicroBatch
+from headway.core.errors import UsageError
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.registry import register_family
 from headway.models.tiny import resolve_model
 from headway.trainer.feed import fake_micro_batch
+from headway.trainer.parallel.deep_ep import deep_ep_dispatchers
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.parallel.sharding import full
@@ -123,6 +126,20 @@ def weights_of(state: TrainState) -> Weights:
     return {name: full(parameter).numpy().copy() for name, parameter in state.trained()}
 
 
+def train_by_deep_ep(folder: Path) -> dict[str, tuple[list[float], Weights]]:
+    """Losses and weights of every kind of batch, with two ranks that exchange rows by a stand-in of the library."""
+    sys.modules["deep_ep"] = deep_ep_stand_in
+    results = {}
+    with joined(settings_for(folder, 2, 2, 1)) as group:
+        for kind in BATCHES:
+            settings = settings_for(folder, 2, 2, 1, trainer__experts__exchange="deep_ep", **CHANGES[kind])
+            state = build_state(settings, group)
+            reports = train(settings, group, kind, state, range(1, STEPS + 1))
+            weights = weights_of(state)
+            results[kind] = [r.metrics["loss"] for r in reports], weights if group.is_main else {}
+    return results
+
+
 def train_all(folder: Path, ranks: int) -> dict[tuple[str, int, int], tuple[list[float], list[float], Weights]]:
     """Losses, gradient norms and weights of every layout of so many ranks and every kind of batch."""
     results = {}
@@ -157,3 +174,17 @@ def test_layouts_train_the_same_weights(folder: Path, alone: Any, ranks: int) ->
     for others in results[1:]:
         for case, (losses, norms, _) in others.items():
             assert (losses, norms) == results[0][case][:2]
+
+
+def test_rows_may_travel_by_another_library(folder: Path, alone: Any) -> None:
+    results = run_ranks(2, train_by_deep_ep, folder)
+    for kind, (losses, weights) in results[0].items():
+        want_losses, _, want = alone[kind, 1, 1]
+        assert losses == pytest.approx(want_losses, abs=1e-6), kind
+        for name, value in want.items():
+            np.testing.assert_allclose(weights[name], value, atol=1e-6, err_msg=f"{kind} {name}")
+
+
+def test_a_library_that_is_missing_is_named() -> None:
+    with pytest.raises(UsageError, match=r"deep_ep.*not installed"):
+        deep_ep_dispatchers(32)

@@ -58,7 +58,7 @@ def test_bfloat16_gradients_are_near_the_cpus(mode: str, offload: bool) -> None:
 def test_gradients_over_nccl_are_near_the_cpus(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 over one rank, which several would use."""
 
-    def parallelize(policy: Policy, ranks: Ranks, compute_dtype: torch.dtype, *, compile_mlps: bool) -> None:
+    def parallelize(policy: Policy, ranks: Ranks, compute_dtype: torch.dtype, **_: object) -> None:
         shard(policy, make_mesh(ranks), None, compute_dtype)
 
     monkeypatch.setattr("headway.trainer.state.parallelize", parallelize)

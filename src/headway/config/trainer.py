@@ -263,6 +263,9 @@ class ParallelSettings(Settings):
     """Ranks that share the experts of each layer, among those of one copy of the weights: for mixtures of experts."""
 
 
+ExpertExchange = Literal["all_to_all", "deep_ep"]
+
+
 class ExpertSettings(Settings):
     """Mixtures of experts (docs/scaling.md)."""
 
@@ -272,6 +275,8 @@ class ExpertSettings(Settings):
     """With "bias": what is added to the bias of experts below the mean load, and taken from those above it."""
     loss_weight: float = Field(default=1e-3, gt=0)
     """With "loss": weight of the auxiliary loss, which is 1 in each layer where the load is even."""
+    exchange: ExpertExchange = "all_to_all"
+    """How tokens travel between the ranks of trainer.parallel.expert. deep_ep: by that library's kernels."""
 
 
 class TrainerSettings(Settings):

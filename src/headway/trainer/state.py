@@ -101,7 +101,7 @@ def make_state(
         entropy_gradient=trainer.entropy_coef > 0,
     )
     compile_mlps = trainer.compile and not fp8 and trainer.activations.checkpoint == "off"
-    parallelize(policy, ranks, dtype, compile_mlps=compile_mlps)
+    parallelize(policy, ranks, dtype, compile_mlps=compile_mlps, exchange=trainer.experts.exchange)
     policy.to_empty(device=ranks.device)
     if ranks.device.type == "cpu":
         tune_matmul(config.width)

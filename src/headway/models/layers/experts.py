@@ -90,13 +90,17 @@ class TokenDispatcher(Protocol):
 
     tape: Tape | None
 
-    def dispatch(self, x_TD: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def dispatch(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor, Any]:
         """One row per token and choice of an expert that is here, sorted by expert; how many rows each of these got;
-        and whatever `combine` needs to know of it."""
+        and whatever the other methods need to know of it."""
         ...
 
-    def combine(self, rows_ND: Tensor, gates_Tk: Tensor, dispatched: Any) -> Tensor:
-        """Undo `dispatch`: every token's rows, weighted by their gates and summed in the order of its choices."""
+    def follow(self, values_TX: Tensor, dispatched: Any) -> Tensor:
+        """One row of other values of the tokens, without a gradient, for each row of a dispatch."""
+        ...
+
+    def combine(self, rows_ND: Tensor, dispatched: Any) -> Tensor:
+        """Undo a dispatch: every token's rows, weighted by their gates and summed."""
         ...
 
 
@@ -107,12 +111,18 @@ class LocalDispatcher:
         self.experts = experts
         self.tape: Tape | None = None
 
-    def dispatch(self, x_TD: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch(
+        self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         order_N, counts_E = sort_choices(experts_Tk, self.experts)
-        return x_TD[order_N // experts_Tk.shape[1]], counts_E, order_N
+        return x_TD[order_N // experts_Tk.shape[1]], counts_E, (gates_Tk, order_N)
 
-    def combine(self, rows_ND: Tensor, gates_Tk: Tensor, dispatched: Tensor) -> Tensor:
-        return sum_choices(rows_ND, gates_Tk, dispatched)
+    def follow(self, values_TX: Tensor, dispatched: tuple[Tensor, Tensor]) -> Tensor:
+        gates_Tk, order_N = dispatched
+        return values_TX[order_N // gates_Tk.shape[1]]
+
+    def combine(self, rows_ND: Tensor, dispatched: tuple[Tensor, Tensor]) -> Tensor:
+        return sum_choices(rows_ND, *dispatched)
 
 
 def silu_halves(x_NM: Tensor) -> Tensor:
@@ -273,15 +283,15 @@ class SparseMlp(FeedForward):
             return self._mix_adapted(x_TD, gates_Tk, experts_Tk, adapter_gate)
         if isinstance(self.dispatcher, LocalDispatcher) and isinstance(experts, Experts) and experts.plain:
             return ops.routed_experts(x_TD, gates_Tk, experts_Tk, experts.gate_up_proj, experts.down_proj)
-        rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, experts_Tk)
-        return self.dispatcher.combine(experts(rows_ND, counts_E), gates_Tk, dispatched)
+        rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)
+        return self.dispatcher.combine(experts(rows_ND, counts_E), dispatched)
 
     def _mix_adapted(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: Tensor | float) -> Tensor:
-        rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, experts_Tk)
+        rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)
         if isinstance(adapter_gate, Tensor) and adapter_gate.dim() == 2:
             # Each token has an adapter of its own, which goes with it to its experts.
-            adapter_gate = self.dispatcher.dispatch(adapter_gate, experts_Tk)[0]
-        return self.dispatcher.combine(self.experts(rows_ND, counts_E, adapter_gate), gates_Tk, dispatched)
+            adapter_gate = self.dispatcher.follow(adapter_gate, dispatched)
+        return self.dispatcher.combine(self.experts(rows_ND, counts_E, adapter_gate), dispatched)
 
 
 class SigmoidGatedMlp(GatedMlp):

@@ -29,8 +29,8 @@ class LatentMoe(SparseMlp):
         assert self.shared_experts is not None
         gates_Tk, experts_Tk = self.gate(x_TD, given_Tk)
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(
-            self.fc1_latent_proj(x_TD, context.adapter_gate), experts_Tk
+            self.fc1_latent_proj(x_TD, context.adapter_gate), gates_Tk, experts_Tk
         )
-        mixed_TL = self.dispatcher.combine(self.experts(rows_ND, counts_E), gates_Tk, dispatched)
+        mixed_TL = self.dispatcher.combine(self.experts(rows_ND, counts_E), dispatched)
         out_TD = self.fc2_latent_proj(mixed_TL, context.adapter_gate)
         return out_TD + self.shared_experts(x_TD, context)[0], experts_Tk

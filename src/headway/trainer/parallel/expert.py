@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from headway.config.trainer import ExpertExchange
 from headway.core.errors import UsageError
 from headway.models.decoder import DecoderLM
 from headway.models.layers.block import Block, RunBlock
@@ -20,6 +21,7 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import SparseMlp
 from headway.models.layers.tape import Tape, taken
 from headway.models.ops.routed_experts import expert_counts, inverse
+from headway.trainer.parallel.deep_ep import deep_ep_dispatchers
 from headway.trainer.parallel.dims import ParallelDims
 
 
@@ -31,18 +33,20 @@ def make_expert_mesh(dims: ParallelDims, device_type: str) -> DeviceMesh | None:
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "expert_shard", "expert"))
 
 
-def split_experts(model: DecoderLM, mesh: DeviceMesh) -> None:
+def split_experts(model: DecoderLM, mesh: DeviceMesh, exchange: ExpertExchange) -> None:
     """Leave each rank its share of the experts of every layer, in place, and exchange tokens between ranks.
 
-    The weights must be unset still. Raises UsageError for a model whose experts cannot be divided.
+    The weights must be unset still. Raises UsageError for a model whose experts cannot be divided, and for an exchange
+    that is not installed.
     """
     ranks, experts = mesh["expert"].size(), model.config.experts
     if not experts:
         raise UsageError(f"trainer.parallel.expert is {ranks}, but the model has no experts; set it to 1")
     if experts % ranks:
         raise UsageError(f"trainer.parallel.expert must divide the model's {experts} experts (got {ranks})")
+    make = AllToAllDispatcher if exchange == "all_to_all" else deep_ep_dispatchers(model.config.width)
     for mlp in sparse_mlps(model):
-        mlp.dispatcher = AllToAllDispatcher(experts, mesh.get_group("expert"))
+        mlp.dispatcher = make(experts, mesh.get_group("expert"))
         for name, whole in list(mlp.experts.named_parameters(recurse=False)):
             held = torch.empty(experts // ranks, *whole.shape[1:], dtype=whole.dtype, device=whole.device)
             split = DTensor.from_local(held, mesh["expert"], [Shard(0)], run_check=False)
@@ -77,6 +81,7 @@ class ExpertScope(nn.Module):
 class Routes(NamedTuple):
     """The ways of one dispatch: from the choices of this rank's tokens to the experts here, and back."""
 
+    gates_Tk: Tensor
     order_N: Tensor
     """The choices of this rank's tokens, sorted by expert."""
     arrived_N: Tensor
@@ -109,7 +114,7 @@ class AllToAllDispatcher:
         self.experts, self.group = experts, group
         self.tape: Tape | None = None
 
-    def dispatch(self, x_TD: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor, Routes]:
+    def dispatch(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor) -> tuple[Tensor, Tensor, Routes]:
         flat_N = experts_Tk.flatten()
         order_N = flat_N.argsort(stable=True)
         counts_RE = expert_counts(flat_N, self.experts).view(dist.get_world_size(self.group), -1)
@@ -119,12 +124,15 @@ class AllToAllDispatcher:
         # Rows arrive by rank and, of each rank, by expert; one product over all experts wants them by expert.
         numbers_E = torch.arange(theirs_RE.shape[1], device=x_TD.device)
         owners_N = numbers_E.repeat(len(sent)).repeat_interleave(theirs_RE.flatten(), output_size=sum(received))
-        routes = Routes(order_N, owners_N.argsort(stable=True), sent, received, self.group)
+        routes = Routes(gates_Tk, order_N, owners_N.argsort(stable=True), sent, received, self.group)
         return send(x_TD, routes, experts_Tk.shape[1], self.tape), theirs_RE.sum(0), routes
 
-    def combine(self, rows_ND: Tensor, gates_Tk: Tensor, dispatched: Routes) -> Tensor:
-        gates_N = send(gates_Tk.reshape(-1, 1), dispatched, 1, self.tape)
-        return bring_back(rows_ND * gates_N, dispatched, gates_Tk.shape[1], self.tape)
+    def follow(self, values_TX: Tensor, dispatched: Routes) -> Tensor:
+        return send(values_TX, dispatched, dispatched.gates_Tk.shape[1], self.tape)
+
+    def combine(self, rows_ND: Tensor, dispatched: Routes) -> Tensor:
+        gates_N = send(dispatched.gates_Tk.reshape(-1, 1), dispatched, 1, self.tape)
+        return bring_back(rows_ND * gates_N, dispatched, dispatched.gates_Tk.shape[1], self.tape)
 
     def _exchanged(self, counts_RE: Tensor) -> Tensor:
         theirs_RE = torch.empty_like(counts_RE)

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from headway.config.trainer import ExpertExchange
 from headway.models.layers.block import Block
 from headway.models.layers.experts import sparse_mlp_of
 from headway.trainer.parallel.expert import ExpertScope, make_expert_mesh, split_experts
@@ -19,14 +20,21 @@ def make_mesh(ranks: Ranks) -> DeviceMesh:
     return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
 
 
-def parallelize(policy: Policy, ranks: Ranks, compute_dtype: torch.dtype, *, compile_mlps: bool = False) -> None:
+def parallelize(
+    policy: Policy,
+    ranks: Ranks,
+    compute_dtype: torch.dtype,
+    *,
+    compile_mlps: bool = False,
+    exchange: ExpertExchange = "all_to_all",
+) -> None:
     """Split the experts, compile and shard the blocks of `policy`, in place; gradients then add up over all ranks.
 
     One rank is left a plain module: sharding over one would only copy.
     """
     expert_mesh = make_expert_mesh(ranks.dims, ranks.device.type)
     if expert_mesh is not None:
-        split_experts(policy.model, expert_mesh)
+        split_experts(policy.model, expert_mesh, exchange)
     if compile_mlps:
         for block in policy.model.layers:
             # Attention's shapes change with every packing, and each would be compiled anew.
