@@ -1,4 +1,4 @@
-"""Makes the pictures of the page from real runs, in a headless Chromium.
+"""Makes the pictures of the page from real runs, in a headless Chromium: light, and dark as NAME-dark.png.
 
 python docs/images/dashboard_pictures.py outputs RUN --restarted OTHER_RUN --step 20
 """
@@ -8,7 +8,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "dashboard"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "monitor"))
 
 from chromium import ALL_PAINTED, PAINTED, Page, open_page
 
@@ -35,32 +35,38 @@ async def take(page: Page, url: str, name: str, wait: str = "true") -> None:
 
 async def main(outputs: Path, run: str, restarted: str, step: int) -> None:
     url = start_in_thread(outputs)
-    charts = f"{PAINTED} > 6 && {ALL_PAINTED}"
     async with open_page() as page:
-        await page.size(1280, 860)
-        await take(page, f"{url}#/run/{run}", "dashboard-charts", charts)
-        await take(
-            page, f"{url}#/run/{run}/rollouts", "dashboard-rollouts", "document.querySelectorAll('tr').length > 50"
-        )
-        await page.size(1280, 560)
-        await take(page, f"{url}#/run/{restarted}/lanes", "dashboard-lanes")
-        await page.size(1280, 440)
-        await page.ask("localStorage.setItem('shade', 'ratio')")
-        colored = (
-            "[...document.querySelectorAll('.tok')].some(token => token.style.backgroundColor)"
-            " && document.querySelector('.tok:not(.context)').dispatchEvent(new MouseEvent('mouseenter'))"
-        )
-        await take(page, f"{url}#/run/{run}/rollout/{step}/0?view=tokens", "dashboard-tokens", colored)
-        await page.goto(f"{url}#/run/{run}/rollout/{step}/0")
-        await page.press("d")
-        await page.until("document.querySelector('del, ins') !== null")
-        await take(page, f"{url}{await page.ask('location.hash')}", "dashboard-diff")
-        await page.ask("localStorage.setItem('theme', 'dark'), localStorage.setItem('smoothing', '0.8')")
-        await page.send("Page.reload")
-        await page.size(1280, 860)
-        await take(page, f"{url}#/compare/{run}%2C{restarted}", "dashboard-compare", charts)
+        for theme, end in (("light", ""), ("dark", "-dark")):
+            await page.goto(url)
+            await page.ask(f"localStorage.setItem('theme', '{theme}'), localStorage.setItem('shade', 'ratio')")
+            await page.send("Page.reload")
+            await page.until(f"document.documentElement.dataset.theme === '{theme}'")
+            await take_all(page, url, run, restarted, step, end)
         if page.errors:
             raise SystemExit(f"the page reported errors: {page.errors}")
+
+
+async def take_all(page: Page, url: str, run: str, restarted: str, step: int, end: str) -> None:
+    """Take every picture in the theme that is set; their names get `end`."""
+    charts = f"{PAINTED} > 6 && {ALL_PAINTED}"
+    await page.size(1280, 860)
+    await take(page, f"{url}#/run/{run}", f"dashboard-charts{end}", charts)
+    many = "document.querySelectorAll('tr').length > 50"
+    await take(page, f"{url}#/run/{run}/rollouts", f"dashboard-rollouts{end}", many)
+    await page.size(1280, 560)
+    await take(page, f"{url}#/run/{restarted}/lanes", f"dashboard-lanes{end}")
+    await page.size(1280, 440)
+    colored = (
+        "[...document.querySelectorAll('.tok')].some(token => token.style.backgroundColor)"
+        " && document.querySelector('.tok:not(.context)').dispatchEvent(new MouseEvent('mouseenter'))"
+    )
+    await take(page, f"{url}#/run/{run}/rollout/{step}/0?view=tokens", f"dashboard-tokens{end}", colored)
+    await page.goto(f"{url}#/run/{run}/rollout/{step}/0")
+    await page.press("d")
+    await page.until("document.querySelector('del, ins') !== null")
+    await take(page, f"{url}{await page.ask('location.hash')}", f"dashboard-diff{end}")
+    await page.size(1280, 860)
+    await take(page, f"{url}#/compare/{run}%2C{restarted}", f"dashboard-compare{end}", charts)
 
 
 if __name__ == "__main__":
