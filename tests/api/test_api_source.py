@@ -74,7 +74,7 @@ def test_a_class_takes_along_what_it_uses_and_nothing_else(notebook: dict[str, A
     assert "unused" not in source and "LOCK" not in source and "decoy" not in source
     (tmp_path / "shipped.py").write_text(source)
     mine = load_object(f"{tmp_path}/shipped.py:Mine", "environment")()
-    assert mine.limit == 2 and mine.tasks()[0].id == "a" and mine.vowels("ea") == 2
+    assert mine.limit == 2 and mine.tasks()[0].id == "a" and mine.vowels("a") == 1.0
     assert mine.__doc__ == "My environment."
 
 
