@@ -19,9 +19,6 @@ class Backend(ABC):
     isolates: ClassVar[bool] = True
     """False for `process`, which only those get who ask for it by name."""
 
-    elsewhere: ClassVar[bool] = False
-    """True for sandboxes that run on other machines: this one's folders are not there to be read."""
-
     takes: ClassVar[str] = ""
     """What must follow the kind's name and a colon, in words; it is the argument of the constructor."""
 

@@ -8,17 +8,20 @@ from headway.sandboxes.sandbox import SandboxUnavailableError
 
 _HERE = "headway.sandboxes"
 # Paths, not classes: a kind is imported when it is used.
-_PATHS: dict[str, str] = {
+_LOCAL = {
     "bubblewrap": f"{_HERE}.local.bubblewrap:Bubblewrap",
     "gvisor": f"{_HERE}.local.gvisor:Gvisor",
     "container": f"{_HERE}.local.container:Containers",
     "process": f"{_HERE}.local.process:Processes",
+}
+_ELSEWHERE = {
     "host": f"{_HERE}.remote.client:HostBackend",
     "e2b": f"{_HERE}.remote.e2b:E2b",
     "daytona": f"{_HERE}.remote.daytona:Daytona",
     "prime": f"{_HERE}.remote.prime:Prime",
     "modal": f"{_HERE}.remote.modal:Modal",
 }
+_PATHS = _LOCAL | _ELSEWHERE
 
 
 def backend_class(kind: str) -> type[Backend]:
@@ -50,10 +53,10 @@ def make_backend(kind: str) -> Backend:
 def available_kinds() -> dict[str, str]:
     """Every kind that runs on one's own machine, with "" where this one can run it and else what to install."""
     problems = {}
-    for kind in _PATHS:
+    for kind in _LOCAL:
         try:
-            if not backend_class(kind).elsewhere:
-                problems[kind] = ""
+            backend_class(kind)
+            problems[kind] = ""
         except SandboxUnavailableError as unavailable:
             problems[kind] = str(unavailable)
     return problems

@@ -65,7 +65,7 @@ SERVED_SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
     },
-    "nemotron_h/dense": {"mamba_head_dim": 32, "ssm_state_size": 32},
+    "nemotron_h/dense": {"mamba_head_dim": 32, "ssm_state_size": 32, "time_step_min": 1e-6},  # vLLM bounds no step
     "nemotron_h/experts": {
         "mamba_head_dim": 32,
         "ssm_state_size": 32,

@@ -60,7 +60,6 @@ class HostBackend(SnapshotBackend):
     """Asks a host for sandboxes. If the connection to it is lost they all end; the next one opens another."""
 
     name = "host"
-    elsewhere = True
     takes = 'the access file of a host, as in "host:/path/to/access.json"'
     patience = 60.0
     """Seconds to wait for a host that does not answer: one that was killed may be starting again."""

@@ -68,7 +68,6 @@ SomeRented = TypeVar("SomeRented", bound="RentedSandbox")
 class RentedBackend(SnapshotBackend):
     """Rents sandboxes by HTTP. Of the limits, time and output are ours; the others are what the service grants."""
 
-    elsewhere = True
     variable: ClassVar[str]
     """The environment variable with the key to the service."""
 
