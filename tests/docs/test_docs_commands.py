@@ -73,6 +73,9 @@ def check_environments(argv: list[str], options: Any) -> None:
         case ["env", "demos", env, *_]:
             make = vars(inspect.getmodule(find_factory(env)))["demonstrations"]
             inspect.signature(make).bind(options.n, options.seed, **dict(options.args))
+        case ["env", "filter", *_]:
+            for env, args in options.envs:
+                inspect.signature(find_factory(env)).bind_partial(**args)
         case ["env", _, env, *_]:
             inspect.signature(find_factory(env)).bind_partial(**dict(options.args))
         case ["eval", *_]:

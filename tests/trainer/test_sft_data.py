@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.packing import Cost, plan_packing
+from headway.core.rows import Row, files_in, read_rows
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.base import Renderer
 from headway.rendering.load import load_renderer
@@ -19,7 +20,6 @@ from headway.trainer.data.conversations import BadRowError, conversation, tokeni
 from headway.trainer.data.order import RowOrder
 from headway.trainer.data.packing import counts_of, micro_batches
 from headway.trainer.data.rows import TokenRows, tokenize_rows
-from headway.trainer.data.sources import Row, files_in, read_rows
 
 CHAT = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "cba"}]
 
@@ -144,8 +144,8 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dataset_by_name_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="needs the `datasets` package"):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UsageError, match="pip install huggingface_hub"):
         read_rows("someone/some-chats")
 
 

@@ -98,15 +98,17 @@ def test_compiled_gradients_are_near_the_cpus() -> None:
     assert gradient_error(trainer__compile=True) < 0.05
 
 
-def test_the_head_is_the_cpus() -> None:
+@pytest.mark.parametrize("bonus", [0.0, 0.5])
+def test_the_head_is_the_cpus(bonus: float) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(300, 64, generator=generator), torch.randn(1000, 64, generator=generator) * 0.1
     targets, temperatures = torch.randint(1000, (300,), generator=generator), torch.full((300,), 0.8)
     results = []
     for device in ("cpu", "cuda"):
         h, w = hidden.to(device).requires_grad_(), weight.to(device).requires_grad_()
-        logprobs, entropy = target_logprobs(h, w, targets.to(device), temperatures.to(device), 128)
-        gradients = torch.autograd.grad(logprobs.sum(), [h, w])
+        places = targets.to(device), temperatures.to(device)
+        logprobs, entropy = target_logprobs(h, w, *places, 128, entropy_gradient=bonus > 0)
+        gradients = torch.autograd.grad(logprobs.sum() + bonus * entropy.sum(), [h, w])
         results.append([t.detach().cpu() for t in (logprobs, entropy, *gradients)])
     for cpu, cuda in zip(*results, strict=True):
         torch.testing.assert_close(cuda, cpu, rtol=1e-3, atol=1e-3)

@@ -22,11 +22,14 @@ usage: headway env list
        headway env show NAME [--tasks 3] [--args.NAME VALUE ...]
        headway env try NAME [--task 0] [--url URL] [--tokens] [--args.NAME VALUE ...]
        headway env demos NAME [-n 1000] [-o FILE] [--args.NAME VALUE ...]
+       headway env filter NAME --url URL -o FILE [--min-rate 0.1] [--max-rate 0.9] [--args.NAME VALUE ...]
 
 list    the environments that are bundled or installed
 show    what one is about: its arguments, rewards, tools, and its first tasks
 try     play an episode by hand in the terminal, or watch a served model play it
 demos   write conversations that warm a model up for it, as JSONL for `headway sft`
+filter  let a served model try every task several times, and write the tasks that it sometimes solves as a task set,
+        which a run takes by `task_set = "FILE"` in [[orchestrator.envs]]
 
 NAME is a name from the list, an import path `module:Name`, or a file `path.py:Name`.
 
@@ -41,6 +44,10 @@ NAME is a name from the list, an import path `module:Name`, or a file `path.py:N
   --temperature T     how the model draws (1.0)
   -n N, --seed N      how many conversations to write (1000), and their seed (0)
   -o FILE             where to write them (standard output)
+  --min-rate R        filter: keep tasks of which at least this share of episodes was solved, with reward 1 (0.1)
+  --max-rate R        filter: and at most this share (0.9)
+  --by-reward         filter: judge by the mean reward instead, for environments with partial rewards
+  --samples K         filter: episodes per task (8); it takes the other options of `headway eval`, too
 
 Examples:
   headway env show wordle --args.length 4
@@ -48,6 +55,7 @@ Examples:
   headway serve tiny &                        # then, when it serves:
   headway env try calculator --url http://127.0.0.1:8000 --tokens
   headway env demos calculator -n 5000 --args.guess_share 0.3 -o demos.jsonl
+  headway env filter calculator --url http://127.0.0.1:8000 --samples 8 -o kept.jsonl
 """
 
 
@@ -61,8 +69,14 @@ def run(argv: list[str]) -> int:
             return asyncio.run(_try(name, parse(rest)))
         case ["demos", name, *rest]:
             _demos(name, parse(rest))
+        case ["filter", name, *rest]:
+            from headway.cli import env_filter
+
+            return env_filter.run(name, rest)
         case _:
-            raise UsageError("`headway env` takes list, show NAME, try NAME or demos NAME; see `headway env --help`")
+            raise UsageError(
+                "`headway env` takes list, show NAME, try NAME, demos NAME or filter NAME; see `headway env --help`"
+            )
     return 0
 
 
@@ -174,7 +188,7 @@ async def _watch(name: str, environment: "Environment", task: "Task", options: N
     assert options.url is not None
     if options.family is not None:
         load_family(options.family)
-    given = resolve_model(options.model) if options.model else None
+    given = resolve_model(options.model, weights=False) if options.model else None
     folder = await model_of_servers([options.url], given)
     renderer, engines = load_renderer(folder), Engines()
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)

@@ -47,7 +47,7 @@ Examples:
 
 def run(argv: list[str]) -> int:
     options = parse(argv)
-    round_ = asyncio.run(_evaluate(options))
+    round_ = asyncio.run(evaluate_options(options))
     if options.output is not None:
         from headway.orchestrator.evaluation import write_round
 
@@ -112,7 +112,8 @@ def _settings(options: Namespace) -> "list[EvalEnvSettings]":
         raise UsageError(f"--{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-async def _evaluate(options: Namespace) -> "Round":
+async def evaluate_options(options: Namespace) -> "Round":
+    """Run the round that parsed options ask for."""
     from headway.monitor.progress import progress_bar
     from headway.orchestrator.run import resolve_folder
     from headway.orchestrator.standalone import evaluate

@@ -1,6 +1,7 @@
 """Settings of the orchestrator: environments, batches, staleness, concurrency, evaluation."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -101,6 +102,8 @@ class EnvSettings(Settings):
     """Name in records and metrics. Default: the id."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
+    task_set: Path | None = None
+    """A file of tasks to take, in its order, as `headway env filter` writes it. Default: all."""
     ratio: float = Field(default=1.0, gt=0)
     """Share of episodes relative to the other environments."""
     algorithm: Algorithm | None = None

@@ -11,9 +11,10 @@ from headway.config.trainer import TrainSettings
 
 class DataSettings(Settings):
     path: str = ""
-    """A JSONL or Parquet file, a folder of them, or the name of a Hugging Face dataset."""
+    """A JSONL or Parquet file, a folder of them, or a data set of the Hugging Face hub as owner/name, owner/name/folder
+    or owner/name@revision (docs/hub.md)."""
     split: str = "train"
-    """Split of a Hugging Face dataset."""
+    """Of a folder or data set, only files whose names begin with this, where there are any."""
     validation_path: Path | None = None
     """Held-out rows. Default: none."""
     max_bad_rows: int = Field(default=100, ge=0)

@@ -76,7 +76,8 @@ class LoraSettings(Settings):
 
 class ModelSettings(Settings):
     path: str = "tiny"
-    """A checkpoint folder or a built-in: tiny, tiny-llama, tiny-moe, tiny-glm4-moe, tiny-gpt-oss, tiny-hybrid."""
+    """A checkpoint folder, a model of the Hugging Face hub as owner/name or owner/name@revision (docs/hub.md), or a
+    built-in: tiny, tiny-llama, tiny-moe, tiny-glm4-moe, tiny-gpt-oss, tiny-hybrid."""
     family: str | None = None
     """Class of a model family that Headway does not bring along, as FILE.py:CLASS or MODULE:CLASS (docs/models.md)."""
     implementation: Literal["headway", "transformers"] = "headway"

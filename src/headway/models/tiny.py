@@ -11,7 +11,9 @@ from typing import Any
 
 from headway.core.cache import cache_folder
 from headway.core.errors import UsageError
+from headway.core.hub import MODEL_FILES, TOKENIZER_FILES, download, parse_hub_id
 from headway.models import tiny_tokenizer as tokenizer
+from headway.models.adapters.merged import base_of, merged_checkpoint
 from headway.models.config import ModelConfig
 from headway.models.families.glm4_moe import Glm4MoeConfig
 from headway.models.families.gpt_oss import GptOssConfig
@@ -93,20 +95,32 @@ BUILT_IN: dict[str, ModelConfig] = {
 SEED = 0
 
 
-def resolve_model(path: str, family: str | None = None) -> Path:
-    """Find the checkpoint folder that `path` means: itself, or a built-in's, made in the cache at its first use.
+def resolve_model(path: str, family: str | None = None, *, weights: bool = True) -> Path:
+    """Find the checkpoint folder that `path` means: itself, a built-in's, made in the cache at its first use, or that
+    of a model on the Hugging Face hub, which is downloaded; without `weights`, only its config and tokenizer. An
+    adapter in PEFT's format, of either place, means its model with the adapter merged in.
 
     `family` is the class of a family to register first (`model.family`).
 
-    The cache is `$HEADWAY_CACHE`, or `~/.cache/headway`.
+    The cache is `$HEADWAY_CACHE`, or `~/.cache/headway`; the hub's client has its own.
     """
     if family is not None:
         load_family(family)
-    if (Path(path).expanduser() / "config.json").is_file():
-        return Path(path).expanduser()
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if path not in BUILT_IN and not folder.is_dir() and (hub_id := parse_hub_id(path)) is not None:
+        folder = download(hub_id, "model", MODEL_FILES if weights else TOKENIZER_FILES) / hub_id.folder
+        if (folder / "config.json").is_file():
+            return folder
+    if (base := base_of(folder)) is not None:
+        base_folder = resolve_model(base, weights=weights)
+        return merged_checkpoint(folder, base_folder) if weights else base_folder
     if path not in BUILT_IN:
         raise UsageError(
-            f"model {path!r} is neither a folder with a config.json nor a built-in ({', '.join(BUILT_IN)})"
+            f"model {path!r} is neither a folder with a config.json or adapter_config.json nor a built-in "
+            f"({', '.join(BUILT_IN)}); "
+            "a model of the Hugging Face hub is owner/name, or owner/name@revision"
         )
     folder = cache_folder() / "models" / f"{path}-{_digest(path)}"
     if not folder.is_dir():

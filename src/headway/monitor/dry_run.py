@@ -9,8 +9,11 @@ from headway.config.commands import write_process_settings
 from headway.config.loader import write_settings
 from headway.config.orchestrator import EnvSettings
 from headway.config.rl import RlSettings
+from headway.config.sft import SftSettings
 from headway.config.shared import SharedSettings
+from headway.core.hub import MODEL_FILES, pinned
 from headway.core.imports import absolute_path
+from headway.core.rows import DATA_FILES
 from headway.core.runs import RunPaths
 from headway.monitor.runs import create_run
 
@@ -23,7 +26,7 @@ def write_dry_run(settings: SharedSettings, command: str) -> list[Path]:
     The run's name stays free. Raises UsageError when a run of that name exists.
     """
     paths = create_run(settings.run, command, dry_run=True)
-    settings = with_absolute_paths(settings, paths)
+    settings = with_absolute_paths(settings, paths, pin=False)
     if isinstance(settings, RlSettings):
         return write_process_settings(settings, paths.config)
     file = paths.config / f"{command}.toml"
@@ -31,11 +34,20 @@ def write_dry_run(settings: SharedSettings, command: str) -> list[Path]:
     return [file]
 
 
-def with_absolute_paths(settings: S, paths: RunPaths) -> S:
-    """Write out the folders of run, model and `file.py:name`s, so that the settings hold from anywhere."""
+def with_absolute_paths(settings: S, paths: RunPaths, *, pin: bool = True) -> S:
+    """Write out the folders of run, model and `file.py:name`s, so that the settings hold from anywhere.
+
+    With `pin`, models and data sets of the hub are downloaded, and the commits that they are at become part of their
+    ids: every process and every resume of the run then reads the same files.
+    """
     root, model = paths.root.resolve(), settings.model
     run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
     folder = str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
+    if pin:
+        folder = pinned(folder, "model", MODEL_FILES)
+        if isinstance(settings, SftSettings):
+            data = settings.data.model_copy(update={"path": pinned(settings.data.path, "dataset", DATA_FILES)})
+            settings = settings.model_copy(update={"data": data})
     family = model.family and absolute_path(model.family)
     model = model.model_copy(update={"path": folder, "family": family})
     files = {name: file and file.resolve() for name, file in settings.tls}
@@ -45,7 +57,7 @@ def with_absolute_paths(settings: S, paths: RunPaths) -> S:
 
 
 def _with_absolute_files(value: Any) -> Any:
-    """Write out the folders of all texts of the form `file.py:name` whose file is there."""
+    """Write out the folders of all files that are there, also in texts of the form `file.py:name`."""
     if isinstance(value, BaseModel):
         given = {name: getattr(value, name) for name in value.model_fields_set}
         changed = {name: new for name, old in given.items() if (new := _with_absolute_files(old)) != old}
@@ -56,6 +68,8 @@ def _with_absolute_files(value: Any) -> Any:
         return {key: _with_absolute_files(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_with_absolute_files(item) for item in value)
+    if isinstance(value, Path) and value.expanduser().is_file():
+        return value.expanduser().resolve()
     if isinstance(value, str) and ".py:" in value and Path(value.rpartition(":")[0]).expanduser().is_file():
         return absolute_path(value)
     return value

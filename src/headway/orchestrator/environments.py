@@ -15,6 +15,7 @@ from headway.envs.workers.pool import EnvPool
 from headway.orchestrator.dispatch.curriculum import make_curriculum
 from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.evaluation import EvalEnv
+from headway.orchestrator.task_sets import select_tasks
 
 T = TypeVar("T")
 
@@ -54,11 +55,12 @@ class WorkerPools:
                     "at least 2 (got 1); an algorithm that compares nothing has `relative = False`"
                 )
             pool = await self.start(env)
+            tasks = select_tasks(pool.tasks, env.task_set)
             return Source(
                 name=env.name or env.id,
                 runner=pool,
-                tasks=pool.tasks,
-                curriculum=make_curriculum(env.curriculum, pool.tasks, seed),
+                tasks=tasks,
+                curriculum=make_curriculum(env.curriculum, tasks, seed),
                 algorithm=algorithm,
                 group_size=group_size,
                 sampling=sampling_params(env.sampling or settings.sampling),
@@ -78,7 +80,7 @@ class WorkerPools:
             return EvalEnv(
                 name=env.name or env.id,
                 runner=pool,
-                tasks=pool.tasks[: env.tasks],
+                tasks=select_tasks(pool.tasks, env.task_set)[: env.tasks],
                 samples=env.samples,
                 sampling=sampling_params(env.sampling or default),
                 timeout=env.timeout,

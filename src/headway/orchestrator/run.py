@@ -249,12 +249,15 @@ def open_session() -> aiohttp.ClientSession:
 
 
 def resolve_folder(path: str) -> Path:
-    """Return the model's folder. Only built-in models need the model code, which is heavy to import."""
+    """Return the model's folder, of which only config and tokenizer are needed here.
+
+    Only built-in models and those of the hub need the model code, which is heavy to import.
+    """
     if Path(path).is_dir():
         return Path(path)
     from headway.models.tiny import resolve_model
 
-    return resolve_model(path)
+    return resolve_model(path, weights=False)
 
 
 def model_width(folder: Path) -> int:

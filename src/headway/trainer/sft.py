@@ -11,6 +11,7 @@ from headway.config.sft import SftSettings
 from headway.core.batches import ComponentCounts, MicroBatch
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
+from headway.core.rows import read_rows
 from headway.core.runs import RunPaths
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
@@ -19,7 +20,6 @@ from headway.rendering.load import load_renderer
 from headway.trainer.data.order import RowOrder
 from headway.trainer.data.packing import counts_of, micro_batches
 from headway.trainer.data.rows import TokenRows, tokenize_rows
-from headway.trainer.data.sources import read_rows
 from headway.trainer.loop import TrainingLoop
 from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.step import StepReport

@@ -17,6 +17,7 @@ _TABLE = {
     "code": (f"{_HERE}.code:Code", "repair or write code; tests run it in a sandbox (several turns)"),
     "terminal": (f"{_HERE}.terminal:Terminal", "a task in a shell of a sandbox, checked afterwards (tool use)"),
     "swe": ("headway.envs.swe.swe:Swe", "resolve an issue in a repository; hidden tests judge it (tool use)"),
+    "math": (f"{_HERE}.math:Math", "problems whose answers are compared as mathematics (single turn)"),
     "needle": (f"{_HERE}.needle:Needle", "find a fact in a long text (long context)"),
     "agent": ("headway.envs.agents.agent:AgentProgram", "a program of yours that speaks OpenAI's chat API"),
     "reasoning-gym": (f"{_ADAPTERS}.reasoning_gym:ReasoningGym", "any family of the reasoning-gym package"),

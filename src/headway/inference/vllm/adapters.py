@@ -13,7 +13,8 @@ from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import AdapterTable, UpdateError
 from headway.inference.vllm.weights import last_line
-from headway.models.adapters.lora import CONFIG, WEIGHTS, adapter_settings
+from headway.models.adapters.files import CONFIG, WEIGHTS
+from headway.models.adapters.lora import adapter_settings
 
 
 class LoadedAdapters(AdapterTable):

@@ -15,6 +15,7 @@ from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import atomic_directory
 from headway.models.adapters.bank import AdapterBank
+from headway.models.adapters.files import CONFIG, WEIGHTS
 from headway.models.build import fill_uniform
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import Experts
@@ -22,8 +23,6 @@ from headway.models.layers.linear import Linear
 from headway.models.sharded import gathered
 
 PREFIX = "base_model.model."
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 EXPERTS = "experts"
 """The target that means the stacked weights of all routed experts."""
 EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

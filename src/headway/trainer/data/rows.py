@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
+from headway.core.rows import Row
 from headway.core.streams import Flags, Ints
 from headway.core.wire import decode, encode
 from headway.rendering.base import Renderer
 from headway.trainer.data.conversations import BadRowError, conversation, tokenize
-from headway.trainer.data.sources import Row
 
 logger = logging.getLogger(__name__)
 _SHOWN = 5

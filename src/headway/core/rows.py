@@ -1,4 +1,4 @@
-"""Sources of rows: JSONL and Parquet files, folders of them, Hugging Face datasets."""
+"""Rows of data: from JSONL and Parquet files, folders of them, and data sets of the Hugging Face hub."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import UsageError
+from headway.core.hub import download, parse_hub_id
 
 SUFFIXES = (".jsonl", ".parquet")
+DATA_FILES = [f"*{suffix}" for suffix in SUFFIXES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +24,22 @@ class Row:
 
 
 def read_rows(path: str, split: str = "train") -> Iterator[Row]:
-    """Yield rows in file order. `path` is a file, a folder, or a dataset's name; raises UsageError if it is none."""
+    """Yield rows in file order. `path` is a file, a folder, or a data set's id on the hub, which may name a folder in
+    it (owner/name/folder@revision). Raises UsageError if it is none."""
     if not path:
-        raise UsageError("data.path is not set; give a JSONL or Parquet file, a folder of them, or a dataset's name")
+        raise UsageError("data.path is not set; give a JSONL or Parquet file, a folder of them, or a data set's hub id")
     local = Path(path).expanduser()
     if local.is_file():
         return _read_file(local)
     if local.is_dir():
         return (row for file in files_in(local, split) for row in _read_file(file))
-    if local.suffix in SUFFIXES or path.startswith(("/", "./", "../", "~")):
-        raise UsageError(f"{path}: no such file; data.path is a JSONL or Parquet file, a folder, or a dataset's name")
-    return _read_dataset(path, split)
+    hub_id = None if local.suffix in SUFFIXES else parse_hub_id(path)
+    if hub_id is None:
+        raise UsageError(
+            f"{path}: no such file; give a JSONL or Parquet file, a folder of them, or a data set's hub id"
+        )
+    folder = download(hub_id, "dataset", DATA_FILES) / hub_id.folder
+    return (row for file in files_in(folder, split) for row in _read_file(file))
 
 
 def files_in(folder: Path, split: str) -> list[Path]:
@@ -77,18 +84,3 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", data)
     except (arrow.ArrowInvalid, OSError) as error:
         raise UsageError(f"{path}: not a Parquet file ({error})") from None
-
-
-def _read_dataset(name: str, split: str) -> Iterator[Row]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UsageError(
-            f"{name}: no such file or folder, and loading a Hugging Face dataset of that name needs the `datasets` "
-            "package; install it, or give a JSONL or Parquet file"
-        ) from None
-    try:
-        dataset = load_dataset(name, split=split)
-    except Exception as error:  # the package raises errors of many kinds, all of which mean the same here
-        raise UsageError(f"{name}: cannot load the dataset's split {split!r} ({error})") from error
-    return (Row(f"{name}:{number}", data) for number, data in enumerate(dataset, 1))

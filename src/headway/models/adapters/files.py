@@ -1,0 +1,4 @@
+"""The files of a PEFT adapter folder."""
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
