@@ -199,7 +199,7 @@ def test_a_run_from_ids_records_their_commits_and_is_pushed(
     settings = (tmp_path / "run" / "config" / "sft.toml").read_text()
     assert f'"someone/small@{model}"' in settings and f'"some/chats@{data}"' in settings
     assert TOKEN not in settings
-    printed = headway("export", str(tmp_path / "run"), str(tmp_path / "out"), "--push", "me/mine")
+    printed = headway("export", str(tmp_path / "run"), "--push", "me/mine")
     assert re.search(r"/me/mine/commit/\w+", printed)
     files = hub.repositories["model", "me/mine"]
     assert set(files.commits[files.refs["main"]]) >= {"config.json", "tokenizer.json", "model.safetensors"}

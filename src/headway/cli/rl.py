@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
     from headway.launch.fork import fork_run, parse_checkpoint
     from headway.launch.hosts import parse_roles, with_network_transports
     from headway.launch.rl import run_rl
-    from headway.monitor.dry_run import with_absolute_paths, write_dry_run
+    from headway.monitor.dry_run import with_absolute_paths, with_pinned_commits, write_dry_run
     from headway.monitor.runs import create_run, discard_run, open_run
 
     parser = OptionParser("rl", dash=False, resume=Path, only=str)
@@ -78,8 +78,10 @@ def run(argv: list[str]) -> int:
     if resolved.dry_run and not options.resume:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0
+    if not resolved.dry_run:  # before the run's folder is made: a model that is not there leaves nothing behind
+        resolved = replace(resolved, settings=with_pinned_commits(resolved.settings))
     paths = open_run(options.resume) if options.resume else create_run(resolved.settings.run, "rl")
-    settings = with_absolute_paths(resolved.settings, paths)
+    settings = with_absolute_paths(resolved.settings, paths, pin=False)
     if resolved.dry_run:
         print(*write_process_settings(settings, paths.config), sep="\n")
         return 0

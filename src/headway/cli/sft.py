@@ -30,7 +30,7 @@ Examples:
 def run(argv: list[str]) -> int:
     from headway.config.loader import load_settings, write_settings
     from headway.config.sft import SftSettings
-    from headway.monitor.dry_run import with_absolute_paths, write_dry_run
+    from headway.monitor.dry_run import with_absolute_paths, with_pinned_commits, write_dry_run
     from headway.monitor.runs import create_run, join_run, open_run
     from headway.trainer.parallel.group import in_group, rank_in_group
 
@@ -45,6 +45,7 @@ def run(argv: list[str]) -> int:
     if resolved.dry_run:
         print(*write_dry_run(settings, "sft"), sep="\n")
         return 0
+    settings = with_pinned_commits(settings)
     paths = join_run(settings.run, "sft") if options.resume or in_group() else create_run(settings.run, "sft")
     if rank_in_group() == 0:
         write_settings(with_absolute_paths(settings, paths), paths.config / "sft.toml")

@@ -35,25 +35,30 @@ def write_dry_run(settings: SharedSettings, command: str) -> list[Path]:
 
 
 def with_absolute_paths(settings: S, paths: RunPaths, *, pin: bool = True) -> S:
-    """Write out the folders of run, model and `file.py:name`s, so that the settings hold from anywhere.
-
-    With `pin`, models and data sets of the hub are downloaded, and the commits that they are at become part of their
-    ids: every process and every resume of the run then reads the same files.
-    """
+    """Write out the folders of run, model and `file.py:name`s, so that the settings hold from anywhere; and with `pin`,
+    the commits of what comes from the hub (`with_pinned_commits`)."""
+    if pin:
+        settings = with_pinned_commits(settings)
     root, model = paths.root.resolve(), settings.model
     run = settings.run.model_copy(update={"name": root.name, "output_dir": root.parent})
     folder = str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
-    if pin:
-        folder = pinned(folder, "model", MODEL_FILES)
-        if isinstance(settings, SftSettings):
-            data = settings.data.model_copy(update={"path": pinned(settings.data.path, "dataset", DATA_FILES)})
-            settings = settings.model_copy(update={"data": data})
     family = model.family and absolute_path(model.family)
     model = model.model_copy(update={"path": folder, "family": family})
     files = {name: file and file.resolve() for name, file in settings.tls}
     tls = settings.tls.model_copy(update=files) if settings.tls.certificate else settings.tls
     settings = settings.model_copy(update={"run": run, "model": model, "tls": tls})
     return _with_absolute_files(settings)  # type: ignore[no-any-return]  # what comes in goes out
+
+
+def with_pinned_commits(settings: S) -> S:
+    """Download models and data sets of the hub, and write the commits that they are at into their ids: every process
+    and every resume of the run then reads the same files."""
+    model = settings.model.model_copy(update={"path": pinned(settings.model.path, "model", MODEL_FILES)})
+    changed: dict[str, Any] = {"model": model}
+    if isinstance(settings, SftSettings):
+        path = pinned(settings.data.path, "dataset", DATA_FILES)
+        changed["data"] = settings.data.model_copy(update={"path": path})
+    return settings.model_copy(update=changed)
 
 
 def _with_absolute_files(value: Any) -> Any:
