@@ -103,7 +103,7 @@ class EnvSettings(Settings):
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     task_set: Path | None = None
-    """A file of tasks to take, in its order, as `headway env filter` writes it. Default: all."""
+    """A file of tasks to take, in its order, as `headway env filter NAME` writes it. Default: all."""
     ratio: float = Field(default=1.0, gt=0)
     """Share of episodes relative to the other environments."""
     algorithm: Algorithm | None = None
