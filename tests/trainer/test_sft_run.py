@@ -175,6 +175,9 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-5)
     losses = [[line["validation/loss"] for line in _validated(run)] for run in runs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    again = tmp_path / "exported"
+    subprocess.run([sys.executable, "-m", "headway.cli.main", "export", str(runs[1]), str(again)], check=True)
+    assert _same(_weights(again), two)
 
 
 def _validated(run: Path) -> list[dict[str, Any]]:

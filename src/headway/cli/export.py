@@ -1,9 +1,14 @@
 """`headway export`: a run's weights as a Hugging Face checkpoint."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.cli.options import OptionParser
 from headway.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from headway.config.trainer import TrainSettings
+    from headway.core.runs import RunPaths
 
 HELP = """\
 usage: headway export RUN[@STEP] [OUT] [--push OWNER/NAME [--private]]
@@ -29,22 +34,31 @@ def run(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN[@STEP]")
     parser.add_argument("out", type=Path, metavar="OUT", nargs="?")
     options = parser.parse_args(argv)
-    from headway.config.loader import load_settings
-    from headway.config.trainer import TrainSettings
     from headway.launch.fork import parse_checkpoint
 
     paths, step = parse_checkpoint(options.run)
     out = options.out or paths.exports / f"step_{step:06d}"
     if not out.exists():
-        settings = load_settings(TrainSettings, ["@", str(paths.config / "trainer.toml")]).settings
         from headway.trainer.exports import export_checkpoint
 
-        print(export_checkpoint(settings, paths, step, out))
+        print(export_checkpoint(_settings(paths), paths, step, out))
     elif not options.push:
         raise UsageError(f"{out} already exists; name another folder")
     if options.push:
         _push(out, options.push, options.private)
     return 0
+
+
+def _settings(paths: "RunPaths") -> "TrainSettings":
+    """The trainer's settings, of RL or of SFT."""
+    from headway.config.loader import load_settings
+    from headway.config.sft import SftSettings
+    from headway.config.trainer import TrainSettings
+
+    sft = paths.config / "sft.toml"
+    if sft.is_file():
+        return load_settings(SftSettings, ["@", str(sft)]).settings
+    return load_settings(TrainSettings, ["@", str(paths.config / "trainer.toml")]).settings
 
 
 def _push(folder: Path, repo: str, private: bool) -> None:
