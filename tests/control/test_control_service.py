@@ -10,8 +10,10 @@ from headway.core.control import LEASE_SECONDS, Member
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.monitor.tail import LineTail
 from headway.transport.control import client as client_module
 from headway.transport.control.client import JoinedControl
+from headway.transport.control.collected import CollectedFiles
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.sending import FileSender
 
@@ -74,6 +76,16 @@ def test_a_name_that_is_taken_is_refused(service: Service, tmp_path: Path) -> No
     service.client().beat(engine("a", host="elsewhere"))
     with pytest.raises(HeadwayError, match=r"a is the name of a process on elsewhere.*another --name"):
         JoinedControl(service.client(), RunPaths(tmp_path), "engine", "a", "http://10.0.0.8:1")
+
+
+def test_whoever_follows_a_collected_file_never_reads_on_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    files, tail = CollectedFiles(paths), LineTail(paths.metrics / "trainer.jsonl")
+    files.write("metrics", "trainer.jsonl", 0, b'{"step":1}\n{"step":2}\n')
+    assert len(list(tail.lines())) == 2
+    longer = b'{"step":2,"again":true}\n{"step":3}\n'
+    files.write("metrics", "trainer.jsonl", 11, longer)  # its sender went back to a checkpoint
+    assert b"".join(tail.lines()) == b'{"step":1}\n' + longer
 
 
 def test_metrics_and_logs_are_collected_whoever_restarts(service: Service, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 
+from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 
 _NAME = re.compile(r"\w[\w.-]{0,150}\.(log|jsonl)")
@@ -43,11 +44,15 @@ class CollectedFiles:
             raise ValueError("an offset is not negative")
         path = self._folders[folder] / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        size = path.stat().st_size if path.exists() else 0
+        if size < offset:
+            return size
+        if size > offset:
+            # Replaced, not cut: whoever follows the file sees that it is another one, and does not read on mid-line.
+            with path.open("rb") as file:
+                kept = file.read(offset)
+            write_atomic(path, kept)
         with path.open("ab") as file:
-            if file.tell() < offset:
-                return file.tell()
-            if file.tell() > offset:
-                file.truncate(offset)
             file.write(data)
             return file.tell()
 
