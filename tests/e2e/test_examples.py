@@ -30,7 +30,12 @@ def test_settings_of_runs_resolve(file: Path, monkeypatch: pytest.MonkeyPatch) -
         assert load_environment(env.id, env.args).tasks()
 
 
-@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=name)
+def test_settings_of_a_first_run_resolve() -> None:
+    envs = ["--orchestrator.envs", '[{id = "calculator"}]']
+    assert load_settings(RlSettings, ["@", str(EXAMPLES / "base.toml"), *envs]).settings.orchestrator.envs
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("warm_up*.toml")), ids=name)
 def test_settings_of_warm_ups_resolve(file: Path) -> None:
     load_settings(SftSettings, ["@", str(file), "--data.path", "rows.jsonl"])
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import pytest
 from pool_environments import Echo, Tools
 
+from headway.core import imports
 from headway.core.episodes import Task, Trace
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message, ToolCall, as_messages
-from headway.envs import registry
 from headway.envs.base import SingleTurn, reward
 from headway.envs.policy import ScriptedPolicy
 from headway.envs.registry import load_environment
@@ -67,7 +67,7 @@ def test_names_come_from_bundled_and_installed_environments(monkeypatch):
     class Point:
         name, value = "installed-echo", "pool_environments:Echo"
 
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Point] if group == "headway.environments" else [])
+    monkeypatch.setattr(imports, "entry_points", lambda group: [Point] if group == "headway.environments" else [])
     assert isinstance(load_environment("installed-echo"), Echo)
     with pytest.raises(HeadwayError, match='did you mean "installed-echo"') as caught:
         load_environment("instaled-echo")

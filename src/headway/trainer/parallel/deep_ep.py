@@ -136,7 +136,7 @@ class DeepEpDispatcher:
 
 
 class _Dispatched(torch.autograd.Function):
-    """What was received, as a function of what was sent; its gradients return by the library's other direction."""
+    """Received tokens and gates as a function of the sent ones; gradients return by the library's other direction."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, gates_Tk: Tensor, buffer: Any, received: Received) -> tuple[Tensor, Tensor]:
