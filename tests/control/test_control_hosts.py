@@ -9,18 +9,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from control_helpers import ROUTES, SMALL_RUN, check_malformed, malformed
-from namespaces import Capture, Host, make_certificates, missing, network
 
 from headway.core.control import LEASE_SECONDS
 from headway.core.runs import RunPaths
 from headway.transport.control.client import ControlClient
 from headway.transport.control.folder import FolderControl
+from namespaces import Capture, Host, Network, make_certificates, missing, network
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
 
@@ -28,6 +28,12 @@ TOKEN = "this-token-must-not-be-on-the-wire"
 WRONG = "this-wrong-token-neither"
 IN_CLEAR = "this-is-sent-in-clear"
 STEPS = 12
+
+
+@pytest.fixture
+def net() -> Iterator[Network]:
+    with network(2) as made:
+        yield made
 
 
 def start(host: Host, folder: Path, authority: Path, *arguments: str) -> "subprocess.Popen[str]":
@@ -64,10 +70,10 @@ def ask(url: str, method: str, token: str | None, trust: ssl.SSLContext, body: b
 
 
 def test_a_run_over_two_hosts_keeps_its_token_and_outlives_a_cut_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rl.toml").write_text(SMALL_RUN.format(steps=STEPS))
-    with network(2) as net, Capture(net.bridge) as capture, ExitStack() as stack:
+    with Capture(net.bridge) as capture, ExitStack() as stack:
         first, second = net.hosts
         authority = make_certificates(tmp_path / "certificates", net.hosts)
         url = f"https://{first.address}:8500"
@@ -121,3 +127,21 @@ def test_a_run_over_two_hosts_keeps_its_token_and_outlives_a_cut_link(
     for secret in (TOKEN, WRONG):
         assert not capture.holds(secret.encode())
     assert not any(TOKEN in output for output in outputs)
+
+
+def test_the_doctor_tries_the_hosts_of_a_run_before_it_starts(net: Network) -> None:
+    first, second = net.hosts
+    check = [sys.executable, "-m", "headway.cli.main", "doctor", "--json", "--deployment", f"{first.address}:8500"]
+    pipe = subprocess.PIPE
+    both = [
+        subprocess.Popen(host.enter(*check, "--hosts", "2"), stdout=pipe, stderr=pipe, text=True)
+        for host in (second, first)
+    ]
+    outputs = [process.communicate(timeout=200) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    found = {finding["subject"]: finding["text"] for finding in json.loads(outputs[0][0])}
+    assert first.address in found["hosts"] and second.address in found["hosts"]
+    assert found["interfaces"].count("eth0") == 2 and "GB/s" in found["gloo"] and found["clocks"].startswith("within")
+    second.cut()
+    alone = subprocess.run(second.enter(*check, "--hosts", "2"), capture_output=True, text=True, timeout=200)
+    assert alone.returncode == 1 and "nobody answers" in alone.stderr and "Traceback" not in alone.stderr

@@ -1,10 +1,14 @@
 """Membership by leases, under virtual time: whatever happens, who is in the run is who should be."""
 
+import heapq
+import random
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.control import Member
+from headway.core.control import HEARTBEAT_SECONDS, LEASE_SECONDS, Member, Role
 from headway.transport.control.members import Members, RefusedError
 
 LEASE = 30.0
@@ -87,3 +91,38 @@ def test_membership_is_what_heartbeats_say_at_all_times(history: list[tuple[str,
         expected = {n: (h, s) for n, (h, s, seen) in last.items() if now - seen <= LEASE}
         assert {m.name: (m.host, m.started) for m in members.live(now)} == expected
         assert all(0 <= silent <= LEASE for _, silent in members.silent(now))
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_crowd_of_engines_and_ranks_is_right_at_all_times(seed: int) -> None:
+    """512 engines and 128 ranks join, beat at their pace, restart, fall silent, come back and leave."""
+    rng, members = random.Random(seed), Members()
+    roles: list[tuple[Role, int]] = [("engine", 512), ("trainer", 128)]
+    crowd = [Member(f"{role}-{n}", role, f"host{n // 8}", 1.0) for role, count in roles for n in range(count)]
+    due = [(rng.uniform(0, HEARTBEAT_SECONDS[member.role]), n) for n, member in enumerate(crowd)]
+    heapq.heapify(due)
+    heard: dict[str, float] = {}
+    now = look = 0.0
+    while now < 150.0:
+        now, n = heapq.heappop(due)
+        if now >= look:
+            look += 1.0
+            gone = {member.name for member in members.expire(now)}
+            assert gone == {name for name, at in heard.items() if now - at > LEASE_SECONDS}
+            heard = {name: at for name, at in heard.items() if name not in gone}
+            assert {member.name for member in members.live(now)} == set(heard)
+        member, pace = crowd[n], HEARTBEAT_SECONDS[crowd[n].role]
+        act = rng.random()
+        if act < 0.005 and member.name in heard:
+            assert members.leave(member.name, member.started)
+            del heard[member.name]
+            heapq.heappush(due, (now + rng.uniform(1, 60), n))
+            continue
+        if act < 0.01:  # killed, and started again on its host at once
+            crowd[n] = member = msgspec.structs.replace(member, started=now)
+        silent = now - heard.get(member.name, -LEASE_SECONDS - 1)
+        assert members.join(member, now) == (silent > LEASE_SECONDS or act < 0.01)
+        heard[member.name] = now
+        cut = rng.uniform(LEASE_SECONDS - 10, LEASE_SECONDS + 30) if act > 0.99 else 0.0
+        heapq.heappush(due, (now + pace + cut, n))

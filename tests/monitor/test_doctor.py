@@ -9,7 +9,9 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from headway.cli import doctor
+from headway.core.errors import UsageError
 from headway.monitor.doctor import machine, packages
+from headway.monitor.doctor.deployment import HostFacts, check_clocks, check_facts, parse_address
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.pins import Pin, parse_pin
 
@@ -143,3 +145,27 @@ def test_problems_decide_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr(doctor, "examine", lambda folder, port: iter([Finding("disk", "problem", "gone", "buy one")]))
     assert doctor.run(["--json"]) == 1
     assert json.loads(capsys.readouterr().out)[0]["remedy"] == "buy one"
+
+
+def host(name: str, torch: str = "2.13.0", gpus: int = 0) -> HostFacts:
+    return HostFacts(name, "10.0.0.1", "eth0", "0.1.0", torch, ["H200"] * gpus, nccl=gpus > 0)
+
+
+def test_hosts_that_differ_are_named() -> None:
+    alike = list(check_facts([host("a", gpus=8), host("b", gpus=8)]))
+    assert {finding.status for finding in alike} == {"ok"}
+    differ = list(check_facts([host("a"), host("b", torch="2.12.0", gpus=4)]))
+    assert statuses(differ, "versions") == ["ok", "problem"] and statuses(differ, "gpus") == ["note"]
+    assert any("a 2.13.0, b 2.12.0" in finding.text for finding in differ)
+    assert check_clocks([host("a"), host("b")], [100.0, 100.5]).status == "ok"
+    late = check_clocks([host("a"), host("b")], [100.0, 107.25])
+    assert late.status == "warning" and late.text == "b is 7.2 s ahead of a"
+
+
+def test_the_address_of_a_deployment() -> None:
+    assert parse_address("10.0.0.1:8500") == ("10.0.0.1", 8500) and parse_address("[::1]:80") == ("::1", 80)
+    for wrong in ("10.0.0.1", "10.0.0.1:", ":8500", "host:0", "host:99999", "host:http"):
+        with pytest.raises(UsageError, match="HOST:PORT"):
+            parse_address(wrong)
+    with pytest.raises(UsageError, match="go together"):
+        list(doctor.examine_hosts(None, 2))

@@ -20,7 +20,7 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter, read_metrics
 from headway.monitor.progress import progress
-from headway.monitor.prometheus import PrometheusSink, render
+from headway.monitor.prometheus import PrometheusExporter, PrometheusSink, render
 from headway.monitor.sinks import make_sinks
 
 
@@ -151,6 +151,19 @@ def test_the_prometheus_endpoint_serves_the_latest_values(tmp_path: Path) -> Non
             PrometheusSink("orchestrator", sink.port)
     finally:
         sink.close()
+
+
+def test_the_prometheus_endpoint_listens_where_a_cluster_reaches_it() -> None:
+    exporter = PrometheusExporter(0, "127.0.0.2")
+    try:
+        exporter.update("trainer", {"loss": 0.5})
+        assert exporter.url == f"http://127.0.0.2:{exporter.port}/metrics"
+        with urllib.request.urlopen(exporter.url) as answer:
+            assert b'headway_loss{process="trainer"} 0.5\n' in answer.read()
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics")
+    finally:
+        exporter.close()
 
 
 def test_progress_is_shown_on_a_terminal() -> None:

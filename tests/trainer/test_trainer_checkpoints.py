@@ -77,13 +77,13 @@ def train_on(ranks: int, folder: Path, steps: int) -> None:
 
 
 def test_resuming_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """Two steps on one rank, two on two, two on one again: the same as six on one, to rounding."""
+    """Two steps on one rank, two on two, two on the one that is left of these: the same as six on one, to rounding."""
     straight, moved = run_paths(tmp_path / "straight"), run_paths(tmp_path / "moved")
     spool(straight, range(1, 7))
     train_on(1, straight.root, 6)
-    for ranks, first in ((1, 1), (2, 3), (1, 5)):
+    for ranks, left, first in ((1, 1, 1), (2, 2, 3), (2, 1, 5)):
         spool(moved, range(first, first + 2), ranks=ranks)
-        run_ranks(ranks, train_on, ranks, moved.root, first + 1)
+        run_ranks(left, train_on, ranks, moved.root, first + 1)
     want, got = checkpoint_tensors(straight, 6), checkpoint_tensors(moved, 6)
     assert want.keys() == got.keys()
     for name, tensor in want.items():

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headway.core.errors import STOPPED
@@ -45,3 +46,22 @@ def test_wrong_usage_is_one_line(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "model 'nowhere' is neither a folder" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_four_ranks_of_torchrun_make_one_run_and_start_again_from_a_checkpoint_when_one_is_lost(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "r")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--max-restarts", "1"]
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    flags = ["--placement.trainer_ranks", "4", "--trainer.checkpoints.interval", "2", "--max_steps", "40"]
+    flags += ["--run.output_dir", str(tmp_path), "--run.name", "r", *FAKE]
+    group = subprocess.Popen([*torchrun, *meet, *COMMAND[1:], *flags], stderr=subprocess.PIPE, text=True)
+    while not paths.complete_checkpoints() and group.poll() is None:
+        time.sleep(0.1)
+    ranks = [child for child in psutil.Process(group.pid).children() if "train" in child.cmdline()]
+    assert len(ranks) == 4
+    ranks[-1].kill()
+    _, errors = group.communicate(timeout=240)
+    assert group.returncode == 0, errors
+    assert steps_of(paths) == list(range(1, 41)) and paths.complete_checkpoints()[-1] == 40
+    assert "resumed from the checkpoint of step" in errors

@@ -80,6 +80,16 @@ def test_settings_name_the_dimensions() -> None:
     assert dims.copy_size == settings.shard_ranks == 3
 
 
+def test_fewer_ranks_shard_the_weights_among_them_where_the_layout_allows() -> None:
+    settings = small_settings(placement__trainer_ranks=8, trainer__parallel__replicate=2)
+    assert ParallelDims.of_group(settings, 8) == ParallelDims(replicate=2, shard=4)
+    assert ParallelDims.of_group(settings, 4) == ParallelDims(replicate=2, shard=2)
+    assert ParallelDims.of_group(settings, 2) == ParallelDims(replicate=2, shard=1)
+    for left in (1, 3, 6, 16):
+        with pytest.raises(UsageError, match=rf"trainer_ranks is 8, but .* a group of {left};"):
+            ParallelDims.of_group(settings, left)
+
+
 def test_dimensions_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="2 expert ranks do not divide the 3 ranks"):
         ParallelDims(shard=3, expert=2)

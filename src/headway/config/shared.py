@@ -52,6 +52,8 @@ class TrackingSettings(Settings):
     """Also send settings, metrics and rollouts of the run to Weights & Biases (extra `tracking`)."""
     prometheus_port: int | None = Field(default=None, ge=0, le=65535)
     """Also answer `GET /metrics` at this port with the latest values; 0 picks a free one. One for the whole run."""
+    prometheus_host: str = "127.0.0.1"
+    """Address at which it listens: one that a cluster's Prometheus reaches, 0.0.0.0 for all. It asks for no token."""
 
 
 class LoraSettings(Settings):

@@ -13,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from headway.config.inference import ServeSettings
+from headway.core.addresses import own_address
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.processes import is_loopback
 from headway.core.runs import RunPaths
@@ -23,7 +24,7 @@ from headway.models.tiny import resolve_model
 from headway.monitor.logs import SUPERVISED
 from headway.rendering.load import load_renderer
 from headway.rendering.tokenizer import tokenizer_fingerprint
-from headway.transport.control.client import ControlClient, JoinedControl, own_address
+from headway.transport.control.client import ControlClient, JoinedControl
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import find_token
 from headway.transport.http_client import check_trusted

@@ -10,11 +10,12 @@ from typing import Generic, TypeVar
 
 from headway.config.loader import load_settings
 from headway.config.shared import SharedSettings
+from headway.core.addresses import own_address
 from headway.core.runs import RunPaths
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 from headway.monitor.runs import join_elsewhere
-from headway.transport.control.client import ControlClient, own_address, own_name
+from headway.transport.control.client import ControlClient, own_name
 from headway.transport.control.tokens import TOKEN, find_token
 
 S = TypeVar("S", bound=SharedSettings)

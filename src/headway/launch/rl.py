@@ -9,7 +9,7 @@ from rich.console import Console
 
 from headway.config.commands import write_process_settings
 from headway.config.rl import RlSettings
-from headway.config.shared import WandbSettings
+from headway.config.shared import TrackingSettings, WandbSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.processes import free_port, usable_cores
@@ -49,7 +49,7 @@ def run_rl(
     with ExitStack() as stack:
         stack.enter_context(_supervisor_lock(paths))
         attempt = stack.enter_context(recorded_attempt(paths))
-        exporter = _exporter(settings.tracking.prometheus_port, paths, stack)
+        exporter = _exporter(settings.tracking, paths, stack)
         wandb_run = _wandb_run(settings.tracking.wandb, paths, stack)
         trackers = [tracker.update for tracker in (exporter, wandb_run) if tracker]
 
@@ -93,11 +93,11 @@ def run_rl(
     return finished
 
 
-def _exporter(port: int | None, paths: RunPaths, stack: ExitStack) -> PrometheusExporter | None:
+def _exporter(tracking: TrackingSettings, paths: RunPaths, stack: ExitStack) -> PrometheusExporter | None:
     """Start the run's exporter where the settings ask for one, and record its address."""
-    if port is None:
+    if tracking.prometheus_port is None:
         return None
-    exporter = PrometheusExporter(port)
+    exporter = PrometheusExporter(tracking.prometheus_port, tracking.prometheus_host)
     stack.callback(exporter.close)
     write_atomic(paths.control / "prometheus", f"{exporter.url}\n")
     return exporter

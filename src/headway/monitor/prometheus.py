@@ -38,16 +38,17 @@ def metric_name(name: str, prefix: str = "headway") -> str:
 
 
 class PrometheusExporter:
-    """Answers `GET /metrics` on loopback with the latest values of each process."""
+    """Answers `GET /metrics` with the latest values of each process; on loopback, unless it is told another address."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self._host = host
         self._values: dict[str, dict[str, float]] = {}
         self._lock = threading.Lock()
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
+            self._server = ThreadingHTTPServer((host, port), _handler(self))
         except OSError as error:
             raise HeadwayError(
-                f"tracking.prometheus_port {port}: {error.strerror}; choose another port, or 0 for any free one"
+                f"tracking.prometheus_port {host}:{port}: {error.strerror}; choose another port, or 0 for any free one"
             ) from None
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
@@ -59,7 +60,7 @@ class PrometheusExporter:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/metrics"
+        return f"http://{self._host}:{self.port}/metrics"
 
     def update(self, process: str, values: Mapping[str, float]) -> None:
         with self._lock:
@@ -78,8 +79,8 @@ class PrometheusExporter:
 class PrometheusSink(PrometheusExporter):
     """The exporter of one process that runs by itself."""
 
-    def __init__(self, process: str, port: int) -> None:
-        super().__init__(port)
+    def __init__(self, process: str, port: int, host: str = "127.0.0.1") -> None:
+        super().__init__(port, host)
         self._process = process
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

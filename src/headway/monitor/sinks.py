@@ -21,7 +21,7 @@ def make_sinks(tracking: TrackingSettings, paths: RunPaths, process: str) -> lis
 
         sinks.append(WandbSink(tracking.wandb, paths, process))
     if tracking.prometheus_port is not None:
-        sinks.append(PrometheusSink(process, tracking.prometheus_port))
+        sinks.append(PrometheusSink(process, tracking.prometheus_port, tracking.prometheus_host))
     return sinks
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,30 +38,51 @@ def make_feed(
     fake = settings.trainer.fake_data
     if fake is not None:
         return FakeFeed(fake, settings.seq_len, config, ranks, stop, settings.seed)
-    receiver = make_receiver(settings.rollouts, paths, ranks.data_rank, ranks.data_size, control)
-    return RolloutFeed(receiver, ranks, stop)
+    each = settings.data_ranks // ranks.data_size
+    parts = range(ranks.data_rank * each, (ranks.data_rank + 1) * each)
+    receivers = [make_receiver(settings.rollouts, paths, part, settings.data_ranks, control) for part in parts]
+    if each > 1:
+        logger.warning(
+            "%d of %d ranks: each trains %d parts of a batch", ranks.size, settings.placement.trainer_ranks, each
+        )
+    return RolloutFeed(receivers, ranks, stop)
 
 
 class RolloutFeed:
-    """Waits for batches. All ranks start a batch or stop together, whatever each of them saw first."""
+    """Waits for batches. All ranks start a batch or stop together, whatever each of them saw first.
 
-    def __init__(self, receiver: BatchReceiver, ranks: Ranks, stop: StopRequest) -> None:
-        self._receiver, self._ranks, self._stop = receiver, ranks, stop
+    A rank has one receiver, or several where ranks are fewer than the parts that batches are packed into.
+    """
+
+    def __init__(self, receivers: Sequence[BatchReceiver], ranks: Ranks, stop: StopRequest) -> None:
+        self._receivers, self._ranks, self._stop = receivers, ranks, stop
 
     def next(self, step: int) -> RankBatch | None:
-        batch: RankBatch | None = None
+        parts: list[RankBatch] = []
         log_at = time.monotonic() + LOG_SECONDS
         while not self._ranks.any(self._stop.asked):
-            batch = batch or self._receiver.receive(step, POLL_SECONDS)
-            if self._ranks.all(batch is not None):
-                return batch
-            if time.monotonic() > log_at and batch is None:
+            while len(parts) < len(self._receivers):
+                part = self._receivers[len(parts)].receive(step, POLL_SECONDS)
+                if part is None:
+                    break
+                parts.append(part)
+            here = len(parts) == len(self._receivers)
+            if self._ranks.all(here):
+                return _joined(parts)
+            if time.monotonic() > log_at and not here:
                 logger.info("still waiting for batch %d; is the orchestrator of this run alive?", step)
                 log_at = time.monotonic() + LOG_SECONDS
         return None
 
     def close(self) -> None:
-        self._receiver.close()
+        for receiver in self._receivers:
+            receiver.close()
+
+
+def _joined(parts: list[RankBatch]) -> RankBatch:
+    """Put parts of one batch together: micro-batches of a step add up on one rank as they do over ranks."""
+    micro_batches = [micro for part in parts for micro in part.micro_batches]
+    return RankBatch(parts[0].step, micro_batches, parts[0].counts, parts[0].metrics)
 
 
 class FakeFeed:

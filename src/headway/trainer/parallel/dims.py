@@ -39,6 +39,19 @@ class ParallelDims:
         parallel = settings.trainer.parallel
         return cls(parallel.replicate, settings.shard_ranks, parallel.context, parallel.expert)
 
+    @classmethod
+    def of_group(cls, settings: TrainSettings, world_size: int) -> Self:
+        """Lay out a group of `world_size` ranks: all of the settings' ranks, or those left after a node was lost.
+
+        Fewer ranks shard the weights among them and read several parts of each batch. Raises UsageError where they
+        cannot: the other dimensions need all their ranks, and every rank must get the same number of parts.
+        """
+        whole = cls.from_settings(settings)
+        fixed = whole.replicate * whole.context
+        if whole.world_size % world_size or world_size % fixed:
+            whole.check(world_size)
+        return cls(whole.replicate, world_size // fixed, whole.context, whole.expert)
+
     @property
     def world_size(self) -> int:
         return self.replicate * self.copy_size
@@ -86,7 +99,8 @@ class ParallelDims:
         if self.world_size != world_size:
             raise UsageError(
                 f"placement.trainer_ranks is {self.world_size}, but this process belongs to a group of {world_size}; "
-                "start it with `headway train`, which makes the group"
+                "start it with `headway train`, which makes the group, or by torchrun with as many ranks or a divisor "
+                "of them that trainer.parallel allows"
             )
 
 

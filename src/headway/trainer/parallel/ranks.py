@@ -1,7 +1,7 @@
 """The trainer's process group: one rank in this process, or one per process under torchrun."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,12 +9,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from headway.config.shared import PlacementSettings
 from headway.config.trainer import TrainSettings
+from headway.core.addresses import own_address, own_interface
 from headway.core.devices import resolve_device
+from headway.core.processes import is_loopback
 from headway.trainer.parallel.dims import ParallelDims
+from headway.trainer.parallel.group import in_group
 
 # Ranks wait for each other while one of them loads, exports or compiles.
 TIMEOUT = timedelta(minutes=60)
@@ -97,18 +101,40 @@ class Ranks:
 def joined(settings: TrainSettings) -> Iterator[Ranks]:
     """Be a rank: of the group that torchrun started, or of a group of one. Leaves the group at the end."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    dims = ParallelDims.from_settings(settings)
+    dims = ParallelDims.of_group(settings, size) if in_group() else ParallelDims.from_settings(settings)
     dims.check(size)
     device = _device(settings.placement)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     else:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        choose_interface(os.environ)
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(backend, store=_meeting_place(), rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         yield Ranks(dist.get_rank(), dims, device)
     finally:
         dist.destroy_process_group()
+
+
+def _meeting_place() -> Store:
+    """The store of the group that torchrun started. It stays when torchrun starts ranks again: those must not find
+    the addresses of ranks that were lost."""
+    store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt {attempt} of {os.environ['WORLD_SIZE']} ranks", store)
+
+
+def choose_interface(environment: MutableMapping[str, str]) -> None:
+    """Let gloo and NCCL use the interface that reaches the first rank, unless the environment names one.
+
+    By themselves they take that of this host's name, which is loopback on many hosts.
+    """
+    first = environment["MASTER_ADDR"]
+    if is_loopback(first) or is_loopback(own_address(first)):
+        return
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        environment.setdefault(name, own_interface(first))
 
 
 def _device(placement: PlacementSettings) -> torch.device:

@@ -6,13 +6,13 @@ The thread that sends heartbeats never gives up: while the service is away the p
 import logging
 import os
 import platform
-import socket
 import threading
 import time
 from typing import TypeVar
 
 import msgspec
 
+from headway.core.addresses import own_address
 from headway.core.control import HEARTBEAT_SECONDS, Member, Role, RunState, RunStatus
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.protocol import WeightUpdate
@@ -186,17 +186,6 @@ class JoinedControl:
 def own_name() -> str:
     """Return the name of this host; under Slurm that of the node, of which tests have several on one host."""
     return os.environ.get("SLURMD_NODENAME") or platform.node() or "localhost"
-
-
-def own_address(peer: str) -> str:
-    """Return the address of the interface by which this host reaches `peer`. Raises HeadwayError where none does."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise HeadwayError(f"cannot reach {peer} from here: {error.strerror or error}") from None
 
 
 def _decode(data: bytes, kind: type[Body]) -> Body:

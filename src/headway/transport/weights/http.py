@@ -22,12 +22,12 @@ import msgspec
 from aiohttp import web
 
 from headway.config.shared import HttpWeights, TlsSettings
+from headway.core.addresses import own_address
 from headway.core.control import RunControl
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.control.client import own_address
 from headway.transport.control.tokens import find_token, is_bearer
 from headway.transport.http_client import AnswerError, HttpClient, UnreachableError, check_trusted
 from headway.transport.http_thread import HttpThread

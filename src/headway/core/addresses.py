@@ -1,0 +1,38 @@
+"""Addresses of this host, chosen by the interface that reaches a peer."""
+
+import socket
+
+from headway.core.errors import HeadwayError
+
+
+def own_address(peer: str) -> str:
+    """Return the address of the interface by which this host reaches `peer`. Raises HeadwayError where none does."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise HeadwayError(f"cannot reach {peer} from here: {error.strerror or error}") from None
+
+
+def own_interface(peer: str) -> str:
+    """Return the name of that interface, such as eth0. Raises HeadwayError."""
+    import psutil  # here, because few commands need it
+
+    address = own_address(peer)
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return str(name)
+    raise HeadwayError(f"no interface of this host has the address {address}, by which it reaches {peer}")
+
+
+def is_own(host: str) -> bool:
+    """Tell if `host` is a name or an address of this host."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
