@@ -13,13 +13,17 @@ _SETTINGS_FOLDER = "/etc/headway"
 _SCRIPT = """\
 {setup}
 asked=
-trap 'asked=1; kill -{signal} $! 2>/dev/null' TERM
+trap 'asked=1; woken=1; kill -{signal} $! 2>/dev/null' TERM
 ({command}) &
 [ -z "$asked" ] || kill -{signal} $!
+# A signal ends a wait early, with a code of its own. The next one has the role's, and 127 if that was told already.
+code=127
 while :; do
+  woken=
   wait $!
-  code=$?
-  kill -0 $! 2>/dev/null || break
+  status=$?
+  [ "$status" = 127 ] || code=$status
+  [ -n "$woken" ] || break
 done
 # Stopped, and not by a signal to this pod: the run was asked to stop, and no other pod should go on.
 if [ "$code" = {stopped} ] && [ -z "$asked" ]; then code=0; fi
