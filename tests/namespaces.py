@@ -1,5 +1,6 @@
 """Hosts on one machine: network namespaces at a bridge, each with an address of its own and a link that can be cut."""
 
+import itertools
 import os
 import shutil
 import socket
@@ -52,10 +53,13 @@ class Network:
     hosts: list[Host]
 
 
+_SERIALS = itertools.count()
+
+
 @contextmanager
 def network(count: int) -> Iterator[Network]:
     """Make hosts that reach each other and this machine, while the context lasts."""
-    number = os.getpid() % 250
+    number = (os.getpid() + next(_SERIALS)) % 250  # never that of the network before: its links go a little later
     made = Network(
         f"hwbr{number}",
         f"10.77.{number}.254",

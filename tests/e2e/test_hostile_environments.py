@@ -25,8 +25,8 @@ FAILURES = {
 
 def environments() -> str:
     bad = [
-        f'{{id = "{HERE}/hostile.py:Hostile", name = "{how}", args = {{how = "{how}"}}, timeout = 6, ratio = 0.25, '
-        "workers = {max = 1, episodes = 1, memory_gb = 1}}"
+        f'{{id = "{HERE}/hostile.py:Hostile", name = "{how}", args = {{how = "{how}"}}, '
+        f"timeout = {1 if how == 'hang' else 6}, ratio = 0.25, workers = {{max = 1, episodes = 1, memory_gb = 1}}}}"
         for how in (*FAILURES, "fork", "print")
     ]
     good = f'{{id = "{HERE}/lottery.py:Lottery", name = "lottery"}}'
@@ -38,9 +38,9 @@ def environments() -> str:
 def test_a_run_goes_on_whatever_its_environments_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=":")
     flags = ("--run.output_dir", str(tmp_path), "--run.name", "run", "--orchestrator.max_error_share", "1")
-    headway("rl", *LOTTERY, *flags, "--max_steps", "4", "--orchestrator.envs", environments())
+    headway("rl", *LOTTERY, *flags, "--max_steps", "5", "--orchestrator.envs", environments())
     run = Run(RunPaths(tmp_path / "run"))
-    assert [line["step"] for line in run.metrics("trainer")] == [1, 2, 3, 4]
+    assert [line["step"] for line in run.metrics("trainer")] == list(range(1, 6))
     kinds: dict[str, set[str]] = {how: set() for how in (*FAILURES, "fork", "print", "lottery")}
     for step in recorded_steps(run.paths, untrained=True):
         for record in read_rollouts(run.paths, step, untrained=True):
