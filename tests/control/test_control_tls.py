@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from control_helpers import TOKEN
-from namespaces import Host, make_certificates
 
 from headway.cli import main
 from headway.config.shared import HttpWeights, TlsSettings
@@ -17,6 +16,7 @@ from headway.transport.control.client import ControlClient
 from headway.transport.http_client import HttpClient, UnreachableError, check_trusted
 from headway.transport.http_thread import HttpThread
 from headway.transport.weights import make_sender
+from namespaces import Host, make_certificates
 
 
 @pytest.fixture(scope="module")

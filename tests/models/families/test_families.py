@@ -73,6 +73,7 @@ def test_delta_nets_with_the_epsilon_of_released_models_are_as_exact_as_transfor
     """The outputs of these heads are so small (0.005) that the norm behind them enlarges float32's rounding hundreds of
     times: transformers itself is off by 2e-5 to 5e-5. The cases have a larger epsilon, for bars as tight as others'."""
     values = json.loads((HERE / f"{name}.json").read_text()) | {"rms_norm_eps": 1e-6}
+    torch.manual_seed(0)  # how far rounding is enlarged depends on the weights that are drawn
     theirs = make_hf_model(values)
     theirs.save_pretrained(tmp_path)
     ours = load_model(tmp_path)
@@ -81,8 +82,7 @@ def test_delta_nets_with_the_epsilon_of_released_models_are_as_exact_as_transfor
         found, expected = packed_logits(ours, ids, LENGTHS), hf_logits(theirs, ids, LENGTHS)
         exact = hf_logits(theirs.double(), ids, LENGTHS)
     assert float((found - expected).abs().max()) < 1e-4
-    # By another library of products either of the two comes nearer: 0.7 to 3.2 times were seen.
-    assert float((found - exact).abs().max()) < 5 * float((expected - exact).abs().max())
+    assert float((found - exact).abs().max()) < 3 * float((expected - exact).abs().max())
 
 
 class TestFamily:
