@@ -125,4 +125,4 @@ def test_gradients_match_a_plain_reference(ranks: int) -> None:
         assert error(got["gradients"], want) < TOLERANCE, case
         norm = float(torch.stack([g.double().norm() for g in want.values()]).norm())
         for result in results:
-            assert result[index]["norm"] == pytest.approx(norm, rel=3e-6), case
+            assert result[index]["norm"] == pytest.approx(norm, rel=TOLERANCE), case

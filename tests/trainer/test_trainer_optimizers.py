@@ -195,6 +195,12 @@ def test_schedules() -> None:
     assert all(a > b for a, b in pairwise(cosine[1:]))
 
 
+def test_the_norm_of_millions_of_gradients_is_exact() -> None:
+    big, small = torch.randn(1024, 4096), torch.randn(7)
+    expected = float((big.double().square().sum() + small.double().square().sum()).sqrt())
+    assert float(global_norm([big, small, torch.zeros(0, 3)])) == pytest.approx(expected, rel=1e-6)
+
+
 def sharded_run(settings: Optimizer, steps: int) -> tuple[float, dict[str, np.ndarray]]:
     with joined(small_settings(placement__trainer_ranks=3)):
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))

@@ -46,10 +46,18 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         by_layout.setdefault(sharded_dims(tensor), []).append(local(tensor))
     total: Tensor | None = None
     for layout, parts in by_layout.items():
-        squares = torch.stack(torch._foreach_norm(parts)).float().square().sum()
+        squares = torch.stack(_norms(parts)).float().square().sum()
         if layout is not None:
             mesh, dims = layout
             for dim in dims:
                 dist.all_reduce(squares, group=mesh.get_group(dim))
         total = squares if total is None else total + squares
     return torch.zeros(()) if total is None else total.sqrt()
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Compute the norm of each. A CPU adds up all squares of a tensor in few float32 sums, which is 2e-3 off for 16
+    million numbers; so there, row by row first."""
+    if tensors[0].is_cuda:
+        return list(torch._foreach_norm(tensors))
+    return [torch.linalg.vector_norm(torch.linalg.vector_norm(tensor, dim=-1)) for tensor in tensors]
