@@ -227,7 +227,9 @@ def test_weights_go_in_and_show(server: LiveServer, tmp_path: Path) -> None:
         assert (await client.state()).version == 3
         again = await client.update_weights(update)
         assert again.bytes == 0
-        response = await client.generate(GenerateRequest([1, 2, 3], sampling_params=SamplingParams(max_tokens=3)))
+        response = await client.generate(
+            GenerateRequest([1, 2, 3], sampling_params=SamplingParams(max_tokens=3, ignore_eos=True))
+        )
         assert [tuple(run) for run in response.choices[0].versions] == [(3, 3)]
 
     with_client(server, body, server.token)

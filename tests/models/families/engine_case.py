@@ -44,7 +44,7 @@ class EngineCase:
     def add(self, prompt: list[int], max_tokens: int, **params: Any) -> str:
         self._requests += 1
         name = str(self._requests)
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=self._requests, **params)
         self.engine.add(GenerateRequest(prompt, sampling_params=sampling), name)
         return name
 
