@@ -117,17 +117,10 @@ class Laguna(Family):
         )
 
     def feed_forward(self, config: ModelConfig, layer: int) -> "FeedForward":
-        from headway.models.layers.experts import ExpertRouter, SparseMlp
-        from headway.models.layers.mlp import GatedMlp
+        from headway.models.layers.experts import biased_feed_forward
 
         assert isinstance(config, LagunaConfig)
-        if not config.sparse(layer):
-            return GatedMlp(config.width, config.mlp_width)
-        return SparseMlp(
-            config,
-            router=ExpertRouter(config, score="sigmoid", selection_bias=True, logit_cap=config.router_cap or None),
-            shared_experts=GatedMlp(config.width, config.shared_expert_width),
-        )
+        return biased_feed_forward(config, layer, config.router_cap or None)
 
     def checkpoint_tensors(self, parameter: str, config: ModelConfig) -> list[CheckpointTensor]:
         return split_experts(parameter, config) or [CheckpointTensor(renamed(parameter, _CHECKPOINT_NAMES))]

@@ -78,14 +78,9 @@ class LatentFamily(Family):
         return LatentAttention(config, layer)
 
     def feed_forward(self, config: ModelConfig, layer: int) -> "FeedForward":
-        from headway.models.layers.experts import ExpertRouter, SparseMlp
-        from headway.models.layers.mlp import GatedMlp
+        from headway.models.layers.experts import biased_feed_forward
 
-        if not config.sparse(layer):
-            return GatedMlp(config.width, config.mlp_width)
-        router = ExpertRouter(config, score="sigmoid", selection_bias=True)
-        shared = GatedMlp(config.width, config.shared_expert_width) if config.shared_expert_width else None
-        return SparseMlp(config, router=router, shared_experts=shared)
+        return biased_feed_forward(config, layer)
 
     def checkpoint_tensors(self, parameter: str, config: ModelConfig) -> list[CheckpointTensor]:
         return split_experts(parameter, config) or [CheckpointTensor(parameter)]

@@ -83,33 +83,6 @@ class Block(nn.Module):
         return x_TD + out_TD, used_Tk
 
 
-class SandwichBlock(Block):
-    """Each stage is normed before and after (Gemma, AFMoE)."""
-
-    def __init__(self, norm: Callable[[], RMSNorm], attention: Attention, feed_forward: FeedForward) -> None:
-        super().__init__(norm(), attention, norm(), feed_forward)
-        self.pre_feedforward_layernorm = norm()
-        self.post_feedforward_layernorm = norm()
-
-    def mixed_norm(self, mixed_TD: Tensor) -> Tensor:
-        normed_TD: Tensor = self.post_attention_layernorm(mixed_TD)
-        return normed_TD
-
-    def feed_forward(
-        self,
-        x_TD: Tensor,
-        mixed_TD: Tensor,
-        context: ForwardContext,
-        given_Tk: Tensor | None = None,
-        *,
-        grad_only: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Run the second stage. Its last norm needs the values of what it norms, so that `grad_only` saves nothing."""
-        x_TD, normed_TD = self.pre_feedforward_layernorm.add_and_norm(x_TD, mixed_TD)
-        out_TD, used_Tk = self.mlp(normed_TD, context, given_Tk)
-        return x_TD + self.post_feedforward_layernorm(out_TD), used_Tk
-
-
 class PostNormBlock(Block):
     """Each stage is normed after it, and not before (OLMo 2)."""
 
@@ -130,7 +103,24 @@ class PostNormBlock(Block):
         *,
         grad_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the second stage. Its norm needs the values of what it norms, so that `grad_only` saves nothing."""
-        x_TD = x_TD + mixed_TD
-        out_TD, used_Tk = self.mlp(x_TD, context, given_Tk)
+        """Run the second stage. Its last norm needs the values of what it norms, so that `grad_only` saves nothing."""
+        x_TD, entering_TD = self.enter(x_TD, mixed_TD)
+        out_TD, used_Tk = self.mlp(entering_TD, context, given_Tk)
         return x_TD + self.post_feedforward_layernorm(out_TD), used_Tk
+
+    def enter(self, x_TD: Tensor, mixed_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Add what the first stage gave to the stream. Returns the stream, and what enters the second stage."""
+        x_TD = x_TD + mixed_TD
+        return x_TD, x_TD
+
+
+class SandwichBlock(PostNormBlock):
+    """Each stage is normed before it, too (Gemma, AFMoE)."""
+
+    def __init__(self, norm: Callable[[], RMSNorm], attention: Attention, feed_forward: FeedForward) -> None:
+        super().__init__(norm, attention, feed_forward)
+        self.input_layernorm = norm()
+        self.pre_feedforward_layernorm = norm()
+
+    def enter(self, x_TD: Tensor, mixed_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.pre_feedforward_layernorm.add_and_norm(x_TD, mixed_TD)

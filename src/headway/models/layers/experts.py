@@ -309,6 +309,16 @@ class SigmoidGatedMlp(GatedMlp):
         return self(x_TD, context)[0]  # type: ignore[no-any-return]  # modules have no types
 
 
+def biased_feed_forward(config: ModelConfig, layer: int, logit_cap: float | None = None) -> FeedForward:
+    """Make what a layer of DeepSeek-V3 and its kind has: an MLP, or experts that are chosen by sigmoid scores and a
+    bias that balances them, beside shared ones."""
+    if not config.sparse(layer):
+        return GatedMlp(config.width, config.mlp_width)
+    router = ExpertRouter(config, score="sigmoid", selection_bias=True, logit_cap=logit_cap)
+    shared = GatedMlp(config.width, config.shared_expert_width) if config.shared_expert_width else None
+    return SparseMlp(config, router=router, shared_experts=shared)
+
+
 def sparse_mlp_of(block: nn.Module) -> SparseMlp | None:
     """Find the experts of a block, whatever its stages are called; None for a block without any."""
     return next((module for module in block.modules() if isinstance(module, SparseMlp)), None)

@@ -122,12 +122,12 @@ class Difficulty:
         self._pools = {**saved, "medium": saved["medium"] + sorted(new)}
 
 
-class Sampled:
+class Sampled(InOrder):
     """Indices that a generator of one's own yields. After a restart it is made again and run to where it was."""
 
     def __init__(self, make: Callable[[], Iterator[int]], tasks: int) -> None:
-        self._make, self._tasks = make, tasks
-        self._indices, self._drawn = make(), 0
+        super().__init__(tasks)
+        self._make, self._indices = make, make()
 
     def next(self) -> int:
         index = next(self._indices, None)
@@ -138,14 +138,8 @@ class Sampled:
         self._drawn += 1
         return index
 
-    def report(self, index: int, reward: float) -> None:
-        pass
-
-    def save(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
-
     def load(self, state: dict[str, Any]) -> None:
-        self._drawn = int(state["drawn"])
+        super().load(state)
         self._indices = islice(self._make(), self._drawn, None)
 
 
