@@ -33,6 +33,7 @@ def with_endpoint(policy: Policy, use: Callable[[AsyncOpenAI, Endpoint], Awaitab
 def test_a_reply_comes_back_whole() -> None:
     async def use(client: AsyncOpenAI, endpoint: Endpoint) -> None:
         assert [model.id async for model in client.models.list()] == ["policy"]
+        assert (await client.models.retrieve("gpt-any")).id == "gpt-any"
         reply = await client.chat.completions.create(model="any", messages=[{"role": "developer", "content": "hi"}])
         assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("hello", "stop")
         assert reply.model == "any"
@@ -123,6 +124,70 @@ def test_what_cannot_be_served_is_refused_and_serving_goes_on(body: bytes) -> No
         endpoint.check()
 
     with_endpoint(ScriptedPolicy(["fine"]), use)
+
+
+TOOLS = [WEATHER.to_openai()]
+
+
+@pytest.mark.parametrize(
+    ("param", "more"),
+    [
+        ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": False}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("logit_bias", {"logit_bias": {"5": 1}}),
+        ("frequency_penalty", {"frequency_penalty": 0.5}),
+        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("logprobs", {"logprobs": True}),
+        ("modalities", {"modalities": ["text", "audio"]}),
+        ("functions", {"functions": [{"name": "f"}]}),
+        ("n", {"n": 2}),
+    ],
+)
+def test_nothing_that_would_change_the_reply_is_ignored(param: str, more: dict[str, Any]) -> None:
+    async def use(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        with pytest.raises(BadRequestError) as refused:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], **more)
+        assert refused.value.param == param and refused.value.request_id
+        assert endpoint.calls == 0
+
+    with_endpoint(ScriptedPolicy([]), use)
+
+
+def test_fields_that_say_nothing_about_the_reply_are_taken() -> None:
+    async def use(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "x"}],
+            user="me",
+            store=False,
+            frequency_penalty=0,
+            logit_bias={},
+            tool_choice="auto",
+            parallel_tool_calls=False,
+            response_format={"type": "text"},
+        )
+
+    with_endpoint(ScriptedPolicy(["fine"]), use)
+
+
+def test_a_reply_that_was_cut_short_says_so_although_it_calls_a_tool() -> None:
+    class Cut(ScriptedPolicy):
+        async def chat(self, *messages: Any, **fields: Any) -> Message:
+            reply = await super().chat(*messages, **fields)
+            self.trace.nodes[-1].finish_reason = "length"
+            return reply
+
+    async def use(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        asking: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+        whole = await client.chat.completions.create(**asking)
+        stream = await client.chat.completions.create(**asking, stream=True)
+        endings = [chunk.choices[0].finish_reason async for chunk in stream]
+        assert (whole.choices[0].finish_reason, endings[-1]) == ("length", "length")
+
+    with_endpoint(Cut([Message("assistant", tool_calls=(ToolCall("c", "weather", "{}"),))] * 2), use)
 
 
 def failing(failure: EpisodeFailure) -> ScriptedPolicy:

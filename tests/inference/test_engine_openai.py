@@ -25,8 +25,14 @@ def test_chat(client: openai.OpenAI) -> None:
 def test_the_model_answers_to_its_folder_name_too(client: openai.OpenAI, server: LiveServer) -> None:
     reply = client.chat.completions.create(model=server.folder.name, messages=ASK, temperature=0, max_tokens=3)
     assert reply.choices[0].finish_reason == "length"
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt-nothing", messages=ASK)
+    assert client.models.retrieve(server.folder.name).id == "policy"
+    for asking in (
+        lambda: client.chat.completions.create(model="gpt-nothing", messages=ASK),
+        lambda: client.models.retrieve("gpt-nothing"),
+    ):
+        with pytest.raises(openai.NotFoundError) as missing:
+            asking()
+        assert missing.value.code == "model_not_found" and missing.value.request_id
 
 
 def test_streaming_adds_up_to_the_same_text(client: openai.OpenAI) -> None:
@@ -133,6 +139,16 @@ def test_completions_stream(client: openai.OpenAI) -> None:
     whole = client.completions.create(**fields).choices[0].text
     streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**fields, stream=True))
     assert streamed == whole and whole
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [("echo", True), ("suffix", "x"), ("best_of", 3), ("logit_bias", {"5": 1}), ("frequency_penalty", 0.5)],
+)
+def test_completions_refuse_what_they_would_ignore(client: openai.OpenAI, param: str, value: object) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="policy", prompt="Hello", max_tokens=1, **{param: value})
+    assert refused.value.param == param
 
 
 def test_errors_reach_the_client_as_its_own(client: openai.OpenAI) -> None:

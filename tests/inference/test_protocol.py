@@ -428,6 +428,7 @@ def test_completions_take_text_or_tokens(server: LiveServer) -> None:
         {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"5": 1}},
         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
         {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 500, "logprobs": True},
+        {"messages": [{"role": "user", "content": "x"}], "presence_penalty": 0.5},
         {"messages": [{"role": "user", "content": "x" * 2000}]},
         {"messages": [{"role": "user", "content": "x"}], "model": "gpt-unknown"},
     ],

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 CONTEXT_EXCEEDED = "context_length_exceeded"
 """The code by which agents tell that a conversation has become too long."""
-_UNSUPPORTED = ("frequency_penalty", "presence_penalty", "logit_bias")
+MODEL_NOT_FOUND = "model_not_found"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 503: "overloaded_error"}
 _FIELD = re.compile(r" - at `\$\.?(.*?)`$")
 
@@ -45,8 +45,11 @@ class StreamOptions(msgspec.Struct):
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields of both kinds of completion. Null means the default, as clients send it.
 
-    Fields of OpenAI's that are not listed here are accepted and have no effect.
+    Fields of OpenAI's that are not listed here tell nothing about the reply, such as `user` or `store`: they are
+    accepted and have no effect. Those in `UNSUPPORTED` would, and can't be honoured.
     """
+
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty", "logit_bias")
 
     model: str = "policy"
     temperature: float | None = None
@@ -66,6 +69,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+
+    def check(self) -> None:
+        """Raise RequestError on what would be ignored in silence otherwise."""
+        for name in self.UNSUPPORTED:
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported: leave it out", name)
 
     def stops(self) -> list[str]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -88,10 +97,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         logprobs: int | None,
         stop_ids: Sequence[int] = (),
     ) -> GenerateRequest:
-        """The same request in the inference protocol. Raises RequestError on fields that would be ignored silently."""
-        for name in _UNSUPPORTED:
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported", name)
+        """The same request in the inference protocol."""
         sampling = SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -109,14 +115,36 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 
 class ChatRequest(SamplingFields, kw_only=True):
+    UNSUPPORTED = (*SamplingFields.UNSUPPORTED, "functions", "function_call", "audio", "web_search_options")
+
     messages: list[Json]
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: Json | None = None
+    modalities: list[str] | None = None
+    audio: Json | None = None
+    functions: list[Json] | None = None
+    function_call: str | Json | None = None
+    web_search_options: Json | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestError('tool_choice must be "auto" or "none": a call can\'t be forced', "tool_choice")
+        if self.tools and self.parallel_tool_calls is False:
+            message = "parallel_tool_calls can't be false: a reply may hold several calls"
+            raise RequestError(message, "parallel_tool_calls")
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise RequestError('response_format must be {"type": "text"}', "response_format")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise RequestError('modalities must be ["text"]', "modalities")
 
     @property
     def wants_logprobs(self) -> bool:
@@ -135,7 +163,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         except ValueError as error:
             raise RequestError(str(error), "messages") from None
 
-    def functions(self) -> list[Tool]:
+    def offered_tools(self) -> list[Tool]:
         """The tools that the model may call. Raises RequestError."""
         if self.tool_choice == "none":
             return []
@@ -148,10 +176,19 @@ class ChatRequest(SamplingFields, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """One prompt per request: text, or its token ids."""
 
+    UNSUPPORTED = (*SamplingFields.UNSUPPORTED, "echo", "suffix")
+
     prompt: str | list[int]
     max_tokens: int | None = 16
     logprobs: int | None = None
-    echo: bool = False
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of not in (None, 1, self.n):
+            raise RequestError("best_of is not supported: all replies are returned, ask for n of them", "best_of")
 
     @property
     def wants_logprobs(self) -> bool:
@@ -200,6 +237,10 @@ def envelope(kind: str, request_id: str, model: str) -> Json:
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
+def model_card(name: str, **more: object) -> Json:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "headway", **more}
+
+
 def usage(prompt: int, completion: int, cached: int | None = None) -> Json:
     counts: Json = {
         "prompt_tokens": prompt,
@@ -217,8 +258,9 @@ def reply_body(message: Message) -> Json:
     return body
 
 
-def finish_reason(message: Message, reason: str) -> str:
-    return "tool_calls" if message.tool_calls else reason
+def reply_ending(calling: bool, reason: str | None) -> str | None:
+    """The finish reason of a reply that is `calling` tools. One that was cut short says so, as OpenAI's do."""
+    return "tool_calls" if calling and reason == "stop" else reason
 
 
 def error_body(message: str, kind: str, param: str | None = None, **more: object) -> Json:
@@ -234,6 +276,11 @@ def event(body: object) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def named_event(name: str, body: object) -> bytes:
+    """A server-sent event that tells its kind twice, as some APIs have it."""
+    return b"event: " + name.encode() + b"\n" + event(body)
+
+
 class Completion(msgspec.Struct, frozen=True):
     """One whole reply, with what a client is told about it."""
 
@@ -243,9 +290,14 @@ class Completion(msgspec.Struct, frozen=True):
     completion_tokens: int
     model: str
 
+    @property
+    def ending(self) -> str | None:
+        """The finish reason as clients are told it."""
+        return reply_ending(bool(self.message.tool_calls), self.finish_reason)
+
     def body(self) -> Json:
-        reason = finish_reason(self.message, self.finish_reason)
-        choice = {"index": 0, "message": reply_body(self.message), "finish_reason": reason, "logprobs": None}
+        message = reply_body(self.message)
+        choice = {"index": 0, "message": message, "finish_reason": self.ending, "logprobs": None}
         head = envelope("chat.completion", new_id("chatcmpl"), self.model)
         return {**head, "choices": [choice], "usage": usage(self.prompt_tokens, self.completion_tokens)}
 
@@ -261,8 +313,7 @@ class Completion(msgspec.Struct, frozen=True):
             deltas.append({"tool_calls": [{"index": index, **call}]})
         for delta in deltas:
             yield event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-        reason = finish_reason(self.message, self.finish_reason)
-        yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        yield event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": self.ending}]})
         if with_usage:
             yield event({**head, "choices": [], "usage": usage(self.prompt_tokens, self.completion_tokens)})
         yield DONE

@@ -14,7 +14,16 @@ from aiohttp import web
 
 from headway.core.episodes import Trace
 from headway.core.messages import Message
-from headway.core.openai import ChatRequest, Completion, RequestError, decode, error_body
+from headway.core.openai import (
+    CONTEXT_EXCEEDED,
+    ChatRequest,
+    Completion,
+    RequestError,
+    decode,
+    error_body,
+    model_card,
+    new_id,
+)
 from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
 
 MAX_BODY = 64 * 2**20
@@ -76,6 +85,8 @@ class Proxy:
             app = web.Application(client_max_size=MAX_BODY)
             app.router.add_post("/{key}/v1/chat/completions", self._chat)
             app.router.add_get("/{key}/v1/models", self._models)
+            app.router.add_get("/{key}/v1/models/{name}", self._model)
+            app.on_response_prepare.append(_name_response)
             # A caller that goes away, as killed agents do, must not leave its reply being sampled.
             runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
             await runner.setup()
@@ -85,15 +96,19 @@ class Proxy:
 
     async def _models(self, request: web.Request) -> web.Response:
         if request.match_info["key"] not in self._endpoints:
-            return _error(404, "there is no such episode, or it is over", "not_found_error")
-        return web.json_response(
-            {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "headway"}]}
-        )
+            return _no_episode()
+        return web.json_response({"object": "list", "data": [model_card("policy")]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        """Whatever name an agent has for its model, the policy answers to it."""
+        if request.match_info["key"] not in self._endpoints:
+            return _no_episode()
+        return web.json_response(model_card(request.match_info["name"]))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoints.get(request.match_info["key"])
         if endpoint is None:
-            return _error(404, "there is no such episode, or it is over", "not_found_error")
+            return _no_episode()
         task = asyncio.current_task()
         assert task is not None
         endpoint.running.add(task)
@@ -105,9 +120,12 @@ class Proxy:
     async def _answer(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
         try:
             asked = decode(await request.read(), ChatRequest)
+            asked.check()
             if asked.n not in (None, 1):
                 raise RequestError("n must be 1: an episode has one reply per call", "n")
-            messages, tools = asked.conversation(), asked.functions()
+            if asked.logprobs:
+                raise RequestError("logprobs are not sent to agents: leave it out", "logprobs")
+            messages, tools = asked.conversation(), asked.offered_tools()
         except RequestError as error:
             return _error(400, str(error), "invalid_request_error", param=error.param)
         policy = endpoint.speaker(request.headers.get("X-Session-ID", ""))
@@ -117,7 +135,7 @@ class Proxy:
         except ContextLimit as failure:
             endpoint.failure = failure
             policy.trace.truncated = True
-            return _error(400, failure.message, "invalid_request_error", "context_length_exceeded")
+            return _error(400, failure.message, "invalid_request_error", CONTEXT_EXCEEDED)
         except EpisodeFailure as failure:
             endpoint.failure = failure
             return _error(503, failure.message, "server_error")
@@ -141,6 +159,14 @@ def _completion(trace: Trace, message: Message, model: str) -> Completion:
         before += len(trace.nodes[parent].token_ids)
         parent = trace.nodes[parent].parent
     return Completion(message, node.finish_reason or "stop", before, len(node.token_ids), model)
+
+
+async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["x-request-id"] = new_id("req")
+
+
+def _no_episode() -> web.Response:
+    return _error(404, "there is no such episode, or it is over", "not_found_error")
 
 
 def _error(status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> web.Response:

@@ -1,9 +1,8 @@
 """The application: routes and what they share."""
 
-import time
-
 from aiohttp import web
 
+from headway.core.openai import MODEL_NOT_FOUND, Json, RequestError, model_card, new_id
 from headway.core.processes import is_loopback
 from headway.inference.server import admin
 from headway.inference.server.browsers import loopback_only
@@ -32,12 +31,14 @@ def build_app(
     app[KEY] = context
     app[READ_TIMEOUT] = read_timeout
     app[IN_FLIGHT] = set()
+    app.on_response_prepare.append(name_response)
     app.add_routes(
         [
             web.get("/health", admin.health),
             web.get("/state", admin.state),
             web.get("/metrics", admin.metrics),
             web.get("/v1/models", models),
+            web.get("/v1/models/{name}", model),
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
             web.post("/inference/v1/generate", generate),
@@ -55,21 +56,34 @@ def build_app(
 
 
 async def models(request: web.Request) -> web.Response:
+    return json_response({"object": "list", "data": _model_cards(context_of(request))})
+
+
+async def model(request: web.Request) -> web.Response:
     context = context_of(request)
+    asked = request.match_info["name"]
+    name = context.policy_name(asked)
+    card = next((card for card in _model_cards(context) if card["id"] == name), None)
+    if card is None:
+        raise RequestError(f"model {asked!r} does not exist", "model", 404, MODEL_NOT_FOUND)
+    return json_response(card)
+
+
+def _model_cards(context: ServerContext) -> list[Json]:
     engine = context.engine
-    created = int(time.time())
-    cards = [
-        {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "headway",
-            "max_model_len": engine.max_model_len,
-            "version": version,
-            "root": context.folder,
-            "vocab_size": engine.vocab_size,
-            "tokenizer": context.tokenizer,
-        }
+    return [
+        model_card(
+            name,
+            max_model_len=engine.max_model_len,
+            version=version,
+            root=context.folder,
+            vocab_size=engine.vocab_size,
+            tokenizer=context.tokenizer,
+        )
         for name, version in engine.models().items()
     ]
-    return json_response({"object": "list", "data": cards})
+
+
+async def name_response(request: web.Request, response: web.StreamResponse) -> None:
+    """Give every response an id, which OpenAI's client shows with errors."""
+    response.headers["x-request-id"] = new_id("req")

@@ -4,7 +4,7 @@ import msgspec
 from aiohttp import web
 
 from headway.core.messages import Message, Tool
-from headway.core.openai import ChatRequest, Json, RequestError, new_id, reply_body
+from headway.core.openai import ChatRequest, Json, RequestError, new_id, reply_body, reply_ending
 from headway.core.protocol import GenerateRequest
 from headway.inference.engine import Choice, Chunk
 from headway.inference.server.choices import ChoiceWriter, answer, stop_strings
@@ -18,9 +18,8 @@ from headway.rendering.external import ExternalRenderer
 async def chat_completions(http: web.Request) -> web.StreamResponse:
     context = context_of(http)
     body, size = await read_prompt_body(http, ChatRequest, context.engine)
-    if body.tools and body.tool_choice not in (None, "auto", "none"):
-        raise RequestError('tool_choice must be "auto" or "none"', "tool_choice")
-    tools = body.functions()
+    body.check()
+    tools = body.offered_tools()
     request = await context.tokenizing.run(size, lambda: _request(body, context, tools))
     check_request(request, context.engine)
     stops = stop_strings(body)
@@ -30,8 +29,6 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
 
 def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> GenerateRequest:
     messages = body.conversation()
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise RequestError("only response_format text is supported", "response_format")
     try:
         prompt = context.renderer.render(messages, tools, generation_prompt=True).token_ids
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -65,22 +62,23 @@ class MessageWriter(ChoiceWriter):
         """A whole reply is the sum of the deltas that a stream would have sent."""
         if self._parser is None:
             message = self._parse(choice.token_ids)
-            return {"message": _body(message), "finish_reason": _reason(bool(message.tool_calls), choice.finish_reason)}
+            ending = reply_ending(bool(message.tool_calls), choice.finish_reason)
+            return {"message": _body(message), "finish_reason": ending}
         body = whole_message(self._parser.feed(self.text.take(choice.token_ids, last=True), last=True))
-        return {"message": body, "finish_reason": _reason(self._parser.calling, choice.finish_reason)}
+        return {"message": body, "finish_reason": reply_ending(self._parser.calling, choice.finish_reason)}
 
     def extend(self, chunk: Chunk, shown: str, finish_reason: str | None) -> Json | None:
         self._token_ids += chunk.token_ids
         delta: Json = {} if self._started else {"role": "assistant"}
         if self._parser is not None:
             delta |= self._parser.feed(shown, last=self.done)
-            finish_reason = _reason(self.done and self._parser.calling, finish_reason)
+            finish_reason = reply_ending(self.done and self._parser.calling, finish_reason)
             if self._started and not delta and not self.done:
                 return None
         elif self.done:
             message = self._parse(self._token_ids)
             delta |= _body(message)
-            finish_reason = _reason(bool(message.tool_calls), finish_reason)
+            finish_reason = reply_ending(bool(message.tool_calls), finish_reason)
         elif self._started:
             return None
         self._started = True
@@ -102,11 +100,6 @@ class MessageWriter(ChoiceWriter):
         message = self.context.renderer.parse(token_ids, self._tools)
         found = [at for stop in self.body.stops() if (at := message.content.find(stop)) >= 0]
         return msgspec.structs.replace(message, content=message.content[: min(found)]) if found else message
-
-
-def _reason(calling: bool, reason: str | None) -> str | None:
-    """The finish reason of a reply that is `calling` tools. One that was cut short says so, as OpenAI's do."""
-    return "tool_calls" if calling and reason == "stop" else reason
 
 
 def _body(message: Message) -> Json:

@@ -4,7 +4,7 @@ from itertools import accumulate
 
 from aiohttp import web
 
-from headway.core.openai import CompletionRequest, Json, RequestError, new_id
+from headway.core.openai import CompletionRequest, Json, new_id
 from headway.inference.engine import Choice, Chunk
 from headway.inference.server.choices import ChoiceWriter, answer, stop_strings
 from headway.inference.server.context import context_of
@@ -14,8 +14,7 @@ from headway.inference.server.requests import check_request, read_prompt_body
 async def completions(http: web.Request) -> web.StreamResponse:
     context = context_of(http)
     body, size = await read_prompt_body(http, CompletionRequest, context.engine)
-    if body.echo:
-        raise RequestError("echo is not supported", "echo")
+    body.check()
     body.model = context.policy_name(body.model)
     prompt = body.prompt
     if isinstance(prompt, str):

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from headway.core.openai import CONTEXT_EXCEEDED, RequestError, decode
+from headway.core.openai import CONTEXT_EXCEEDED, MODEL_NOT_FOUND, RequestError, decode
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.engine import Engine
 
@@ -61,7 +61,8 @@ def check_request(request: GenerateRequest, engine: Engine) -> None:
     """Raises RequestError on anything the engine could not serve."""
     models = engine.models()
     if request.model not in models:
-        raise RequestError(f"model {request.model!r} does not exist; known: {', '.join(models)}", "model", 404)
+        message = f"model {request.model!r} does not exist; known: {', '.join(models)}"
+        raise RequestError(message, "model", 404, MODEL_NOT_FOUND)
     tokens = request.token_ids
     if not tokens:
         raise RequestError("the prompt has no tokens", "token_ids")
