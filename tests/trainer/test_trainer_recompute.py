@@ -22,7 +22,7 @@ from headway.models.tiny import resolve_model
 from headway.trainer.memory import recompute
 from headway.trainer.memory.recompute import Recompute
 from headway.trainer.parallel.ranks import joined
-from headway.trainer.parallel.sharding import fill
+from headway.trainer.parallel.sharding import fill, global_norm
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper
 
@@ -119,9 +119,7 @@ def test_a_guarded_update_is_the_plain_one_or_none() -> None:
             if loss is None:
                 stepper._update(state, tally, 1.0)
             else:
-                norm = torch.linalg.vector_norm(
-                    torch.stack([p.grad.norm() for _, p in state.trained() if p.grad is not None])
-                )
+                norm = global_norm(p.grad for _, p in state.trained() if p.grad is not None)
                 state.optimizer.step(1.0, stepper._guard(norm, torch.tensor(loss)))
             results.append([p.detach() - old for (_, p), old in zip(state.trained(), before, strict=True)])
         plain, guarded, broken = results

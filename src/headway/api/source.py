@@ -4,7 +4,6 @@ Nothing is pickled: the module holds the class as it was written, and imports or
 """
 
 import ast
-import builtins
 import inspect
 import linecache
 import sys
@@ -62,11 +61,9 @@ class _ModuleWriter:
     def _define(self, name: str, value: type | FunctionType, home: ModuleType) -> None:
         source = source_of(value)
         for used in _used_names(source):
-            if used in vars(home):
-                if vars(home)[used] is not value:
-                    self.add(used, vars(home)[used], home)
-            elif not hasattr(builtins, used):
-                continue  # an argument, a local variable, or a mistake that the worker reports
+            # Other names are arguments, local variables, built in, or mistakes that the worker reports.
+            if used in vars(home) and vars(home)[used] is not value:
+                self.add(used, vars(home)[used], home)
         self.definitions.append(f"\n{source}\n")
         if value.__name__ != name:
             self.definitions.append(f"{name} = {value.__name__}\n")
