@@ -174,6 +174,20 @@ def test_rewards_take_what_they_name_and_metrics_reward_nothing():
     assert policy.trace.reward == 2.5
 
 
+def test_an_audit_is_recorded_apart_and_its_failure_costs_no_episode():
+    class Audited(Echo):
+        @reward(audit=True)
+        def checked(self, answer):
+            return float(answer)
+
+    for said, recorded, notes in (("3", {"audit/checked": 3.0}, []), ("three", {}, ["audit/checked"])):
+        policy = ScriptedPolicy([said])
+        asyncio.run(policy.chat("say it"))
+        asyncio.run(score(Audited().rewards(), Task("0", {"word": said}), [policy.trace], None))
+        assert policy.trace.metrics == recorded and list(policy.trace.notes) == notes
+        assert policy.trace.reward == 1.0 and policy.trace.rewards == {"same": 1.0}
+
+
 def test_a_reward_that_asks_for_the_unknown_is_refused_before_any_episode():
     class Wrong(Echo):
         @reward

@@ -39,6 +39,7 @@ COMMANDS = {
         "dash": "open the live dashboard of runs",
         "plot": "draw reward and staleness of runs",
         "rollouts": "read recorded episodes",
+        "audit": "look for signs that a run's reward is had without doing the task",
         "config": "show resolved settings with their origin, or the reference of all settings",
     },
     "Models": {

@@ -26,6 +26,8 @@ class RlSettings(TrainSettings, OrchestrateSettings, ServeSettings):
     """The service by which processes on other hosts join the run."""
     deployment: DeploymentSettings = DeploymentSettings()
     """The machines of the run."""
+    audit: bool = True
+    """Look for signs of reward hacking while the run goes on, and warn of what is found (docs/audit.md)."""
 
     @model_validator(mode="after")
     def _teachers_are_elsewhere(self) -> Self:

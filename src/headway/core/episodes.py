@@ -14,6 +14,10 @@ MAX_REWARD = 1e6
 """Larger rewards would leave float32 when they are squared and summed: they are their environment's mistake."""
 
 
+AUDIT = "audit/"
+"""Begins the names of metrics that are scores of their own: computed beside the reward, never trained on."""
+
+
 class Task(msgspec.Struct, frozen=True):
     """One problem of an environment. `id` is stable within it; `data` belongs to the environment."""
 

@@ -3,10 +3,10 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
-from headway.core.episodes import MAX_REWARD, Task, Trace
+from headway.core.episodes import AUDIT, MAX_REWARD, Task, Trace
 from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.policy import EpisodeFailure
@@ -20,7 +20,8 @@ ARGUMENTS = ("task", "trace", "messages", "reply", "answer", "state", "agent")
 class Reward:
     """`function` is called with those of ARGUMENTS that it names. `weight` 0 records a metric and no reward.
 
-    `agent` restricts it to traces of that agent; None scores every trace.
+    `agent` restricts it to traces of that agent; None scores every trace. `audit` makes it a second opinion, which the
+    audit of a run compares with the reward and nobody trains on.
     """
 
     name: str
@@ -28,17 +29,18 @@ class Reward:
     weight: float = 1.0
     agent: str | None = None
     arguments: tuple[str, ...] = ()
+    audit: bool = False
 
 
 @overload
 def reward(function: Function, /) -> Function: ...
 @overload
-def reward(*, weight: float = 1.0, agent: str | None = None) -> Callable[[Function], Function]: ...
-def reward(function: Any = None, /, *, weight: float = 1.0, agent: str | None = None) -> Any:
-    """Mark a method of an environment as a reward, named like the method."""
+def reward(*, weight: float = 1.0, agent: str | None = None, audit: bool = False) -> Callable[[Function], Function]: ...
+def reward(function: Any = None, /, *, weight: float = 1.0, agent: str | None = None, audit: bool = False) -> Any:
+    """Mark a method of an environment as a reward, named like the method; with `audit`, as a second opinion on it."""
 
     def mark(target: Function) -> Function:
-        target._headway_reward = (weight, agent)  # type: ignore[attr-defined]  # a mark on the function itself
+        target._headway_reward = (weight, agent, audit)  # type: ignore[attr-defined]  # a mark on the function itself
         return target
 
     return mark(function) if function is not None else mark
@@ -55,8 +57,8 @@ def marked_rewards(environment: object) -> list[Reward]:
     for kind in reversed(type(environment).__mro__):
         for name, value in vars(kind).items():
             if mark := getattr(value, "_headway_reward", None):
-                weight, agent = mark
-                found[name] = _checked(Reward(name, getattr(environment, name), weight, agent))
+                weight, agent, audit = mark
+                found[name] = _checked(Reward(name, getattr(environment, name), weight, agent, audit=audit))
     return list(found.values())
 
 
@@ -65,7 +67,7 @@ def _checked(made: Reward) -> Reward:
     for name in names:
         if name not in ARGUMENTS:
             raise UsageError(f"reward {made.name}: unknown parameter {name!r}; it may take {', '.join(ARGUMENTS)}")
-    return Reward(made.name, made.function, made.weight, made.agent, tuple(names))
+    return Reward(made.name, made.function, made.weight, made.agent, tuple(names), made.audit)
 
 
 async def score(rewards: Sequence[Reward], task: Task, traces: Sequence[Trace], state: object) -> None:
@@ -86,12 +88,24 @@ async def score(rewards: Sequence[Reward], task: Task, traces: Sequence[Trace], 
         for item in rewards:
             if item.agent is not None and item.agent != trace.agent:
                 continue
-            value = await _value(item, {name: values[name] for name in item.arguments})
+            arguments = {name: values[name] for name in item.arguments}
+            if item.audit:
+                await _audit(item, arguments, trace)
+                continue
+            value = await _value(item, arguments)
             if item.weight == 0.0:
                 trace.metrics[item.name] = value
             else:
                 trace.rewards[item.name] = value
                 trace.reward += item.weight * value
+
+
+async def _audit(item: Reward, arguments: dict[str, object], trace: Trace) -> None:
+    """Record a second opinion. One that fails is noted and missing: the episode is as good as without it."""
+    try:
+        trace.metrics[AUDIT + item.name] = await _value(replace(item, weight=0.0), arguments)
+    except EpisodeFailure as error:
+        trace.notes[AUDIT + item.name] = str(error)
 
 
 async def _value(item: Reward, arguments: dict[str, object]) -> float:

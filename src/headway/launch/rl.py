@@ -25,6 +25,7 @@ from headway.launch.view import RunView
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.monitor.attempts import recorded_attempt
+from headway.monitor.audit.live import LiveAudit
 from headway.monitor.prometheus import PrometheusExporter
 from headway.monitor.wandb_run import WandbRun
 from headway.transport.control.folder import FolderControl
@@ -58,6 +59,10 @@ def run_rl(
                 update(process, line)
 
         view = stack.enter_context(RunView(paths, settings.max_steps, console, on_metrics))
+        if settings.audit:
+            live_audit = LiveAudit(paths, view.event)
+            stack.callback(live_audit.close)
+            trackers.append(live_audit.update)
         view.event(f"run folder: {paths.root}")
         control = FolderControl(paths)
         control.clear()
