@@ -1,5 +1,6 @@
 """`headway export`: a run's weights as a Hugging Face checkpoint."""
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ usage: headway export RUN[@STEP] [OUT] [--push OWNER/NAME [--private]]
 
 Writes the weights of a run's checkpoint (the newest, or that of STEP) as a folder that transformers, vLLM and
 `headway serve` load. Where an adapter was trained, OUT has it merged in, and OUT_adapter is the adapter alone in PEFT's
-format. Default OUT: exports/step_NNNNNN in the run's folder.
+format. OUT is a folder, or a URL that fsspec knows, such as s3://bucket/my-model (with its package installed: s3fs).
+Default: exports/step_NNNNNN in the run's folder.
 
   --push OWNER/NAME  upload it to the Hugging Face hub as this model, which is made where there is none; an adapter goes
                      to OWNER/NAME-adapter. Log in with `hf auth login`, or set HF_TOKEN. What is at OUT is not written
@@ -25,6 +27,7 @@ format. Default OUT: exports/step_NNNNNN in the run's folder.
 Examples:
   headway export outputs/my-run
   headway export outputs/my-run@100 my-model
+  headway export outputs/my-run s3://bucket/my-model
   headway export outputs/my-run --push me/my-model --private
 """
 
@@ -32,12 +35,18 @@ Examples:
 def run(argv: list[str]) -> int:
     parser = OptionParser("export", push=str, private=False)
     parser.add_argument("run", metavar="RUN[@STEP]")
-    parser.add_argument("out", type=Path, metavar="OUT", nargs="?")
+    parser.add_argument("out", metavar="OUT", nargs="?")
     options = parser.parse_args(argv)
+    from headway.core.storage import is_url
     from headway.launch.fork import parse_checkpoint
 
     paths, step = parse_checkpoint(options.run)
-    out = options.out or paths.exports / f"step_{step:06d}"
+    if options.out and is_url(options.out):
+        if options.push:
+            raise UsageError("--push uploads a folder here; give a folder as OUT, or none")
+        _store(paths, step, options.out)
+        return 0
+    out = Path(options.out) if options.out else paths.exports / f"step_{step:06d}"
     if not out.exists():
         from headway.trainer.exports import export_checkpoint
 
@@ -47,6 +56,22 @@ def run(argv: list[str]) -> int:
     if options.push:
         _push(out, options.push, options.private)
     return 0
+
+
+def _store(paths: "RunPaths", step: int, url: str) -> None:
+    """Export to a folder that goes away, and copy that to `url`."""
+    from headway.core.storage import Storage
+    from headway.trainer.exports import export_checkpoint
+
+    parent, _, name = url.rstrip("/").rpartition("/")
+    storage = Storage(parent)
+    if storage.read(f"{name}/config.json") is not None:
+        raise UsageError(f"{url} already exists; name another place")
+    with tempfile.TemporaryDirectory(prefix="headway-export-") as folder:
+        export_checkpoint(_settings(paths), paths, step, Path(folder) / name)
+        for made in sorted(Path(folder).iterdir()):
+            storage.upload(made, made.name)
+            print(f"{parent}/{made.name}")
 
 
 def _settings(paths: "RunPaths") -> "TrainSettings":

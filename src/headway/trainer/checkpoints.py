@@ -26,6 +26,7 @@ from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.models.registry import config_to_hf
 from headway.trainer.checkpoint_reader import SafeReader
 from headway.trainer.checksums import find_damage, write_checksums
+from headway.trainer.copies import RemoteCopies
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
@@ -59,15 +60,22 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._newest: int | None = None
+        self._copies: RemoteCopies | None = None
+        if self._keep.remote is not None and ranks.is_main:
+            self._copies = RemoteCopies(self._keep.remote, paths, lambda steps: superseded(steps, self._keep))
 
     def restore(self, state: TrainState) -> bool:
         """Load the newest complete checkpoint into `state`; False where there is none. Unfinished ones are removed.
+
+        A newer one in the storage of `trainer.checkpoints.remote` is downloaded first.
 
         A damaged one is set aside where there is one before it. Raises HeadwayError when it is of another model or
         optimizer, and DamagedCheckpointError when there is no other.
         """
         if self._ranks.is_main:
             _remove_unfinished(self._paths)
+            if self._copies:
+                self._copies.fetch_newest()
         self._ranks.barrier()
         steps = self._paths.complete_checkpoints()
         while steps:
@@ -145,8 +153,16 @@ class Checkpoints:
         except (CheckpointException, OSError) as error:
             raise HeadwayError(f"{self._paths.checkpoints}: cannot write a checkpoint: {_cause(error)}") from error
 
+    def copy_export(self, folder: Path) -> None:
+        """Upload an export, where the settings name a storage for it."""
+        if self._copies:
+            self._copies.add_export(folder)
+
     def close(self) -> None:
+        """Wait until all is written and uploaded."""
         self._thread.shutdown()
+        if self._copies:
+            self._copies.close()
 
     def _write(self, tensors: dict[str, Tensor], marker: Marker) -> None:
         folder = self._paths.checkpoint(marker.step)
@@ -156,7 +172,12 @@ class Checkpoints:
         write_checksums(folder / FOLDER, self._ranks.rank)
         dist.barrier(self._group)
         if self._ranks.is_main:
+            # Batches go once two checkpoints cover them: the first of the two must not be on this disk alone then.
+            if self._copies:
+                self._copies.wait()
             write_atomic(folder / CHECKPOINT_MARKER, msgspec.json.encode(marker))
+            if self._copies:
+                self._copies.add_checkpoint(marker.step)
             self._remove_superseded()
 
     def _remove_superseded(self) -> None:

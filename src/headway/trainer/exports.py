@@ -49,11 +49,12 @@ def export_checkpoint(settings: TrainSettings, paths: RunPaths, step: int, folde
     Runs in one process on the CPU, whatever the run had, and only reads the run's folder.
     """
     placement = settings.placement.model_copy(update={"device": "cpu", "trainer_ranks": 1})
-    trainer = settings.trainer.model_copy(update={"parallel": ParallelSettings()})
+    checkpoints = settings.trainer.checkpoints.model_copy(update={"remote": None})
+    trainer = settings.trainer.model_copy(update={"parallel": ParallelSettings(), "checkpoints": checkpoints})
     alone = settings.model_copy(update={"placement": placement, "trainer": trainer})
     with joined(alone) as ranks:
         state = build_state(alone, ranks)
-        checkpoints = Checkpoints(alone, paths, ranks)
-        checkpoints.load(state, step)
-        checkpoints.close()
+        reader = Checkpoints(alone, paths, ranks)
+        reader.load(state, step)
+        reader.close()
         return export_to(state, folder, ranks)

@@ -66,6 +66,7 @@ class TrainingLoop:
     def export(self) -> Path:
         """Write a Hugging Face checkpoint of the weights; returns its folder."""
         folder = export(self.state, self.paths, self.ranks)
+        self.checkpoints.copy_export(folder)
         logger.info("exported to %s", folder)
         return folder
 
