@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -33,8 +33,15 @@ class Feed(Protocol):
 
 
 def make_feed(
-    settings: TrainSettings, paths: RunPaths, control: RunControl, config: ModelConfig, ranks: Ranks, stop: StopRequest
+    settings: TrainSettings,
+    paths: RunPaths,
+    control: RunControl,
+    config: ModelConfig,
+    ranks: Ranks,
+    stop: StopRequest,
+    on_wait: Callable[[], None] = lambda: None,
 ) -> Feed:
+    """`on_wait` is called about every second in which no batch came, on all ranks alike."""
     fake = settings.trainer.fake_data
     if fake is not None:
         return FakeFeed(fake, settings.seq_len, config, ranks, stop, settings.seed)
@@ -45,7 +52,7 @@ def make_feed(
         logger.warning(
             "%d of %d ranks: each trains %d parts of a batch", ranks.size, settings.placement.trainer_ranks, each
         )
-    return RolloutFeed(receivers, ranks, stop)
+    return RolloutFeed(receivers, ranks, stop, on_wait)
 
 
 class RolloutFeed:
@@ -54,8 +61,10 @@ class RolloutFeed:
     A rank has one receiver, or several where ranks are fewer than the parts that batches are packed into.
     """
 
-    def __init__(self, receivers: Sequence[BatchReceiver], ranks: Ranks, stop: StopRequest) -> None:
-        self._receivers, self._ranks, self._stop = receivers, ranks, stop
+    def __init__(
+        self, receivers: Sequence[BatchReceiver], ranks: Ranks, stop: StopRequest, on_wait: Callable[[], None]
+    ) -> None:
+        self._receivers, self._ranks, self._stop, self._on_wait = receivers, ranks, stop, on_wait
 
     def next(self, step: int) -> RankBatch | None:
         parts: list[RankBatch] = []
@@ -69,6 +78,7 @@ class RolloutFeed:
             here = len(parts) == len(self._receivers)
             if self._ranks.all(here):
                 return _joined(parts)
+            self._on_wait()
             if time.monotonic() > log_at and not here:
                 logger.info("still waiting for batch %d; is the orchestrator of this run alive?", step)
                 log_at = time.monotonic() + LOG_SECONDS

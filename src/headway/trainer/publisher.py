@@ -1,5 +1,6 @@
 """Publishing of weights to the engines, after every step."""
 
+import logging
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ from headway.transport.control.client import JoinedControl
 from headway.transport.control.folder import FolderControl
 from headway.transport.weights import make_sender
 from headway.transport.weights.shards import ParameterPart, Shard, split_parameter
+
+logger = logging.getLogger(__name__)
 
 POLICY = "policy"
 
@@ -51,6 +54,12 @@ class Publisher:
             "publish_seconds": time.perf_counter() - started,
             "publish_bytes": float(sent.elements * dtype.itemsize),
         }
+
+    def restore(self, state: TrainState) -> None:
+        """Publish the state's version again if someone removed it: engines need it. Every rank calls it."""
+        if self._sender.lost():
+            logger.warning("version %d was removed from disk and is published again", state.step)
+            self.publish(state)
 
     def close(self) -> None:
         self._sender.close()

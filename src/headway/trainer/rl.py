@@ -25,8 +25,11 @@ def train(settings: TrainSettings, paths: RunPaths, control: RunControl | None =
     control = control or FolderControl(paths)
     with joined(settings) as ranks, StopRequest(control) as stop, ExitStack() as stack:
         loop = TrainingLoop(settings, paths, ranks, stack)
-        feed = stack.enter_context(closing(make_feed(settings, paths, control, loop.state.config, ranks, stop)))
         publisher = stack.enter_context(closing(Publisher(settings, paths, control)))
+        feed = make_feed(
+            *(settings, paths, control, loop.state.config, ranks, stop), on_wait=lambda: publisher.restore(loop.state)
+        )
+        stack.enter_context(closing(feed))
         logprobs = LogprobRecorder(paths, ranks, settings.trainer.record_logprobs)
 
         def after_step(batch: RankBatch, report: StepReport) -> dict[str, float]:

@@ -74,6 +74,11 @@ class FilesystemSender(WeightSender):
         layout = self._gather(write_shards(unfinished(folder), self._rank, shards))
         return layout, _transport(folder)
 
+    def _is_lost(self) -> bool:
+        return super()._is_lost() or (
+            self._last is not None and not (self._paths.version(self._last[0].version) / MANIFEST).exists()
+        )
+
     def _announce(self, update: WeightUpdate, layout: Layout) -> None:
         _release(self._paths, update, layout, self._keep_last)
 

@@ -86,6 +86,13 @@ class WeightSender(ABC):
             self._last = update, layout
         return update
 
+    def lost(self) -> bool:
+        """Tell, in all processes alike, whether someone removed the version that was published last."""
+        return self._publishers.on_first(self._is_lost)
+
+    def _is_lost(self) -> bool:
+        return self._last is not None and not self._paths.announcement(self._last[0].version).exists()
+
     @property
     def is_first(self) -> bool:
         """True in the process that announces versions."""
