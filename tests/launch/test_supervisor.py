@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway.core.errors import HeadwayError, PermanentError, UsageError
+from headway.core.errors import DamagedError, HeadwayError, PermanentError, UsageError
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 
@@ -79,17 +79,20 @@ def test_refused_settings_are_not_tried_again(tmp_path: Path) -> None:
     assert not (tmp_path / "work_002.log").exists()
 
 
-def test_a_failure_that_another_attempt_would_repeat_ends_the_run_at_once(tmp_path: Path) -> None:
-    code = """
+@pytest.mark.parametrize("kind", [PermanentError, DamagedError])
+def test_a_failure_that_another_attempt_would_repeat_ends_the_run_at_once(
+    tmp_path: Path, kind: type[HeadwayError]
+) -> None:
+    code = f"""
 import sys
 print("headway: no reward", file=sys.stderr)
 print("headway:   12 x reward: KeyError", file=sys.stderr)
-sys.exit(3)
+sys.exit({kind.exit_code})
 """
     supervisor, _ = supervise([python("work", code, ends=True)], tmp_path)
-    with pytest.raises(PermanentError, match=r"work stopped the run: no reward\n  12 x reward: KeyError$") as caught:
+    with pytest.raises(kind, match=r"work stopped the run: no reward\n  12 x reward: KeyError$") as caught:
         supervisor.run()
-    assert caught.value.exit_code == 3 and not (tmp_path / "work_002.log").exists()
+    assert caught.value.exit_code == kind.exit_code and not (tmp_path / "work_002.log").exists()
 
 
 def test_the_same_crash_twice_ends_the_run(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ import math
 import os
 import pickle
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from trainer_helpers import checkpoint_tensors, rich_batch, run_paths, small_settings, spool, vocab_of
 
 from headway.config.shared import FilesystemRollouts
-from headway.core.errors import HeadwayError, PermanentError
+from headway.core.errors import DamagedError, HeadwayError, UsageError
+from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.core.wire import decode
 from headway.models.checkpoints.folders import load_model
@@ -189,16 +192,19 @@ def test_the_only_checkpoint_is_not_given_up(tmp_path: Path) -> None:
     spool(paths, range(1, 4))
     train(small_settings(max_steps=2, trainer__checkpoints__interval=2, **QUICK), paths)
     damage(paths.checkpoint(2), "cut", tmp_path / "executed")
-    with pytest.raises(PermanentError, match=r"step_000002 is damaged \(\w"):
+    with pytest.raises(DamagedError, match=r"000002 is damaged \(\w.*the only checkpoint.*remove .*000002 to train"):
         train(small_settings(max_steps=3, **QUICK), paths)
     assert paths.complete_checkpoints() == [2]
+    shutil.rmtree(paths.checkpoint(2))  # as the message says
+    assert train(small_settings(max_steps=3, **QUICK), paths)
+    assert [line["step"] for line in read_metrics(paths.metrics / "trainer.jsonl")] == [1, 2, 3]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     paths = run_paths(tmp_path)
     spool(paths, range(1, 3))
     train(small_settings(max_steps=1, **QUICK), paths)
-    with pytest.raises(HeadwayError, match=r"another configuration \(model .* instead of"):
+    with pytest.raises(UsageError, match=r"another configuration \(model .* instead of"):
         train(small_settings(max_steps=2, model__path="tiny-llama", **QUICK), paths)
     with pytest.raises(HeadwayError, match="optimizer adamw instead of muon"):
         train(small_settings(max_steps=2, trainer__optim__type="muon"), paths)
@@ -258,3 +264,26 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     (paths.control / "stop").touch()
     train(small_settings(max_steps=9, **QUICK), paths)
     assert paths.complete_checkpoints() == [2] and not (paths.exports / "step_000009").exists()
+
+
+def test_weights_that_someone_removed_are_published_again(tmp_path: Path) -> None:
+    paths, seen = run_paths(tmp_path), []
+
+    def remove_weights_then_send() -> None:
+        first = _wait_for_announcement(paths)
+        shutil.rmtree(paths.weights)
+        again = _wait_for_announcement(paths)
+        seen.append(first == again and set(published(paths, 0)) == set(dict(_hf("tiny"))))
+        spool(paths, [1])
+
+    sender = threading.Thread(target=remove_weights_then_send)
+    sender.start()
+    assert train(small_settings(max_steps=1, **QUICK), paths)
+    sender.join()
+    assert seen == [True]
+
+
+def _wait_for_announcement(paths: RunPaths) -> WeightUpdate:
+    while (update := latest(paths)) is None:
+        time.sleep(0.01)
+    return update

@@ -68,7 +68,8 @@ def main() -> None:
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code.
 
-    0 done, 1 failed, 2 wrong usage, 3 failed as another attempt would, 70 failed unexpectedly, 130 stopped.
+    0 done, 1 failed, 2 wrong usage, 3 failed as another attempt would, 4 its files are damaged, 70 failed unexpectedly,
+    130 stopped.
     """
     try:
         code = _dispatch(argv)

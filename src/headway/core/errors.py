@@ -20,6 +20,12 @@ class PermanentError(HeadwayError):
     exit_code = 3
 
 
+class DamagedError(PermanentError):
+    """What is left of a run on disk is damaged, and only a person can decide what to do about it."""
+
+    exit_code = 4
+
+
 class UsageError(HeadwayError):
     """The command or its settings were wrong; nothing was started."""
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.core.errors import CRASHED, MESSAGE_PREFIX, STOPPED, PermanentError, UsageError
+from headway.core.errors import CRASHED, MESSAGE_PREFIX, STOPPED, DamagedError, PermanentError, UsageError
 from headway.core.processes import die_with_parent_environment
 from headway.monitor.logs import SUPERVISED, next_log
 
@@ -86,7 +86,8 @@ class ManagedProcess:
     def watch(self, progress: int) -> str | None:
         """Restart the process if it died and its delay is over. Returns a line for the user when something happened.
 
-        Raises UsageError when the process refused its settings, and CrashLoopError when it keeps dying.
+        Raises UsageError when the process refused its settings, PermanentError when it says that it cannot go on, and
+        CrashLoopError when it keeps dying.
         """
         if self._start_again_at is not None and time.monotonic() >= self._start_again_at:
             self.start()
@@ -99,8 +100,9 @@ class ManagedProcess:
             return f"{self.spec.name} finished"
         if code == UsageError.exit_code:
             raise UsageError(f"{self.spec.name} refused to start: {self.reason()}")
-        if code == PermanentError.exit_code:
-            raise PermanentError(f"{self.spec.name} stopped the run: {self.reason()}")
+        for permanent in (PermanentError, DamagedError):
+            if code == permanent.exit_code:
+                raise permanent(f"{self.spec.name} stopped the run: {self.reason()}")
         delay = self.budget.died(time.monotonic() - self._started_at, progress)
         if delay is None or (code == CRASHED and self._crashed_alike(progress)):
             raise CrashLoopError(self)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from headway.config.trainer import CheckpointSettings, TrainSettings
-from headway.core.errors import HeadwayError, PermanentError
+from headway.core.errors import DamagedError, HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.models.registry import config_to_hf
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "trainer"
 
 
-class DamagedCheckpointError(PermanentError):
+class DamagedCheckpointError(DamagedError):
     """A checkpoint that says it is complete cannot be read."""
 
 
@@ -69,7 +69,7 @@ class Checkpoints:
 
         A newer one in the storage of `trainer.checkpoints.remote` is downloaded first.
 
-        A damaged one is set aside where there is one before it. Raises HeadwayError when it is of another model or
+        A damaged one is set aside where there is one before it. Raises UsageError when it is of another model or
         optimizer, and DamagedCheckpointError when there is no other.
         """
         if self._ranks.is_main:
@@ -84,8 +84,10 @@ class Checkpoints:
             if not self._ranks.any(damage is not None):
                 return True
             if not steps:
-                raise damage or DamagedCheckpointError(
-                    f"{self._paths.checkpoint(step)} is damaged; see the other ranks' logs"
+                folder = self._paths.checkpoint(step)
+                raise DamagedCheckpointError(
+                    f"{damage or f'{folder} is damaged'}, and it is the only checkpoint. Put a copy in its place, or "
+                    f"remove {folder} to train again from the beginning; then continue with --resume"
                 )
             self._set_aside(step, damage, steps[-1])
         return False
@@ -205,7 +207,7 @@ def origin_of(state: TrainState, settings: TrainSettings) -> dict[str, Any]:
 
 
 def _check_origin(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
-    """Raise HeadwayError naming what differs."""
+    """Raise UsageError naming what differs."""
     differing = []
     for key, ours in mine.items():
         theirs = saved.get(key)
@@ -215,7 +217,7 @@ def _check_origin(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> 
         elif theirs != ours:
             differing.append(f"{key} {theirs} instead of {ours}")
     if differing:
-        raise HeadwayError(
+        raise UsageError(
             f"{folder} was made by another configuration ({'; '.join(differing)}); "
             "continue with the settings it was made with, or start a new run"
         )
