@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from headway.config import orchestrator as settings_of
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Task
-from headway.core.errors import PermanentError, UsageError
+from headway.core.errors import UsageError
 from headway.orchestrator.dispatch import curriculum as curricula
 from headway.orchestrator.dispatch.concurrency import Control, Load, start, steer
-from headway.orchestrator.dispatch.curriculum import Curriculum
+from headway.orchestrator.dispatch.curriculum import Curriculum, InOrder
 from headway.orchestrator.dispatch.groups import RETRIES, OpenGroup
 from headway.orchestrator.dispatch.sources import Mix, RateLimit
 from headway.orchestrator.dispatch.staleness import (
@@ -216,10 +216,11 @@ def test_a_curriculum_goes_on_with_another_number_of_tasks(settings: settings_of
     assert set(drawn(other, 40 * tasks)) == set(range(tasks))
 
 
-class Backwards:
+class Backwards(InOrder):
     """A curriculum of one's own."""
 
     def __init__(self, tasks: int, seed: int, step: int) -> None:
+        super().__init__(tasks)
         self.place, self.tasks, self.step = 0, tasks, step
 
     def next(self) -> int:
@@ -251,18 +252,6 @@ def test_a_sampler_of_ones_own_goes_on_where_it_was_saved() -> None:
     assert drawn(other, 2) == [8, 7]
     with pytest.raises(UsageError, match="most"):
         make_curriculum(settings_of.CustomSampler(path=f"{__file__}:largest_first"), 10, 0)
-
-
-def once(tasks: Sequence[Task], seed: int) -> Iterator[int]:
-    yield len(tasks)
-
-
-def test_a_sampler_that_ends_or_leaves_the_tasks_stops_the_run() -> None:
-    made = make_curriculum(settings_of.CustomSampler(path=f"{__file__}:once"), 10, 0)
-    with pytest.raises(PermanentError, match="yielded 10; indices are 0 to 9"):
-        made.next()
-    with pytest.raises(PermanentError, match="must yield forever"):
-        made.next()
 
 
 def test_rate_limits_space_starts_evenly() -> None:

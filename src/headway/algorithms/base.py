@@ -104,7 +104,7 @@ class GroupRelative(Algorithm):
 
     def compare(self, rewards: list[float]) -> list[float]:
         """Return the advantages of traces that are compared with each other."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override compare")
 
     def key(self, trace: Trace) -> Hashable:
         """Return the pool of a trace: those of equal key are compared with each other."""

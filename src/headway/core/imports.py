@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -44,12 +44,23 @@ def load_object(path: str, what: str, group: str | None = None) -> Any:
 def make_object(path: str, args: Mapping[str, Any], what: str, group: str | None = None) -> Any:
     """Call the class or function that `load_object` finds. Arguments that it does not take are a UsageError."""
     factory = load_object(path, what, group)
-    try:
-        inspect.signature(factory).bind(**args)
-    except TypeError as error:
-        signature = inspect.signature(factory)
-        raise UsageError(f'{what} "{path}" takes {signature} and is called with {sorted(args)}: {error}') from error
+    check_call(factory, path, what, args)
     return factory(**args)
+
+
+def check_call(
+    function: Callable[..., object], path: str, what: str, args: Mapping[str, Any], given: Sequence[str] = ()
+) -> None:
+    """Raise UsageError where `function` cannot be called with values for `given`, in this order, and with `args`."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C, without one
+        return
+    try:
+        signature.bind(*given, **args)
+    except TypeError as error:
+        names = [*given, *sorted(args)]
+        raise UsageError(f'{what} "{path}" takes {signature} and is called with {names}: {error}') from error
 
 
 def installed(group: str) -> dict[str, str]:

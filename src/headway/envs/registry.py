@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.core.errors import HeadwayError, UsageError
-from headway.core.imports import check_object, installed, load_object
+from headway.core.imports import check_call, check_object, installed, load_object
 from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.base import Environment
 from headway.envs.bundled import ENVIRONMENTS
@@ -21,6 +21,7 @@ def known_environments() -> dict[str, str]:
 def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment:
     """Build the environment `id` with keyword arguments. Raises HeadwayError with what to do about it."""
     factory = find_factory(id)
+    check_call(factory, id, "environment", args or {})
     try:
         environment = factory(**(args or {}))
     except HeadwayError:
@@ -28,7 +29,7 @@ def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment
     except Exception as error:
         raise HeadwayError(f'environment "{id}" could not be built: {type(error).__name__}: {error}') from error
     if not isinstance(environment, Environment):
-        raise HeadwayError(f'environment "{id}" is a {type(environment).__name__}, not a headway Environment')
+        raise UsageError(f'environment "{id}" is a {type(environment).__name__}, not a headway Environment')
     return environment
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, UsageError
 from headway.core.imports import installed, make_object
 from headway.core.messages import Message, Tool, ToolCall
 from headway.models.registry import families, load_family
@@ -41,6 +41,12 @@ def load_renderer(folder: Path, name: str = "auto", family: str | None = None) -
         return ChatMLRenderer(tokenizer, STYLES[name])
     if ":" in name or name in installed(GROUP):
         made: Renderer = make_object(name, {"tokenizer": tokenizer}, "model.renderer", GROUP)
+        methods = ("stop_token_ids", "render", "extend", "parse", "decode", "encode")
+        if missing := [method for method in methods if not hasattr(made, method)]:
+            raise UsageError(
+                f'model.renderer "{name}": {type(made).__name__} has no {", ".join(missing)}; '
+                "subclass one of headway.rendering, or write all of headway.rendering.base.Renderer"
+            )
         return made
     if name not in ("auto", "template"):
         return ExternalRenderer(tokenizer, name, name=_checkpoint_name(folder), eos_token_id=_eos(folder, tokenizer))

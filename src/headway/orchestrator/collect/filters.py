@@ -8,7 +8,8 @@ import numpy as np
 
 from headway.algorithms.base import Group, Rollout
 from headway.config.orchestrator import CertainRunFilter, FilterSettings, RareTokenFilter
-from headway.core.imports import load_object
+from headway.core.errors import PermanentError
+from headway.core.imports import check_call, load_object
 from headway.core.samples import Sample
 
 NGRAM = 8
@@ -113,12 +114,27 @@ def repeated_share(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
 
 def load_gates(paths: Sequence[str]) -> list[Gate]:
     """Import functions of a group that say whether it may be trained."""
-    return [load_object(path, "orchestrator.gates", "headway.gates") for path in paths]
+    return [_load_test(path, "orchestrator.gates", "headway.gates", "group") for path in paths]
 
 
 def load_filters(paths: Sequence[str]) -> list[RolloutFilter]:
     """Import functions of a rollout that say whether to keep it."""
-    return [load_object(path, "orchestrator.filters.custom", "headway.filters") for path in paths]
+    return [_load_test(path, "orchestrator.filters.custom", "headway.filters", "rollout") for path in paths]
+
+
+def _load_test(path: str, what: str, group: str, given: str) -> Callable[..., bool]:
+    """Import a function of `given` that says yes or no. Raises PermanentError when it says anything else."""
+    function = load_object(path, what, group)
+    check_call(function, path, what, {}, given=[given])
+
+    def test(value: object) -> bool:
+        said = function(value)
+        if not isinstance(said, bool | np.bool_):
+            raise PermanentError(f'{what} "{path}" returned {said!r}; it must return True or False')
+        return bool(said)
+
+    test.__name__ = _name(function)
+    return test
 
 
 def _name(function: Callable[..., object]) -> str:

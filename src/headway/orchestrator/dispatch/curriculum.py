@@ -1,13 +1,15 @@
 """Curricula, which choose the next task: in order, shuffled, by difficulty, or as your own class decides."""
 
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 from headway.config import orchestrator as settings_of
 from headway.core.episodes import Task
-from headway.core.errors import PermanentError
+from headway.core.errors import PermanentError, UsageError
 from headway.core.imports import make_object
 
 
@@ -125,22 +127,44 @@ class Difficulty:
 class Sampled(InOrder):
     """Indices that a generator of one's own yields. After a restart it is made again and run to where it was."""
 
-    def __init__(self, make: Callable[[], Iterator[int]], tasks: int) -> None:
+    def __init__(self, path: str, make: Callable[[], Iterator[int]], tasks: int) -> None:
         super().__init__(tasks)
-        self._make, self._indices = make, make()
+        self._path, self._make, self._indices = path, make, make()
+        if not isinstance(self._indices, Iterator):
+            raise UsageError(
+                f'curriculum.path "{path}" returned a {type(self._indices).__name__}; it must be a generator that '
+                "yields indices of tasks forever"
+            )
 
     def next(self) -> int:
-        index = next(self._indices, None)
-        if index is None:
-            raise PermanentError(f"the sampler of tasks ended after {self._drawn} draws; it must yield forever")
-        if not 0 <= index < self._tasks:
-            raise PermanentError(f"the sampler of tasks yielded {index}; indices are 0 to {self._tasks - 1}")
-        self._drawn += 1
-        return index
+        for index in self._indices:
+            self._drawn += 1
+            return _checked_index(index, self._tasks, self._path)
+        raise PermanentError(f'curriculum.path "{self._path}" ended after {self._drawn} draws; it must yield forever')
 
     def load(self, state: dict[str, Any]) -> None:
         super().load(state)
         self._indices = islice(self._make(), self._drawn, None)
+
+
+class Custom:
+    """A curriculum of one's own, whose indices are checked."""
+
+    def __init__(self, path: str, made: Curriculum, tasks: int) -> None:
+        missing = [name for name in ("next", "report", "save", "load") if not callable(getattr(made, name, None))]
+        if missing:
+            raise UsageError(f'curriculum.path "{path}": {type(made).__name__} has no method {", ".join(missing)}')
+        self._path, self._made, self._tasks = path, made, tasks
+        self.report, self.save, self.load = made.report, made.save, made.load
+
+    def next(self) -> int:
+        return _checked_index(self._made.next(), self._tasks, self._path)
+
+
+def _checked_index(index: object, tasks: int, path: str) -> int:
+    if isinstance(index, SupportsIndex) and 0 <= (number := operator.index(index)) < tasks:
+        return number
+    raise PermanentError(f'curriculum.path "{path}" chose task {index!r}; indices are whole numbers, 0 to {tasks - 1}')
 
 
 def make_curriculum(settings: settings_of.Curriculum, tasks: Sequence[Task], seed: int) -> Curriculum:
@@ -154,8 +178,9 @@ def make_curriculum(settings: settings_of.Curriculum, tasks: Sequence[Task], see
             return Difficulty(count, seed, settings)
         case settings_of.CustomSampler():
             given = {"tasks": tasks, "seed": seed, **settings.args}
-            return Sampled(lambda: make_object(settings.path, given, "curriculum.path", "headway.samplers"), count)
+            make = partial(make_object, settings.path, given, "curriculum.path", "headway.samplers")
+            return Sampled(settings.path, make, count)
         case settings_of.CustomCurriculum():
             given = {"tasks": count, "seed": seed, **settings.args}
-            made: Curriculum = make_object(settings.path, given, "curriculum.path", "headway.curricula")
-            return made
+            made = make_object(settings.path, given, "curriculum.path", "headway.curricula")
+            return Custom(settings.path, made, count)

@@ -1,16 +1,17 @@
 """The loss functions by `trainer.loss.type`. Their numbers come from the settings, which hold the defaults."""
 
 import inspect
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from headway.config.trainer import CustomLoss, Loss, SequenceMask
-from headway.core.errors import UsageError
+from headway.core.errors import PermanentError, UsageError
 from headway.core.imports import load_object
-from headway.trainer.losses.base import LossFunction, PerToken
+from headway.trainer.losses.base import LossFunction, LossInputs, PerToken
 from headway.trainer.losses.policy import aipo, cispo, dppo, gspo, icepop, ipo, ppo_clip, tis
 from headway.trainer.losses.sequence_mask import masking_samples
 
@@ -38,4 +39,23 @@ def _custom_loss(path: str, args: dict[str, Any]) -> LossFunction:
             "headway.trainer.losses.base.LossInputs (logprobs_T, old_logprobs_T, advantages_T, weights_T, "
             f"segments_T); its signature is {inspect.signature(function)}: {error}"
         ) from error
-    return partial(function, **args)
+
+    def checked(inputs: LossInputs) -> tuple[Tensor, PerToken]:
+        returned = function(inputs, **args)
+        match returned:
+            case (Tensor() as loss_T, Mapping() as metrics) if loss_T.shape == inputs.logprobs_T.shape:
+                return loss_T, metrics
+        raise PermanentError(
+            f'trainer.loss.path "{path}" returned {_describe(returned)}; it must return the loss of each of the '
+            f"{len(inputs.logprobs_T)} tokens, as a tensor like inputs.logprobs_T, and a dict of metrics"
+        )
+
+    return checked
+
+
+def _describe(returned: object) -> str:
+    if isinstance(returned, Tensor):
+        return f"a tensor of shape {tuple(returned.shape)}"
+    if isinstance(returned, tuple):
+        return f"({', '.join(map(_describe, returned))})"
+    return reprlib.repr(returned)

@@ -10,7 +10,16 @@ from headway.config.trainer import AdamW, CustomOptimizer, Muon, Optimizer, Sgd
 from headway.core.errors import UsageError
 from headway.core.imports import make_object
 from headway.trainer.memory.copies import Copies, Copy
-from headway.trainer.optimizers.rules import AdamWRule, MuonRule, Rule, SgdRule, State, Step, StepGuard
+from headway.trainer.optimizers.rules import (
+    AdamWRule,
+    ElementwiseRule,
+    MuonRule,
+    Rule,
+    SgdRule,
+    State,
+    Step,
+    StepGuard,
+)
 from headway.trainer.parallel.sharding import local
 
 PIECE_BYTES = 2**29
@@ -140,6 +149,11 @@ def _custom_rule(settings: CustomOptimizer) -> Rule:
         raise UsageError(
             f'trainer.optim.path "{settings.path}" must be a subclass of '
             "headway.trainer.optimizers.rules.ElementwiseRule, or have `state_names` and `update` as Rule has them"
+        )
+    if isinstance(rule, ElementwiseRule) and type(rule).change is ElementwiseRule.change:
+        raise UsageError(
+            f'trainer.optim.path "{settings.path}": {type(rule).__name__} must override '
+            "change(weight, gradient, state, step), which changes the weight in place"
         )
     return rule
 

@@ -59,7 +59,7 @@ class ElementwiseRule:
     def change(self, weight: Tensor, gradient: Tensor, state: State, step: Step) -> None:
         """Change `weight` and the tensors of `state`, all of one shape, in place. `step.rate` multiplies the learning
         rate; the gradient is clipped already."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override change(weight, gradient, state, step)")
 
     def update(self, parameters: Sequence[Tensor], states: Sequence[State], step: Step) -> None:
         weights, gradients = _locals(parameters)

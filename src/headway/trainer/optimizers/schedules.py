@@ -1,6 +1,7 @@
 """Learning-rate schedules: pure functions of the step, so that a resumed run needs no state for them."""
 
 import math
+import reprlib
 
 from headway.config.trainer import Cosine, CustomSchedule, Linear, Schedule
 from headway.core.errors import PermanentError
@@ -25,7 +26,10 @@ def rate_at(schedule: Schedule, step: int, max_steps: int) -> float:
 
 def _custom_rate(schedule: CustomSchedule, step: int, max_steps: int) -> float:
     given = {"step": step, "max_steps": max_steps, **schedule.args}
-    rate = float(make_object(schedule.path, given, "trainer.schedule.path", "headway.schedules"))
-    if not 0 <= rate < math.inf:
-        raise PermanentError(f'trainer.schedule.path "{schedule.path}" returned {rate} in step {step}; it must be >= 0')
-    return rate
+    rate = make_object(schedule.path, given, "trainer.schedule.path", "headway.schedules")
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise PermanentError(
+            f'trainer.schedule.path "{schedule.path}" returned {reprlib.repr(rate)} in step {step}; '
+            "it must return a number >= 0"
+        )
+    return float(rate)
