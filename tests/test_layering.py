@@ -16,7 +16,7 @@ FLOORS = [
     {"config", "models", "rendering", "transport", "monitor", "sandboxes"},
     {"envs", "algorithms"},
     {"trainer", "inference", "orchestrator"},
-    {"launch"},
+    {"launch", "replay"},
     {"cli", "api"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

@@ -5,11 +5,14 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from headway.algorithms.registry import make_algorithm
 from headway.config.algorithms import Grpo
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings, FilterSettings, OrchestratorSettings
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, Task, Trace
+from headway.core.journal import JournalFile
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
 from headway.core.records import RolloutRecord
 from headway.orchestrator.collect.ready import ReadyGroup
@@ -18,6 +21,7 @@ from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.evaluation import EvalEnv, Round
 from headway.orchestrator.fleet.fleet import Fleet
+from headway.orchestrator.journaling import Journal
 from headway.orchestrator.loop import Orchestrator
 from headway.orchestrator.run import make_orchestrator
 from headway.transport.inference import EngineError
@@ -110,7 +114,7 @@ class World:
 
     # The outbox.
 
-    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:
+    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> bytes:
         plan, orchestrator = self.plan, self.orchestrator
         assert orchestrator is not None
         assert step == self.last_step() + 1, f"batch {step} after {self.last_step()}"
@@ -127,6 +131,7 @@ class World:
         await asyncio.sleep(self.rng.random() * 0.02)
         self.sent[step] = (list(groups), state)
         self.arrived.set()
+        return b""
 
     def last_step(self) -> int:
         return max(self.sent, default=0)
@@ -249,10 +254,25 @@ class SimWorkers:
         return episode
 
 
-def build(world: World) -> Orchestrator:
+def build(world: World, file: JournalFile | None = None) -> Orchestrator:
+    journal = Journal(file, asyncio.get_running_loop().time, prefix=f"process {next(world.serials)} group ")
+    return make_orchestrator(
+        **parts(world),
+        fleet=Fleet(world.find, lambda url: world.engines[url]),
+        outbox=world,
+        recorder=world,
+        on_evaluation=world.log_evaluation,
+        announced=lambda: world.announced,
+        new_id=journal.new_id,
+        grace_seconds=1.0,
+        poll_seconds=0.2,
+        journal=journal,
+    )
+
+
+def parts(world: World) -> dict[str, Any]:
+    """What an orchestrator is told, and the environments that it is given."""
     plan = world.plan
-    clock = asyncio.get_running_loop().time
-    fleet = Fleet(world.find, lambda url: world.engines[url])
     sources = [
         Source(
             name=f"env{i}",
@@ -272,22 +292,13 @@ def build(world: World) -> Orchestrator:
     if plan.evaluates:
         held_out = SimWorkers(world, "held-out")
         evals = [EvalEnv("held-out", held_out, held_out.tasks[:2], 2, SamplingParams(), 3.0)]
-    return make_orchestrator(
-        plan.settings(),
-        max_steps=plan.max_steps,
-        seq_len=64,
-        sources=sources,
-        evals=evals,
-        fleet=fleet,
-        outbox=world,
-        recorder=world,
-        on_evaluation=world.log_evaluation,
-        announced=lambda: world.announced,
-        clock=clock,
-        new_id=lambda: f"g{next(world.serials)}",
-        grace_seconds=1.0,
-        poll_seconds=0.2,
-    )
+    return {
+        "settings": plan.settings(),
+        "max_steps": plan.max_steps,
+        "seq_len": 64,
+        "sources": sources,
+        "evals": evals,
+    }
 
 
 def watch_groups(orchestrator: Orchestrator) -> None:
@@ -295,18 +306,18 @@ def watch_groups(orchestrator: Orchestrator) -> None:
     settled: set[str] = set()
     inner = orchestrator.collector.add
 
-    def check(group: OpenGroup, source: Source, version: int) -> None:
+    def check(group: OpenGroup, source: Source) -> None:
         assert group.id not in settled, "a group was settled twice"
         settled.add(group.id)
         assert group.settled and not group.in_flight
         if not group.closing:
             assert len(group.finished) + len(group.failed) == group.size
-        inner(group, source, version)
+        inner(group, source)
 
     orchestrator.collector.add = check  # type: ignore[method-assign]
 
 
-async def live(plan: Plan) -> World:
+async def live(plan: Plan, journal: Path | None = None) -> World:
     """The whole run, orchestrator crashes included. Raises AssertionError when a rule is broken."""
     world = World(plan)
     trainer = asyncio.ensure_future(world.train())
@@ -315,7 +326,8 @@ async def live(plan: Plan) -> World:
         async with asyncio.timeout(TIME_LIMIT):
             while True:
                 world.running = 0
-                orchestrator = world.orchestrator = build(world)
+                file = JournalFile(journal, 1 << 20) if journal else None
+                orchestrator = world.orchestrator = build(world, file)
                 watch_groups(orchestrator)
                 run = asyncio.ensure_future(orchestrator.run())
                 if crashes:

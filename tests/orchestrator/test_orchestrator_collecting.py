@@ -235,9 +235,10 @@ def collect(algorithm: Algorithm, *episodes: Episode) -> tuple[Collector, ReadyQ
         group.waiting.clear()
         for episode in episodes:
             (group.failed if episode.error else group.finished).append(episode)
-        collector.add(group, source, 5)
-        await asyncio.gather(*collector._tasks, return_exceptions=True)
-        await asyncio.sleep(0)
+        group.settled_version = 5
+        collector.add(group, source)
+        for _ in range(3):  # its task, and what is called when that has ended
+            await asyncio.sleep(0)
         return collector, queue, health
 
     return asyncio.run(main())

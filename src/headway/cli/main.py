@@ -40,6 +40,7 @@ COMMANDS = {
         "plot": "draw reward and staleness of runs",
         "rollouts": "read recorded episodes",
         "audit": "look for signs that a run's reward is had without doing the task",
+        "replay": "repeat a run from its journal, explain a step, or train its rollouts with other settings",
         "config": "show resolved settings with their origin, or the reference of all settings",
     },
     "Models": {

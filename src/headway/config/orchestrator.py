@@ -231,7 +231,9 @@ class OrchestratorSettings(Settings):
     max_empty_batches: int = Field(default=50, ge=1)
     """Stop after collecting this many batches' worth of episodes without any signal."""
     record_rollouts: bool = True
-    """Keep trained episodes in the run folder, for people to read."""
+    """Keep trained episodes in the run folder, for people to read and for `headway replay`."""
+    journal_mb: int = Field(default=256, ge=0)
+    """Keep a journal for `headway replay`, of at most this many megabytes: some 20 million episodes. 0: keep none."""
 
     def algorithms(self) -> Iterator[tuple[str, Algorithm]]:
         """Every algorithm that trains, with the name of the setting it came from."""

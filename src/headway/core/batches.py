@@ -1,5 +1,6 @@
 """Batches: samples packed into micro-batches, dealt to data ranks, for one optimizer step."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Self
 
@@ -72,6 +73,17 @@ class Batch(msgspec.Struct):
     ranks: list[list[MicroBatch]]
     counts: ComponentCounts
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+    def digest(self) -> bytes:
+        """Compute a digest of all that is trained: equal for equal bits. Metrics are left out."""
+        found = hashlib.blake2b(digest_size=16)
+        for rank, micro_batches in enumerate(self.ranks):
+            for micro in micro_batches:
+                found.update(msgspec.msgpack.encode((rank, micro.lengths, micro.keys, self.counts)))
+                arrays = [getattr(micro, name) for name in streams_of(MicroBatch)]
+                for array in (*arrays, *([] if micro.routed_experts is None else [micro.routed_experts])):
+                    found.update(np.ascontiguousarray(array).data.cast("B"))
+        return found.digest()
 
 
 def _positions(lengths: Sequence[int]) -> Ints:

@@ -37,6 +37,8 @@ class RunPaths:
     """Records of trained episodes, for people."""
     untrained = _Under("untrained")
     """Records of some episodes that failed or were dropped, with the cause, for people."""
+    journal = _Under("journal.bin")
+    """The orchestrator's inputs and decisions, in order: what a replay needs beside the trained episodes."""
     logprobs = _Under("logprobs")
     """Records of the trainer's logprobs of sampled tokens, for people."""
     checkpoints = _Under("checkpoints")

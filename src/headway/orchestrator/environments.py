@@ -6,13 +6,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headway.algorithms.base import Context
+from headway.algorithms.base import Algorithm, Context
 from headway.algorithms.registry import make_algorithm
 from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestratorSettings, SamplingSettings
+from headway.core.episodes import Task
 from headway.core.errors import PermanentError, UsageError
 from headway.core.protocol import SamplingParams
 from headway.envs.workers.pool import EnvPool
 from headway.orchestrator.dispatch.curriculum import make_curriculum
+from headway.orchestrator.dispatch.dispatcher import EpisodeRunner
 from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.evaluation import EvalEnv
 from headway.orchestrator.task_sets import select_tasks
@@ -48,27 +50,9 @@ class WorkerPools:
 
         async def start(env: EnvSettings) -> Source:
             algorithm = make_algorithm(env.algorithm or settings.algorithm, context, settings.kl)
-            group_size = env.group_size or settings.group_size
-            if algorithm.relative and group_size == 1:
-                raise UsageError(
-                    f"{type(algorithm).__name__} compares the rollouts of a group, so orchestrator.group_size must be "
-                    "at least 2 (got 1); an algorithm that compares nothing has `relative = False`"
-                )
+            check_group_size(algorithm, env.group_size or settings.group_size)
             pool = await self.start(env)
-            tasks = select_tasks(pool.tasks, env.task_set)
-            return Source(
-                name=env.name or env.id,
-                runner=pool,
-                tasks=tasks,
-                curriculum=make_curriculum(env.curriculum, tasks, seed),
-                algorithm=algorithm,
-                group_size=group_size,
-                sampling=sampling_params(env.sampling or settings.sampling),
-                timeout=env.timeout,
-                capacity=env.workers.max * env.workers.episodes,
-                ratio=env.ratio,
-                rate=RateLimit(env.rate_limit),
-            )
+            return make_source(env, settings, seed, algorithm, pool, select_tasks(pool.tasks, env.task_set))
 
         return await gather_or_cancel([start(env) for env in settings.envs])
 
@@ -77,17 +61,56 @@ class WorkerPools:
 
         async def start(env: EvalEnvSettings) -> EvalEnv:
             pool = await self.start(env)
-            return EvalEnv(
-                name=env.name or env.id,
-                runner=pool,
-                tasks=select_tasks(pool.tasks, env.task_set)[: env.tasks],
-                samples=env.samples,
-                sampling=sampling_params(env.sampling or default),
-                timeout=env.timeout,
-                capacity=env.workers.max * env.workers.episodes,
-            )
+            return make_eval_env(env, default, pool, select_tasks(pool.tasks, env.task_set)[: env.tasks])
 
         return await gather_or_cancel([start(env) for env in settings])
+
+
+def check_group_size(algorithm: Algorithm, group_size: int) -> None:
+    if algorithm.relative and group_size == 1:
+        raise UsageError(
+            f"{type(algorithm).__name__} compares the rollouts of a group, so orchestrator.group_size must be "
+            "at least 2 (got 1); an algorithm that compares nothing has `relative = False`"
+        )
+
+
+def make_source(
+    env: EnvSettings,
+    settings: OrchestratorSettings,
+    seed: int,
+    algorithm: Algorithm,
+    runner: EpisodeRunner,
+    tasks: Sequence[Task],
+) -> Source:
+    """Make a training environment of its settings, whose episodes `runner` runs."""
+    return Source(
+        name=env.name or env.id,
+        runner=runner,
+        tasks=tasks,
+        curriculum=make_curriculum(env.curriculum, tasks, seed),
+        algorithm=algorithm,
+        group_size=env.group_size or settings.group_size,
+        sampling=sampling_params(env.sampling or settings.sampling),
+        timeout=env.timeout,
+        capacity=env.workers.max * env.workers.episodes,
+        ratio=env.ratio,
+        rate=RateLimit(env.rate_limit),
+    )
+
+
+def make_eval_env(
+    env: EvalEnvSettings, default: SamplingSettings, runner: EpisodeRunner, tasks: Sequence[Task]
+) -> EvalEnv:
+    """Make an environment to evaluate on of its settings."""
+    return EvalEnv(
+        name=env.name or env.id,
+        runner=runner,
+        tasks=tasks,
+        samples=env.samples,
+        sampling=sampling_params(env.sampling or default),
+        timeout=env.timeout,
+        capacity=env.workers.max * env.workers.episodes,
+    )
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

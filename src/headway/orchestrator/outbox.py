@@ -21,7 +21,9 @@ Nobody else removes batches."""
 class Outbox(Protocol):
     """Takes finished batches, and gives a restarted orchestrator what it sent last."""
 
-    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None: ...
+    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> bytes:
+        """Send a batch; returns the digest of what is trained of it."""
+        ...
 
     def last_step(self) -> int: ...
 
@@ -55,17 +57,19 @@ class BatchOutbox:
                 trained, lost[-1],
             )  # fmt: skip
 
-    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:
-        await asyncio.to_thread(self._send, step, groups, metrics, state)
+    async def send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> bytes:
+        return await asyncio.to_thread(self._send, step, groups, metrics, state)
 
-    def _send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> None:
+    def _send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> bytes:
         samples = [sample for group in groups for sample in group.samples]
         batch = make_batch(step, samples, seq_len=self._seq_len, ranks=self._ranks, cost=self._cost)
         batch.metrics = metrics
+        digest = batch.digest()
         if self._record:  # first, so that no trained batch lacks its record
             write_rollouts(self._paths, step, rollout_records(step, groups))
         self._sender.send(batch, state)
         self._prune()
+        return digest
 
     def _prune(self) -> None:
         """Remove the batches that the newest checkpoints no longer need.

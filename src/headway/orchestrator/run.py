@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
 
@@ -18,12 +19,14 @@ from headway.config.orchestrator import OrchestrateSettings, OrchestratorSetting
 from headway.config.shared import TrackingSettings
 from headway.core.control import RunControl
 from headway.core.errors import UsageError
+from headway.core.journal import JournalFile
 from headway.core.packing import Cost
 from headway.core.protocol import WeightUpdate
 from headway.core.records import RolloutRecord, write_untrained
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter
 from headway.monitor.sinks import make_sinks
+from headway.orchestrator.background import Background, LoopBackground
 from headway.orchestrator.collect.collector import Collector
 from headway.orchestrator.collect.filters import load_gates
 from headway.orchestrator.collect.ready import ReadyQueue
@@ -37,9 +40,10 @@ from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round, write_round
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.fleet.membership import engine_finder
-from headway.orchestrator.fleet.updates import POLL_SECONDS, WeightUpdater
+from headway.orchestrator.fleet.updates import POLL_SECONDS, WeightReceivers, WeightUpdater
 from headway.orchestrator.health import Health
-from headway.orchestrator.loop import MetricsRecorder, Orchestrator, first_to_end
+from headway.orchestrator.journaling import Journal
+from headway.orchestrator.loop import MetricsRecorder, Orchestrator, RunFleet, first_to_end
 from headway.orchestrator.outbox import BatchOutbox, Outbox
 from headway.orchestrator.tally import StepTally
 from headway.rendering.base import Renderer
@@ -50,6 +54,12 @@ from headway.transport.tls import client_context
 logger = logging.getLogger(__name__)
 
 STOP_POLL_SECONDS = 0.5
+
+
+class ServingFleet(RunFleet, WeightReceivers, Protocol):
+    """The fleet, as all parts together see it. `changed` is set when capacity or versions change."""
+
+    changed: asyncio.Event
 
 
 class RunRecorder:
@@ -131,10 +141,12 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             paths,
             seq_len=settings.seq_len,
             ranks=settings.placement.batch_parts,
-            cost=Cost.of_width(model_width(model)),
+            cost=batch_cost(str(model)),
             record=options.record_rollouts,
             checkpoints=control.checkpoints,
         )
+        journal = open_journal(settings, paths)
+        stack.callback(journal.close)
         recorder = RunRecorder(paths, outbox.last_step(), settings.tracking)
         stack.callback(recorder.close)
         orchestrator = make_orchestrator(
@@ -149,9 +161,19 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             on_evaluation=recorder.log_evaluation,
             announced=control.latest,
             worker_metrics=pools.metrics,
+            new_id=journal.new_id,
+            journal=journal,
         )
         freeze_gc()
         await orchestrator.run()
+
+
+def open_journal(settings: OrchestrateSettings, paths: RunPaths) -> Journal:
+    """Open the run's journal, or one that keeps nothing where the settings say so."""
+    megabytes = settings.orchestrator.journal_mb
+    file = JournalFile(paths.journal, megabytes << 20) if megabytes else None
+    # Ids are unique over processes, and their count within one repeats in a replay.
+    return Journal(file, prefix=random_id()[:16], settings=settings.model_dump_json().encode())
 
 
 def make_orchestrator(
@@ -161,7 +183,7 @@ def make_orchestrator(
     seq_len: int,
     sources: Sequence[Source],
     evals: Sequence[EvalEnv],
-    fleet: Fleet,
+    fleet: ServingFleet,
     outbox: Outbox,
     recorder: MetricsRecorder,
     on_evaluation: Callable[[Round], None],
@@ -171,10 +193,15 @@ def make_orchestrator(
     new_id: Callable[[], str] = random_id,
     grace_seconds: float = GRACE_SECONDS,
     poll_seconds: float = POLL_SECONDS,
+    journal: Journal | None = None,
+    make_background: Callable[[], Background] = LoopBackground,
 ) -> Orchestrator:
     """Wire the parts. Time, chance and the outside world come in here and nowhere else."""
     changed = fleet.changed
     updater = WeightUpdater(announced, fleet, changed, poll_seconds)
+    journal = journal or Journal(clock=clock)
+    journal.watch(lambda: fleet.version, updater)
+    clock = journal.clock
     health = Health(
         max_error_share=settings.max_error_share,
         max_empty_batches=settings.max_empty_batches,
@@ -190,6 +217,8 @@ def make_orchestrator(
         health=health,
         tally=tally,
         changed=changed,
+        background=make_background(),
+        journal=journal,
     )
     admission = Admission(
         limits=StalenessLimits(settings.batch_size, settings.max_lag, settings.run_ahead, max_steps),
@@ -210,9 +239,13 @@ def make_orchestrator(
         changed=changed,
         clock=clock,
         new_id=new_id,
+        journal=journal,
     )
     evaluation = EvaluationWork(evals, fleet, on_round=on_evaluation, changed=changed, new_id=new_id)
     control = concurrency.start(settings.concurrency)
+    dispatcher = Dispatcher(
+        fleet, [training, evaluation], control.limit, grace_seconds, background=make_background(), journal=journal
+    )
     return Orchestrator(
         settings=settings,
         fleet=fleet,
@@ -222,13 +255,14 @@ def make_orchestrator(
         admission=admission,
         training=training,
         evaluation=evaluation,
-        dispatcher=Dispatcher(fleet, [training, evaluation], control.limit, grace_seconds),
+        dispatcher=dispatcher,
         control=control,
         health=health,
         tally=tally,
         outbox=outbox,
         recorder=recorder,
         worker_metrics=worker_metrics,
+        journal=journal,
         clock=clock,
         changed=changed,
     )
@@ -246,6 +280,11 @@ def open_session() -> aiohttp.ClientSession:
         connector=aiohttp.TCPConnector(limit=0, ssl=client_context()),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
     )
+
+
+def batch_cost(model: str) -> Cost:
+    """Return what a sequence costs the model in this folder, or of this name."""
+    return Cost.of_width(model_width(resolve_folder(model)))
 
 
 def resolve_folder(path: str) -> Path:

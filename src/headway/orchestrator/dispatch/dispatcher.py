@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKind
+from headway.core.journal import Finished, Pumped
+from headway.orchestrator.background import Background, LoopBackground
+from headway.orchestrator.journaling import Journal
 
 GRACE_SECONDS = 120.0
 """Time that a runner may exceed an episode's own timeout by before it is given up."""
@@ -65,23 +68,29 @@ class _InFlight:
     launch: Launch
     work: int
     engine: str | None
-    task: "asyncio.Task[Episode]"
 
 
 class Dispatcher:
     """Starts what its works offer while there is room, sharing it evenly between those that have something."""
 
     def __init__(
-        self, router: EngineRouter, works: Sequence[Work], cap: int, grace_seconds: float = GRACE_SECONDS
+        self,
+        router: EngineRouter,
+        works: Sequence[Work],
+        cap: int,
+        grace_seconds: float = GRACE_SECONDS,
+        *,
+        background: Background | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.cap = cap
         self.finished = 0
         self._router = router
         self._works = works
         self._grace_seconds = grace_seconds
+        self._background, self._journal = background or LoopBackground(), journal or Journal()
         self._in_flight: dict[str, _InFlight] = {}
         self._held = [0] * len(works)
-        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
@@ -99,29 +108,22 @@ class Dispatcher:
 
     def pump_later(self, delay: float) -> None:
         """Pump again in `delay` seconds, for work that waits for time to pass."""
-        loop = asyncio.get_running_loop()
-        due = loop.time() + delay
-        if self._timer is not None and not self._timer.cancelled() and loop.time() < self._timer.when() <= due:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = loop.call_at(due, self.pump)
+        self._background.call_later(delay, self.pump_now)
+
+    def pump_now(self) -> None:
+        """Pump because time has passed."""
+        self._journal.input(Pumped())
+        self.pump()
 
     def cancel(self, episode_ids: Iterable[str]) -> None:
         """Cancel episodes. They finish as errors of kind "cancelled", like any other."""
         for episode_id in episode_ids:
-            if (entry := self._in_flight.get(episode_id)) is not None:
-                entry.task.cancel()
+            self._background.cancel(episode_id)
 
     async def close(self) -> None:
         """Cancel everything and wait until it has finished."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-        tasks = [entry.task for entry in self._in_flight.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
 
     def _least_served_first(self) -> list[int]:
         return sorted(range(len(self._works)), key=lambda work: self._held[work])
@@ -137,24 +139,33 @@ class Dispatcher:
         if launch.request.engines:
             engine = launch.request.engines[0]
             self._router.started(engine)
-        task = asyncio.get_running_loop().create_task(_run_episode(launch, self._grace_seconds))
-        entry = _InFlight(launch, work, engine, task)
-        self._in_flight[launch.request.episode_id] = entry
+        request = launch.request
+        self._in_flight[request.episode_id] = _InFlight(launch, work, engine)
         self._held[work] += 1
-        task.add_done_callback(lambda task: self._on_finished(entry, task))
+        self._background.start(
+            request.episode_id,
+            lambda: _run_episode(launch, self._grace_seconds),
+            lambda task: self._ended(launch, task),
+        )
         return True
 
-    def _on_finished(self, entry: _InFlight, task: "asyncio.Task[Episode]") -> None:
-        # A callback, since a task that is cancelled before its first step never runs its own `finally`.
-        request = entry.launch.request
-        episode = (
-            failure(entry.launch, "cancelled", "cancelled by the orchestrator") if task.cancelled() else task.result()
-        )
-        del self._in_flight[request.episode_id]
+    def _ended(self, launch: Launch, task: "asyncio.Task[Episode]") -> None:
+        cancelled = task.cancelled()
+        self.on_finished(failure(launch, "cancelled", "cancelled by the orchestrator") if cancelled else task.result())
+
+    def launch_of(self, episode_id: str) -> Launch:
+        """Return an episode in flight as it was launched. Raises KeyError for any other."""
+        return self._in_flight[episode_id].launch
+
+    def on_finished(self, episode: Episode) -> None:
+        """Take an episode that was in flight, hand it to whoever launched it, and start others."""
+        kind = episode.error.kind if episode.error is not None else ""
+        self._journal.input(Finished(0, self._journal.short(episode.id), kind))
+        entry = self._in_flight.pop(episode.id)
         self._held[entry.work] -= 1
         self.finished += 1
         if entry.engine is not None:
-            self._router.ended(entry.engine, engine_failed=episode.error is not None and episode.error.kind == "engine")
+            self._router.ended(entry.engine, engine_failed=kind == "engine")
         entry.launch.on_finished(episode)
         self.pump()
 

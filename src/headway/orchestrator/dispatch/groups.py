@@ -30,6 +30,8 @@ class OpenGroup:
     failed: list[Episode] = field(default_factory=list)
     closing: bool = False
     cancelled: bool = False
+    settled_version: int = 0
+    """The trainer's newest version when all its episodes had finished."""
 
     def __post_init__(self) -> None:
         self.waiting.extend((slot, 0) for slot in range(self.size))

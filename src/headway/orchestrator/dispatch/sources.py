@@ -9,6 +9,8 @@ from headway.core.protocol import SamplingParams
 from headway.orchestrator.dispatch.curriculum import Curriculum
 from headway.orchestrator.dispatch.dispatcher import EpisodeRunner
 
+ROUNDING_SECONDS = 1e-6
+
 
 class RateLimit:
     """At most `per_second` starts a second, evenly spaced; None for no bound."""
@@ -19,7 +21,8 @@ class RateLimit:
 
     def wait(self, now: float) -> float:
         """Seconds until the next start is allowed."""
-        return max(0.0, self._next - now)
+        left = self._next - now
+        return left if left > ROUNDING_SECONDS else 0.0
 
     def took(self, now: float) -> None:
         self._next = max(now, self._next) + self._gap

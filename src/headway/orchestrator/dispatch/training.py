@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from headway.core.episodes import Episode, EpisodeRequest
+from headway.core.journal import Cancelled, ClosedEarly, Opened
 from headway.orchestrator.collect.collector import Collector
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import EngineRouter, Launch, random_id
@@ -13,6 +14,7 @@ from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.sources import Mix, Source
 from headway.orchestrator.dispatch.staleness import last_chance, too_old
 from headway.orchestrator.health import Health
+from headway.orchestrator.journaling import Journal
 from headway.orchestrator.tally import StepTally
 
 LEAST_SHARE = 0.5
@@ -35,6 +37,7 @@ class TrainingWork:
         changed: asyncio.Event,
         clock: Callable[[], float] = time.monotonic,
         new_id: Callable[[], str] = random_id,
+        journal: Journal | None = None,
     ) -> None:
         self.sources = {source.name: source for source in sources}
         self.mix = Mix({source.name: source.ratio for source in sources})
@@ -47,6 +50,7 @@ class TrainingWork:
         self._router, self._admission, self._collector = router, admission, collector
         self._health, self._tally, self._changed = health, tally, changed
         self._clock, self._new_id = clock, new_id
+        self._journal = journal or Journal()
 
     def take(self) -> Launch | float | None:
         self._retry_after = None
@@ -68,6 +72,7 @@ class TrainingWork:
         self.open[group.id] = self._waiting[group.id] = group
         self.outstanding += group.size
         self.mix.took(name, source.group_size)
+        self._journal.decided(Opened(self._journal.short(group.id), name, index, group.version))
         return group
 
     def _can_start(self, source: Source) -> bool:
@@ -118,7 +123,8 @@ class TrainingWork:
     def _close(self, group: OpenGroup) -> None:
         del self.open[group.id]
         self.outstanding -= group.size
-        self._collector.add(group, self.sources[group.env], self._admission.updater.newest_version)
+        group.settled_version = max(0, self._admission.updater.newest_version)
+        self._collector.add(group, self.sources[group.env])
 
     def close_expiring(self) -> list[str]:
         """Close the groups that no batch after this one can use without their slowest episodes, if the batch is due
@@ -134,6 +140,7 @@ class TrainingWork:
         for group in expiring:
             self._tally.cancelled["too_old"] += group.unfinished
             group.close_early()
+            self._journal.decided(ClosedEarly(self._journal.short(group.id)))
             self._waiting.pop(group.id, None)
             episodes += list(group.in_flight)
             if group.settled:  # nothing of it was in flight: the rest waited to be started, or to be tried again
@@ -179,6 +186,7 @@ class TrainingWork:
             if group.cancelled:
                 continue
             group.cancel()
+            self._journal.decided(Cancelled(self._journal.short(group.id), cause))
             self._waiting.pop(group.id, None)
             self._tally.cancelled[cause] += group.size
             episodes += list(group.in_flight)

@@ -38,15 +38,24 @@ class WeightUpdater:
         """The version announced last, an older one after the trainer went back to a checkpoint; -1 for none."""
         return self._latest.version if self._latest else -1
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of that version."""
+        return self._latest.fingerprint if self._latest else ""
+
     async def watch(self) -> None:
         """Poll for announcements until cancelled."""
         while True:
             update = self._announced()
             if update is not None and update != self._latest:
-                self._latest = update
-                self._news.set()
-                self._changed.set()
+                self.note(update)
             await asyncio.sleep(self._poll_seconds)
+
+    def note(self, update: WeightUpdate) -> None:
+        """Take an announcement, to be delivered."""
+        self._latest = update
+        self._news.set()
+        self._changed.set()
 
     async def deliver(self) -> tuple[WeightUpdate, list[WeightReply]]:
         """Wait for an announcement, bring the fleet to it, and return it with the engines' replies."""

@@ -1,0 +1,91 @@
+"""A killed asynchronous run of two environments is replayed to the same bits, explained, and trained otherwise."""
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from e2e_runs import Run, headway, start
+from test_kill import victims, wait_for_step
+
+from headway.core.runs import RunPaths
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 10
+ENV = f"{Path(__file__).parents[1] / 'e2e' / 'lottery.py'}:Lottery"
+ENVS = f'[{{id = "{ENV}", name = "first"}}, {{id = "{ENV}", name = "second", ratio = 2.0}}]'
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose orchestrator and trainer are killed."""
+    folder = tmp_path_factory.mktemp("replay")
+    run = Run(RunPaths(folder / "run"))
+    process = start(
+        *("rl", "--run.output_dir", str(folder), "--run.name", "run", "--max_steps", str(STEPS)),
+        *("--model.path", "tiny", "--seq_len", "128", "--trainer.optim.lr", "1e-4"),
+        *("--trainer.checkpoints.interval", "3", "--trainer.checkpoints.keep_last", str(STEPS)),
+        *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4", "--orchestrator.max_lag", "4"),
+        *("--orchestrator.sampling.max_tokens", "8", "--orchestrator.envs", ENVS),
+    )
+    for step, kind in ((2, "orchestrate"), (5, "train")):
+        wait_for_step(run, step, process)
+        for victim in victims(run, kind)[:1]:
+            victim.kill()
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output[-6000:]
+    return run
+
+
+def test_a_killed_run_is_replayed_to_the_same_bits(run: Run) -> None:
+    report = headway("replay", str(run.paths.root))
+    assert f"batches: {STEPS} of {STEPS} bit-identical" in report
+    assert f"weights after steps: {STEPS + 1} of {STEPS + 1} bit-identical" in report
+    report = headway("replay", str(run.paths.root), "--from-step", "6")
+    assert f"batches: {STEPS - 6} of {STEPS - 6} bit-identical" in report and "step 6:" not in report
+    assert f"weights after steps: {STEPS - 5} of {STEPS - 5} bit-identical" in report
+
+
+def test_a_truncated_journal_is_replayed_up_to_its_end(run: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.paths.root, copy)
+    journal = RunPaths(copy).journal
+    journal.write_bytes(journal.read_bytes()[: journal.stat().st_size * 2 // 3])
+    report = headway("replay", str(copy), "--no-train")
+    assert "the journal is torn" in report
+    last = re.search(r"the journal ends with step (\d+)", report)
+    assert last and 1 < int(last[1]) < STEPS and f"batches: {last[1]} of {last[1]} bit-identical" in report
+
+
+def test_changed_rollouts_are_noticed(run: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.paths.root, copy)
+    shutil.copy(RunPaths(copy).rollout_records(3), RunPaths(copy).rollout_records(4))
+    process = start("replay", str(copy), "--no-train")
+    output, _ = process.communicate()
+    assert process.returncode == 1, output
+    assert "step 3: 4 groups, batch bit-identical" in output and "step 4: 4 groups, batch DIFFERENT" in output
+    assert "the first that differs is 4" in output
+
+
+def test_a_step_is_explained(run: Run) -> None:
+    lines = headway("replay", str(run.paths.root), "--step", "7", "--why").splitlines()
+    assert lines[0] == "Batch 7 trained version 6 on 4 groups, 16 episodes:"
+    groups = [line for line in lines if re.match(r"  (first|second), task \d+: 4 episodes, mean reward 0\.\d+, ", line)]
+    assert len(groups) == 4
+    assert any("The trainer" in line for line in lines)
+
+
+def test_recorded_rollouts_are_trained_with_another_loss_and_another_algorithm(run: Run) -> None:
+    started = time.time()
+    changes = ("--trainer.loss.type", "gspo", "--orchestrator.algorithm.type", "rloo", "--run.name", "changed")
+    report = headway("replay", str(run.paths.root), "--from-step", "6", *changes)
+    assert "more off-policy with every step" in report
+    changed = Run(RunPaths(run.paths.root.with_name("changed")))
+    assert changed.column("trainer", "step") == [7, 8, 9, 10] and changed.paths.complete_checkpoints()[-1] == STEPS
+    assert changed.column("orchestrator", "batch/episodes") == [16.0] * 4
+    mine, theirs = changed.column("trainer", "grad_norm"), run.column("trainer", "grad_norm")[6:]
+    assert all(a != b for a, b in zip(mine, theirs, strict=True))
+    assert max(file.stat().st_mtime for file in run.paths.root.rglob("*") if file.is_file()) < started
