@@ -38,6 +38,11 @@ class Host:
         """Return the command that runs `command` on this host. `ip netns exec` would hide cgroups from it."""
         return ["nsenter", f"--net=/run/netns/{self.name}", *command]
 
+    def processes(self) -> list[int]:
+        """Return the ids of all processes on this host."""
+        found = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True)
+        return [int(number) for number in found.stdout.split()]
+
     def cut(self) -> None:
         _ip("link", "set", self.link, "down")
 

@@ -1,18 +1,23 @@
-"""A real Slurm on this machine: its controller and a few nodes, each a `slurmd`, without systemd or cgroups."""
+"""A real Slurm on this machine: its controller, and nodes in network namespaces, without systemd or cgroups."""
 
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import namespaces
+from namespaces import Host, network
+
 CONFIG = """\
 ClusterName=headway
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -36,28 +41,31 @@ JobRequeue=1
 KillWait=30
 SchedulerParameters=sched_interval=2,bf_interval=2
 SlurmctldTimeout=10
-SlurmdTimeout=15
+SlurmdTimeout=300
 InactiveLimit=0
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
-NodeName=node[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs=2 Sockets=1 \
-CoresPerSocket=2 ThreadsPerCore=1 RealMemory=1000 State=UNKNOWN
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
+
+
+_NODE = """\
+NodeName={name} NodeHostname={name} NodeAddr={address} Port=17001 CPUs=2 Sockets=1 CoresPerSocket=2 ThreadsPerCore=1 \
+RealMemory=1000 State=UNKNOWN"""
 
 
 def missing() -> str | None:
     """Say why there is no Slurm here; None where there is one."""
     lacking = [name for name in ("slurmctld", "slurmd", "sbatch", "munged") if shutil.which(name) is None]
-    if lacking:
-        return f"no {', '.join(lacking)}: apt-get install slurm-wlm munge"
-    return None if os.geteuid() == 0 else "slurmd and munged start as root only"
+    return f"no {', '.join(lacking)}: apt-get install slurm-wlm munge" if lacking else namespaces.missing()
 
 
 @dataclass(frozen=True)
 class Cluster:
     root: Path
+    nodes: dict[str, Host]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -72,37 +80,61 @@ class Cluster:
         """States of the jobs that are queued or run."""
         return self.run("squeue", "--noheader", "--format=%T").strip()
 
-    def pid(self, name: str) -> int:
-        return int((self.root / f"{name}.pid").read_text())
+    def restarts(self, job: str) -> int:
+        """How often a job was queued again."""
+        found = re.search(r"Restarts=(\d+)", self.run("scontrol", "show", "job", job))
+        assert found
+        return int(found[1])
+
+    def notice_deaths_after(self, seconds: int) -> None:
+        """Set the time without an answer after which a node is down."""
+        config = self.root / "slurm.conf"
+        config.write_text(re.sub("SlurmdTimeout=.*", f"SlurmdTimeout={seconds}", config.read_text()))
+        self.run("scontrol", "reconfigure")
+
+    def kill_node(self, name: str) -> None:
+        """Kill -9 a node's daemon and everything that runs there, as a loss of power does."""
+        while pids := self.nodes[name].processes():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
 def slurm(root: Path, nodes: int, port: int = 16817) -> Iterator[Cluster]:
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "state").mkdir()
-    cluster, host = Cluster(root), platform.node().partition(".")[0]
-    settings = {"root": root, "host": host, "nodes": nodes, "port": port, "first": port + 1, "last": port + nodes}
-    (root / "slurm.conf").write_text(CONFIG.format(**settings))
-    _start_munge()
-    names = [f"node{number}" for number in range(1, nodes + 1)]
-    try:
+    """Run a cluster of node1, node2, ... while the context lasts."""
+    (root / "state").mkdir(parents=True)
+    with ExitStack() as stack:
+        made = stack.enter_context(network(nodes))
+        cluster = Cluster(root, {f"node{number}": host for number, host in enumerate(made.hosts, 1)})
+        settings = {"root": root, "host": platform.node().partition(".")[0], "address": made.address, "port": port}
+        lines = [_NODE.format(name=name, address=host.address) for name, host in cluster.nodes.items()]
+        (root / "slurm.conf").write_text(CONFIG.format(**settings, nodes="\n".join(lines)))
+        _start_munge()
         cluster.run("slurmctld", "-f", str(root / "slurm.conf"))
-        for name in names:
+        stack.callback(_end, cluster)
+        for name, host in cluster.nodes.items():
             (root / f"spool-{name}").mkdir()
-            cluster.run("slurmd", "-f", str(root / "slurm.conf"), "-N", name)
-        deadline = time.monotonic() + 60
-        while cluster.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() != str(nodes):
-            assert time.monotonic() < deadline, cluster.run("sinfo", "-N")
-            time.sleep(0.1)
+            cluster.run(*host.enter("slurmd", "-f", str(root / "slurm.conf"), "-N", name))
+        _wait(lambda: cluster.run("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(nodes))
         yield cluster
-    finally:
-        subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-        deadline = time.monotonic() + 60
-        while cluster.jobs() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        for name in ("slurmctld", *(f"slurmd-{name}" for name in names)):
-            if (root / f"{name}.pid").exists():
-                os.kill(cluster.pid(name), 15)
+
+
+def _end(cluster: Cluster) -> None:
+    """Cancel what is left, and end all daemons."""
+    subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
+    with suppress(AssertionError):
+        _wait(lambda: not cluster.jobs())
+    os.kill(int((cluster.root / "slurmctld.pid").read_text()), signal.SIGTERM)
+    for name in cluster.nodes:
+        cluster.kill_node(name)
+
+
+def _wait(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "the cluster did not get ready in a minute"
+        time.sleep(0.1)
 
 
 def _start_munge() -> None:

@@ -1,4 +1,5 @@
-"""A run as a job of a real Slurm: four nodes, a folder each and none in common; queued again, cancelled, resumed."""
+"""A run as a job of a real Slurm: a node and a folder for each role and none in common; links, processes and a node
+die, the job is queued again, cancelled, resumed, and every step is trained once."""
 
 import os
 import signal
@@ -14,81 +15,115 @@ from e2e_runs import Run
 from slurm_cluster import Cluster, missing, slurm
 
 from headway.core.runs import RunPaths
+from headway.transport.control.folder import FolderControl
+from namespaces import Host
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
 
-STEPS = 36
+CUT_SECONDS = 30
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with slurm(tmp_path / "slurm", nodes=4) as running:
+    """Four nodes for the run, and two to spare."""
+    with slurm(tmp_path / "slurm", nodes=6) as running:
         yield running
 
 
-def submit(cluster: Cluster, folder: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "headway.cli.main", "rl", *arguments]
+def headway(cluster: Cluster, folder: Path, *arguments: str) -> str:
+    """Run a command on this machine, the login node; its output."""
+    command = [sys.executable, "-m", "headway.cli.main", *arguments]
     done = subprocess.run(command, env=cluster.environment, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and done.stdout.startswith("job "), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def wait_until(true: Callable[[], bool], folder: Path, what: str, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            logs = "".join(file.read_text()[-3000:] for file in folder.glob("headway-*.out"))
-            raise AssertionError(f"{what} did not happen in {seconds:.0f} s\n{logs}")
-        time.sleep(0.2)
+def submit(cluster: Cluster, folder: Path, *arguments: str) -> str:
+    """Submit a run and return the number of its job."""
+    assert headway(cluster, folder, "rl", *arguments).startswith("job ")
+    return (folder / "run" / "control" / "slurm_job").read_text()
 
 
-def test_a_run_over_four_nodes_outlives_deaths_requeues_and_cancels(
+def kill(host: Host, command: str, *, supervised: bool) -> None:
+    """Kill -9 the process of a command on a host: the one that does the work, or the one that looks after it."""
+    for pid in host.processes():
+        try:
+            process = psutil.Process(pid)
+            words, mine = process.cmdline(), "HEADWAY_LOG" in process.environ()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if "headway.cli.main" in words and command in words and mine == supervised:
+            os.kill(pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"no process of {command} to kill")
+
+
+def test_a_run_over_four_nodes_outlives_deaths_a_cut_link_requeues_and_cancels(
     rl_flags: list[str], tmp_path: Path, cluster: Cluster
 ) -> None:
     disks = tmp_path / "disks"
     head, trainer = Run(RunPaths(disks / "node1" / "run")), RunPaths(disks / "node2" / "run.trainer")
-    flags = ["--deployment.type", "slurm", "--deployment.inference.nodes", "2", "--max_steps", str(STEPS)]
+    flags = ["--deployment.type", "slurm", "--deployment.inference.nodes", "2", "--max_steps", "1000"]
     flags += ["--deployment.folder", f"{disks}/$SLURMD_NODENAME", "--trainer.checkpoints.interval", "5"]
-    flags += ["--orchestrator.batch_size", "64"]
+    flags += ["--orchestrator.batch_size", "32"]
 
     def step() -> int:
         return max((int(line["step"]) for line in head.metrics("trainer")), default=0)
 
-    submit(cluster, tmp_path, *rl_flags, *flags)
-    wait_until(lambda: step() >= 6, tmp_path, "step 6")
-    kill_one("train", disks)
-    wait_until(lambda: step() >= 9, tmp_path, "a step after the trainer's death")
-    job = (tmp_path / "run" / "control" / "slurm_job").read_text()
+    def wait_until(true: Callable[[], bool], what: str, seconds: float = 240) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                logs = "".join(file.read_text()[-3000:] for file in tmp_path.glob("headway-*.out"))
+                raise AssertionError(f"{what} did not happen in {seconds:.0f} s\n{logs}")
+            time.sleep(0.2)
+
+    def go_on(steps: int, after: str) -> None:
+        before = step()
+        wait_until(lambda: step() >= before + steps, f"steps after {after}")
+
+    node1, node2, node3, *_ = cluster.nodes.values()
+    job = submit(cluster, tmp_path, *rl_flags, *flags)
+    go_on(3, "the start")
+    kill(node2, "train", supervised=True)
+    go_on(3, "the death of the trainer")
+    kill(node1, "rl", supervised=False)
+    go_on(3, "the death of the head")
+    node2.cut()
+    healed_at = time.monotonic() + CUT_SECONDS
+    kill(node3, "serve", supervised=True)
+    kill(node1, "orchestrate", supervised=True)
+    time.sleep(max(0.0, healed_at - time.monotonic()))
+    node2.heal()
+    go_on(3, "the cut of the trainer's link and the deaths of an engine and the orchestrator")
+    wait_until(lambda: len(FolderControl(head.paths).engines()) == 2, "the return of the engine")
+    assert cluster.restarts(job) == 0, "the run itself outlived all that"
+    assert "trainer trainer on node2" in headway(cluster, tmp_path, "status", "run"), "found by its job"
+
+    cluster.notice_deaths_after(5)
+    for name in ("node3", "node4"):  # without engines no step is trained, however long Slurm takes to notice
+        cluster.kill_node(name)
+    wait_until(lambda: cluster.restarts(job) == 1, "queueing the job again")
+    cluster.notice_deaths_after(300)
+    wait_until(lambda: cluster.jobs() == "RUNNING", "a new start of the job")
+    go_on(3, "the deaths of two nodes")
+
     asked = step()
     cluster.run("scontrol", "requeue", job)
-    wait_until(lambda: max(trainer.complete_checkpoints()) >= asked, tmp_path, "a checkpoint at the requeue")
-    before = step()
-    wait_until(lambda: step() >= before + 3, tmp_path, "going on after the requeue")
+    wait_until(lambda: max(trainer.complete_checkpoints()) >= asked, "a checkpoint at the requeue")
+    go_on(3, "the requeue")
     cluster.run("scancel", job)
-    wait_until(lambda: not cluster.jobs(), tmp_path, "the end of the cancelled job")
-    assert step() < STEPS
-    submit(cluster, tmp_path, "--resume", str(tmp_path / "run"))
-    wait_until(lambda: not cluster.jobs(), tmp_path, "the end of the run")
+    wait_until(lambda: not cluster.jobs(), "the end of the cancelled job")
+    last_step = step() + 10
+    submit(cluster, tmp_path, "--resume", str(tmp_path / "run"), "--max_steps", str(last_step))
+    wait_until(lambda: not cluster.jobs(), "the end of the run")
 
-    assert [line["step"] for line in head.metrics("trainer")] == list(range(1, STEPS + 1)), "each step trained once"
+    assert [line["step"] for line in head.metrics("trainer")] == list(range(1, last_step + 1)), "each trained once"
     assert trainer.exports.is_dir() and not head.paths.exports.exists()
-    assert {entry.name for entry in disks.iterdir()} == {"node1", "node2", "node3", "node4"}
+    assert {entry.name for entry in disks.iterdir()} == set(cluster.nodes), "spare nodes took the place of dead ones"
     assert {entry.name for entry in (disks / "node3").iterdir()} == {"run.node3"}, "no node wrote into another's folder"
     first, last = head.rise()
     assert last > first + 0.08, (first, last)  # as on one machine: test_kill.py
     secret = (tmp_path / "run" / "control" / "token").read_text()
     texts = [*tmp_path.glob("headway-*.out"), tmp_path / "run" / "job.sh", *disks.rglob("*.log")]
     assert not any(secret in file.read_text(errors="replace") for file in texts)
-
-
-def kill_one(command: str, disks: Path) -> None:
-    """Kill -9 the process that does the work of a command, which `--restart` then starts again."""
-    for process in psutil.process_iter():
-        try:
-            words, environment = process.cmdline(), process.environ()
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        mine = environment.get("HEADWAY_LOG", "").startswith(str(disks))
-        if mine and command in words and "headway.cli.main" in words:
-            os.kill(process.pid, signal.SIGKILL)
-            return
-    raise AssertionError(f"no process of {command} to kill")

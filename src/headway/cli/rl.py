@@ -101,6 +101,13 @@ def run(argv: list[str]) -> int:
         raise
 
 
+def _chosen_port(resolved: "Resolved[RlSettings]") -> int | None:
+    """Return the control service's port where the user chose one. A run's own settings name the default as well."""
+    port = resolved.settings.control.port
+    chosen = resolved.origins.get("control.port", "").startswith("--") or port != type(resolved.settings.control)().port
+    return port if chosen else None
+
+
 def _deploy(resolved: "Resolved[RlSettings]", resume: Path | None) -> int:
     """Give the run to a scheduler; with --dry-run, print what it would get instead."""
     from headway.config.loader import write_settings
@@ -109,7 +116,7 @@ def _deploy(resolved: "Resolved[RlSettings]", resume: Path | None) -> int:
     from headway.monitor.runs import create_run, open_run
 
     launcher = find_launcher(resolved.settings.deployment.type)
-    port = resolved.settings.control.port if "control.port" in resolved.origins else None
+    port = _chosen_port(resolved)
     if resolved.dry_run:
         print(launcher.preview(resolved.settings, port), end="")
         return 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headway.core.control import RunStatus
 from headway.core.runs import RunPaths
+from headway.launch.deployments.slurm import find_service
 from headway.monitor.runs import open_run
 from headway.transport.control.client import ControlClient
 from headway.transport.control.collected import CollectedFiles
@@ -27,8 +28,9 @@ class RemoteRun:
         else:
             self._paths = open_run(Path(where))
             service = self._paths.control / SERVICE_FILE
-            if service.is_file():  # it knows more: who joined from other hosts
-                self._client = ControlClient(service.read_text().strip(), find_token(self._paths))
+            url = service.read_text().strip() if service.is_file() else find_service(self._paths)
+            if url is not None:  # it knows more: who joined from other hosts
+                self._client = ControlClient(url, find_token(self._paths))
 
     def status(self) -> RunStatus:
         return self._client.status() if self._client else read_status(self._paths)

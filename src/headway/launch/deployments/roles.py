@@ -17,7 +17,7 @@ from headway.core.errors import UsageError
 
 _HEAD = """
 run="{folder}/$HEADWAY_RUN"
-if [ -f "$run/run.json" ]; then set -- --resume "$run"
+if [ -f "$run/run.json" ]; then cp "$HEADWAY_SETTINGS" "$run/config/rl.toml"; set -- --resume "$run"
 else set -- @ "$HEADWAY_SETTINGS" --run.name "$HEADWAY_RUN" --run.output_dir "{folder}"; fi
 exec {headway} rl "$@" --deployment.type local --only orchestrator --control.host "$HEADWAY_HOST" \\
   --control.port "$HEADWAY_PORT"

@@ -1,6 +1,7 @@
 """Slurm: a run as one batch job with a step per role, which resumes by itself when it is queued again."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 from headway.config.deployment import DeploymentSettings
 from headway.config.rl import RlSettings
 from headway.config.toml import to_toml
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import STOPPED, HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.launch.deployments.roles import role_commands
@@ -17,6 +18,8 @@ from headway.transport.control.tokens import TOKEN, find_token, write_token
 SCRIPT_FILE = "job.sh"
 JOB_FILE = "slurm_job"
 _END = "END_OF_HEADWAY_SETTINGS"
+_ATTEMPTS = 20
+"""Starts of a role's command on its node in one job."""
 
 _SCRIPT = """\
 #!/bin/bash
@@ -39,10 +42,39 @@ export HEADWAY_SETTINGS=$(mktemp)
 cat > "$HEADWAY_SETTINGS" <<'{end}'
 {settings}{end}
 
+# again COMMAND...: run it, and once more whenever it was killed, as for want of memory.
+again='again() {{
+  for attempt in $(seq {attempts}); do
+    "$@"
+    code=$?
+    case "$code" in 134|135|137|139) ;; *) return "$code" ;; esac
+    echo "killed (code $code); starting again"
+    sleep 1
+  done
+  return "$code"
+}}'
+eval "$again"
+# What each node does. Slurm sends a signal to all processes; this shell waits for the role, which handles it.
+on_node="$again"'
+export HEADWAY_NODE=$SLURMD_NODENAME
+trap : TERM
+role() ( eval "$1" )
+again role "$1"'
+# Stop all roles, which write their checkpoints; but not those of the next start, when this one is being ended already.
+stop_all() {{
+  [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ] || return
+  timeout 5 scancel --signal=TERM "$SLURM_JOB_ID"
+}}
 # step FIRST_NODE NODES COMMAND: one task per node, in the background. Variables of COMMAND are those of its node.
+# A role that fails for good stops the others.
 step() {{
-  srun --relative="$1" --nodes="$2" --ntasks="$2" --ntasks-per-node=1{gpus} --kill-on-bad-exit=0 \\
-    bash -c "export HEADWAY_NODE=\\$SLURMD_NODENAME; $3" &
+  (
+    again srun --relative="$1" --nodes="$2" --ntasks="$2" --ntasks-per-node=1{gpus} --kill-on-bad-exit=0 \\
+      bash -c "$on_node" headway "$3"
+    code=$?
+    case "$code" in 0|{stopped}) ;; *) stop_all ;; esac
+    exit "$code"
+  ) &
 }}
 step 0 1 '{head}'
 head=$!
@@ -51,11 +83,11 @@ step {first_engine} {engine_nodes} '{engine}'
 
 # The scheduler's notice before the time limit: let the steps write their checkpoints, then queue the job again.
 requeue=
-trap 'requeue=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'requeue=1; stop_all' USR1
 code=0
 while kill -0 "$head" 2>/dev/null; do wait "$head"; code=$?; done
-# The others leave with the run; where it failed they are ended.
-[ "$code" = 0 ] || scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null
+# The others leave with the run; where it did not finish they are ended.
+[ "$code" = 0 ] || stop_all
 while [ -n "$(jobs -rp)" ]; do wait; done
 rm -f "$HEADWAY_SETTINGS"
 [ -z "$requeue" ] || scontrol requeue "$SLURM_JOB_ID"
@@ -80,6 +112,8 @@ def batch_script(settings: RlSettings, *, port: int | None = None) -> str:
         scheme="http" if settings.tls.certificate is None else "https",
         settings=to_toml(settings),
         end=_END,
+        attempts=_ATTEMPTS,
+        stopped=STOPPED,
         gpus=f" --gpus-per-node={_gpus(deployment)}" if _gpus(deployment) else "",
         head=commands.head,
         trainer=commands.trainer,
@@ -122,6 +156,35 @@ def submit(settings: RlSettings, paths: RunPaths, *, port: int | None = None) ->
     job = done.stdout.strip().partition(";")[0]
     write_atomic(paths.control / JOB_FILE, job)
     return job
+
+
+def find_service(paths: RunPaths) -> str | None:
+    """Return the address of the control service of a run that was submitted from this folder; None for other runs.
+
+    Raises UsageError while its job does not run, and where there is no Slurm to ask.
+    """
+    try:
+        job = (paths.control / JOB_FILE).read_text()
+        script = (paths.root / SCRIPT_FILE).read_text()
+    except FileNotFoundError:
+        return None
+    state, _, node = _ask("squeue", "--noheader", "--format=%T %B", f"--jobs={job}").partition(" ")
+    if state != "RUNNING":
+        now = f"is {state}" if state else "has ended"
+        raise UsageError(f"job {job} of this run {now}; it answers while the job runs, and its files are on its nodes")
+    found = re.search(r"NodeAddr=(\S+)", _ask("scontrol", "show", "node", node))
+    host = found[1] if found else node
+    scheme = "https" if "HEADWAY_URL=https:" in script else "http"
+    chosen = re.search(r"^export HEADWAY_PORT=(\d+)$", script, re.MULTILINE)
+    return f"{scheme}://{host}:{chosen[1] if chosen else 20000 + int(job) % 10000}"
+
+
+def _ask(*command: str) -> str:
+    """Return what a command of Slurm prints; "" where it knows nothing of that job or node."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        raise UsageError(f"this run is a job of Slurm, and there is no `{command[0]}` here to find it with") from None
 
 
 def _options(settings: RlSettings) -> list[str]:
