@@ -3,6 +3,8 @@
 import json
 import re
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,33 @@ def test_status_logs_and_stop_work_from_anywhere(
     assert not FolderControl(service.paths).stop_asked()
     assert main.run(["stop", service.url]) == 0
     assert FolderControl(service.paths).stop_asked()
+
+
+def test_logs_are_followed_until_the_run_has_ended(
+    service: Service, token: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (service.paths.logs / "trainer_001.log").write_text("old\nhalf")
+    following = threading.Thread(target=main.run, args=(["logs", service.url, "-n", "1", "-f"],))
+    following.start()
+    wait_for = time.monotonic() + 20
+    shown = ""
+    while "half" not in shown and time.monotonic() < wait_for:
+        time.sleep(0.05)
+        shown += capsys.readouterr().out
+    with (service.paths.logs / "trainer_001.log").open("a") as log:
+        log.write(" a line\nunfinished")
+    (service.paths.logs / "host7.gpu7_001.log").write_text("one\ntwo\n")
+    service.control.ended = True
+    following.join(20)
+    shown += capsys.readouterr().out
+    assert not following.is_alive()
+    assert shown.splitlines() == [
+        "== trainer_001.log",
+        "half",
+        "host7.gpu7_001 | one",
+        "host7.gpu7_001 | two",
+        "trainer_001 |  a line",
+    ]
 
 
 def test_a_token_that_others_can_read_is_refused(token: Path) -> None:

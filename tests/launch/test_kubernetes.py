@@ -189,6 +189,8 @@ def test_what_kubernetes_would_refuse_is_refused_with_advice() -> None:
         objects(*SEVERAL)
     with pytest.raises(UsageError, match="trainer_ranks is 1"):
         objects("--deployment.trainer.nodes", "2", "--deployment.kubernetes.claim", "shared")
+    with pytest.raises(UsageError, match="service mesh"):
+        objects("--tls.certificate", "host.pem", "--tls.key", "host.key")
 
 
 def test_a_dry_run_prints_what_would_be_applied_and_no_token(

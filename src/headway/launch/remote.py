@@ -1,6 +1,8 @@
 """A run as `status`, `logs` and `stop` see it: by its folder, or by the address of its control service."""
 
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from headway.core.control import RunStatus
@@ -15,6 +17,7 @@ from headway.transport.control.tokens import find_token
 
 _LOG = re.compile(r"(.+)_(\d+)\.log")
 _TAIL_BYTES = 1 << 18
+_FOLLOW_SECONDS = 0.5
 
 
 class RemoteRun:
@@ -43,20 +46,51 @@ class RemoteRun:
 
     def newest_logs(self, process: str = "") -> list[str]:
         """Name the log of each process's last attempt, of those whose names begin with `process`."""
-        names = self._client.get("/v1/files/logs", dict[str, int]) if self._client else self._files().sizes("logs")
         newest: dict[str, tuple[int, str]] = {}
-        for name in names:
-            if (match := _LOG.fullmatch(name)) and match[1].rpartition(".")[2].startswith(process):
+        for name in self.log_sizes():
+            if (match := _LOG.fullmatch(name)) and _process_of(name).startswith(process):
                 newest[match[1]] = max(newest.get(match[1], (0, "")), (int(match[2]), name))
         return [name for _, name in newest.values()]
 
+    def follow_logs(self, process: str, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Yield each line after the first `sizes` bytes of every log with the log's name, until the run has ended.
+
+        Logs that appear later, as those of restarted processes, come from their beginning.
+        """
+        read = dict(sizes)
+        rest: dict[str, bytes] = {}
+        ended = False
+        while not ended:
+            ended = self.status().ended
+            for name, size in self.log_sizes().items():
+                while _process_of(name).startswith(process) and read.get(name, 0) < size:
+                    data = self._read_log(name, read.get(name, 0))
+                    if not data:
+                        break
+                    read[name] = read.get(name, 0) + len(data)
+                    *lines, rest[name] = (rest.get(name, b"") + data).split(b"\n")
+                    yield from ((name.removesuffix(".log"), line.decode(errors="replace")) for line in lines)
+            time.sleep(_FOLLOW_SECONDS)
+
+    def log_sizes(self) -> dict[str, int]:
+        """Return the size of every log in bytes."""
+        return self._client.get("/v1/files/logs", dict[str, int]) if self._client else self._files().sizes("logs")
+
+    def _read_log(self, name: str, offset: int) -> bytes:
+        if self._client:
+            return self._client.http.request("GET", f"/v1/files/logs/{name}?offset={offset}")
+        return self._files().read("logs", name, offset, _TAIL_BYTES)
+
     def log_tail(self, name: str, lines: int) -> list[str]:
         """Return the last lines of a log."""
-        if self._client:
-            data = self._client.http.request("GET", f"/v1/files/logs/{name}?offset=-{_TAIL_BYTES}")
-        else:
-            data = self._files().read("logs", name, -_TAIL_BYTES, _TAIL_BYTES)
+        data = self._read_log(name, -_TAIL_BYTES)
         return data.decode(errors="replace").splitlines()[-lines:]
 
     def _files(self) -> CollectedFiles:
         return CollectedFiles(self._paths)
+
+
+def _process_of(log: str) -> str:
+    """Return the process that a log is of: `host7.trainer_002.log` is the trainer's."""
+    match = _LOG.fullmatch(log)
+    return match[1].rpartition(".")[2] if match else ""

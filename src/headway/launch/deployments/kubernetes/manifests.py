@@ -47,6 +47,11 @@ def run_objects(settings: RlSettings, toml: str, port: int) -> list[Manifest]:
     Raises UsageError where nodes, ranks or names do not fit.
     """
     name, cluster = object_name(settings), settings.deployment.kubernetes
+    if settings.tls.certificate is not None:
+        raise UsageError(
+            "a certificate cannot name the addresses that pods will get; leave tls out, and encrypt between pods by "
+            "the cluster's network or a service mesh"
+        )
     ports = [{"name": "control", "port": port, "targetPort": port}]
     selector = {**_labels(settings), "app.kubernetes.io/component": "head"}
     objects = [
