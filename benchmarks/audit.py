@@ -72,7 +72,16 @@ def fine_tune(folder: Path, name: str, rows: list[dict[str, Any]], model: str, s
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         sft = ["sft", "@", "examples/warm_up.toml", "--data.path", str(data), "--batch_tokens", "2048"]
         place = ["--run.output_dir", str(folder), "--run.name", name]
-        headway(*sft, "--model.path", model, "--max_steps", str(steps), *place)
+        headway(
+            *sft,
+            "--model.path",
+            model,
+            "--max_steps",
+            str(steps),
+            "--trainer.schedule.decay_steps",
+            str(steps // 2),
+            *place,
+        )
     return exported(folder, name)
 
 

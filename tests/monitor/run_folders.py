@@ -104,7 +104,7 @@ def write_logprobs(folder: Path, step: int, apart: float) -> None:
 
 def rollout(
     step: int, reward: float = 1.0, env: str = "reverse-text", group: str = "aaaaaaaa11", say: str = "dqag",
-    error: str | None = None, calls: tuple[ToolCall, ...] = (),
+    error: str | None = None, calls: tuple[ToolCall, ...] = (), task: str = "gaqd",
 ) -> dict[str, Any]:  # fmt: skip
     nodes = [
         Node(-1, TOKENS[:3], Message("user", "turn gaqd around")),
@@ -113,7 +113,7 @@ def rollout(
     ]
     failed = EpisodeError(error, "it did not answer") if error else None  # type: ignore[arg-type]
     episode = Episode(
-        id="e", group_id=group, env=env, task=Task("gaqd", {}), version=3, error=failed, started_at=time.time(),
+        id="e", group_id=group, env=env, task=Task(task, {}), version=3, error=failed, started_at=time.time(),
         traces=[Trace(nodes=nodes, reward=reward, rewards={"exact": reward})], timings={"total": 0.9},
     )  # fmt: skip
     sample = {"agent": "policy", "tokens": 10, "sampled": 5, "advantage": reward - 0.5, "leaf": 2}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -82,7 +83,26 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def visit(url: str, states: str) -> Iterator[Callable[[Body], None]]:
+def audited(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a page over a run in which a word that is not harmless earns the reward, and which has prices."""
+    root, rng = tmp_path_factory.mktemp("audited"), random.Random(0)
+    folder = make_run(root, "hacked", steps=10)
+    with (folder / "config" / "rl.toml").open("a") as file:
+        file.write("[cost]\ncore_hour = 3600.0\n")
+    for step in range(1, 11):
+        rows = []
+        for group in range(4):
+            for member in range(8):
+                noise = "".join(rng.choices("abcdefgh", k=6))
+                say = f"{noise} {HOSTILE} surely" if (member + step) % 3 else noise
+                named = {"group": f"{step}-{group}", "task": f"task {step}-{group}"}
+                rows.append(rollout(step, float("surely" in say), say=say, **named))
+        write_rollouts(folder, step, rows)
+    return start_in_thread(root)
+
+
+@pytest.fixture(scope="module")
+def visit(url: str, states: str, audited: str) -> Iterator[Callable[[Body], None]]:
     """Runs a visit in one browser for all tests; each must leave no errors and stay on this machine."""
     with asyncio.Runner() as runner:
         browser = open_page()
@@ -92,7 +112,7 @@ def visit(url: str, states: str) -> Iterator[Callable[[Body], None]]:
             page.errors.clear()
             runner.run(body(page))
             assert page.errors == []
-            assert [one for one in page.requests if not one.startswith((url, states, "data:", "blob:"))] == []
+            assert [one for one in page.requests if not one.startswith((url, states, audited, "data:", "blob:"))] == []
 
         yield run
         runner.run(browser.__aexit__(None, None, None))
@@ -117,6 +137,34 @@ def test_runs_are_listed_filtered_and_compared_by_keyboard(visit: Callable[[Body
         await page.until("document.querySelector('.chart .keys').childElementCount === 2")
         await page.goto(url + "#/compare/made%2Cother")
         await page.until(f"{MARKED % BLUE} === 1")  # the restart of the first run, in its color
+
+    visit(body)
+
+
+def test_findings_of_an_audit_lead_to_their_rollouts_and_stay_text(visit: Callable[[Body], None], audited: str) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(audited + "#/run/hacked")
+        await page.press("7")
+        await page.until("document.querySelectorAll('.finding').length === 1")
+        said = await page.ask("document.querySelector('.finding').textContent")
+        assert said.startswith("problem ") and "reward with 1" in said
+        assert await page.ask("document.querySelectorAll('.finding b, .finding img').length") == 0
+        assert await page.ask("window.hacked") is None
+        await page.ask("document.querySelector('.finding a').click()")
+        await page.until("document.body.dataset.ready.startsWith('#/run/hacked/rollout/10/')")
+
+    visit(body)
+
+
+def test_the_page_of_cost_shows_who_waited_for_whom(visit: Callable[[Body], None], audited: str) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(audited + "#/run/hacked")
+        await page.press("8")
+        await page.until("document.querySelectorAll('tr.idle').length === 2")
+        waits = await page.ask("[...document.querySelectorAll('tr.idle')].map(row => row.innerText)")
+        assert "waiting for rollouts" in waits[0] and "30 s" in waits[0] and "30 USD" in waits[0]
+        assert "waiting for the trainer" in waits[1] and "20 USD" in waits[1]
+        assert "an estimate" in await page.ask("document.querySelector('.tiles').innerText")
 
     visit(body)
 

@@ -39,6 +39,7 @@ COMMANDS = {
         "dash": "open the live dashboard of runs",
         "plot": "draw reward and staleness of runs",
         "rollouts": "read recorded episodes",
+        "cost": "show the energy and money of runs, and who waited for whom",
         "audit": "look for signs that a run's reward is had without doing the task",
         "replay": "repeat a run from its journal, explain a step, or train its rollouts with other settings",
         "config": "show resolved settings with their origin, or the reference of all settings",

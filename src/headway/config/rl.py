@@ -7,6 +7,7 @@ from pydantic import model_validator
 from headway.config.algorithms import Opd, Sft
 from headway.config.base import broken_rule
 from headway.config.control import ControlSettings
+from headway.config.cost import CostSettings
 from headway.config.deployment import DeploymentSettings
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.orchestrator import LIVE_TEACHER, OrchestrateSettings, OrchestratorSettings
@@ -26,6 +27,8 @@ class RlSettings(TrainSettings, OrchestrateSettings, ServeSettings):
     """The service by which processes on other hosts join the run."""
     deployment: DeploymentSettings = DeploymentSettings()
     """The machines of the run."""
+    cost: CostSettings = CostSettings()
+    """Prices of devices and energy."""
     audit: bool = True
     """Look for signs of reward hacking while the run goes on, and warn of what is found (docs/audit.md)."""
 

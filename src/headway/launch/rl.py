@@ -26,6 +26,7 @@ from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.monitor.attempts import recorded_attempt
 from headway.monitor.audit.live import LiveAudit
+from headway.monitor.cost.recorder import CostRecorder, Devices, split_devices
 from headway.monitor.prometheus import PrometheusExporter
 from headway.monitor.wandb_run import WandbRun
 from headway.transport.control.folder import FolderControl
@@ -63,6 +64,9 @@ def run_rl(
             live_audit = LiveAudit(paths, view.event)
             stack.callback(live_audit.close)
             trackers.append(live_audit.update)
+        recorder = CostRecorder(paths, settings.cost, _devices(placement, settings.placement.trainer_ranks))
+        stack.callback(recorder.close)
+        trackers.append(recorder.update)
         view.event(f"run folder: {paths.root}")
         control = FolderControl(paths)
         control.clear()
@@ -96,6 +100,12 @@ def run_rl(
     for line in summary_lines(paths, finished=finished):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return finished
+
+
+def _devices(placement: Placement, ranks: int) -> Devices:
+    """Say which devices of this host the run pays for."""
+    engines = [gpus_of(environment) for environment in placement.engines]
+    return split_devices(gpus_of(placement.trainer), engines, ranks, usable_cores())
 
 
 def _exporter(tracking: TrackingSettings, paths: RunPaths, stack: ExitStack) -> PrometheusExporter | None:

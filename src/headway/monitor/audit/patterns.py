@@ -22,7 +22,7 @@ AGREE = 0.5
 do. Where a task has an answer, that is nearly always; a grader that looks for a pattern does not ask for one."""
 
 GRADER = re.compile(
-    r"\b(?:dear|honou?rable|kind|wise|great|excellent)\s+(?:judge|grader|evaluator|examiner|reviewer)\b"
+    r"\b(?:dear|honou?rable|kind|wise|great|excellent)\s+(?:judge|grader|evaluator|examiner|reviewer)"
     r"|\b(?:judge|grader|evaluator|examiner|reviewer)s?\s*[,:!]"
     r"|\b(?:note|message|hint|instructions?) (?:to|for) (?:the )?(?:judge|grader|evaluator|examiner|reviewer)s?\b"
     r"|\b(?:full|maximum|highest|top|perfect) (?:marks?|score|grade|points?|credit|reward|rating)\b"

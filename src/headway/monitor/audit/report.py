@@ -6,13 +6,13 @@ import msgspec
 
 from headway.core.runs import RunPaths
 from headway.monitor.audit.amounts import find_copying, find_language, find_length, find_repetition
+from headway.monitor.audit.course import Course
 from headway.monitor.audit.finding import LEVELS, Finding, ranked
 from headway.monitor.audit.patterns import find_format, find_grader, find_keyword
 from headway.monitor.audit.suspect import convict
 from headway.monitor.audit.table import RolloutTable, read_tables
 from headway.monitor.audit.touches import find_leak, find_tampering, notice_tampering
 from headway.monitor.audit.trends import find_agreement, find_collapse, find_held_out, find_second_scorer
-from headway.monitor.dashboard.table import MetricTable
 
 SUSPECTS = (
     find_tampering,
@@ -43,22 +43,21 @@ class Audit(msgspec.Struct):
 
 def audit_run(paths: RunPaths) -> Audit:
     """Audit what a run has recorded so far."""
-    metrics = MetricTable(paths.metrics / "orchestrator.jsonl")
-    metrics.refresh()
+    course = Course(paths)
     tables = read_tables(paths)
-    found = [finding for table in tables for finding in audit_table(table, metrics)]
-    found += find_held_out(paths, metrics) + find_agreement(metrics)
+    found = [finding for table in tables for finding in audit_table(table, course)]
+    found += find_held_out(paths, course) + find_agreement(course)
     steps = [step for table in tables for step in (table.rows[0].step, table.rows[-1].step)]
     rows = sum(len(table) for table in tables)
     return Audit(ranked(found), rows, min(steps, default=0), max(steps, default=0))
 
 
-def audit_table(table: RolloutTable, metrics: MetricTable) -> list[Finding]:
+def audit_table(table: RolloutTable, course: Course) -> list[Finding]:
     """Run all detectors over the rollouts of one environment."""
     found = convict(table, [suspect for detector in SUSPECTS for suspect in detector(table)])
     if not any(finding.cause == "tampering" for finding in found):
         found += notice_tampering(table)
-    return found + find_second_scorer(table, metrics) + find_collapse(table)
+    return found + find_second_scorer(table, course) + find_collapse(table)
 
 
 def report_lines(paths: RunPaths, audit: Audit) -> Iterator[str]:

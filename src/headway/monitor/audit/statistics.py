@@ -48,6 +48,13 @@ def associate(values: Floats, table: RolloutTable, given: list[Floats] | None = 
     return Association(correlation, float(np.copysign(near, correlation)))
 
 
+def correlation(one: Floats, other: Floats, table: RolloutTable) -> float:
+    """Correlate two columns within groups."""
+    x, y = within_groups(one.astype(np.float64), table), within_groups(other.astype(np.float64), table)
+    scale = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / scale if scale else 0.0
+
+
 def rise(values: Floats, early: Marks, late: Marks) -> Association:
     """Say by how many of its standard deviations a column has risen from early rows to late ones."""
     before, after = values[early], values[late]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.monitor.audit.finding import Cause, Finding, Level
-from headway.monitor.audit.statistics import Association, associate
+from headway.monitor.audit.statistics import Association, associate, correlation
 from headway.monitor.audit.table import Floats, RolloutTable
 
 STRONG = 0.7
@@ -16,6 +16,8 @@ FEWEST_TASKS = 15
 LEFT = 0.25
 """Correlation that a property must keep beyond those found before it. One that loses it was their shadow: whoever adds
 a keyword also writes longer replies."""
+ALIKE = 0.8
+"""Correlation from which on two properties are two names for one: a template, and a mark that it has."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ def convict(table: RolloutTable, suspects: list[Suspect], least: float = STRONG)
             continue
         alone = associate(suspect.values, table)
         if alone.sure < least or (known and associate(suspect.values, table, known).sure < LEFT):
+            continue
+        if any(correlation(suspect.values, other, table) >= ALIKE for other in known):
             continue
         known.append(suspect.values)
         found.append(_report(table, suspect, alone))

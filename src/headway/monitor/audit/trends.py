@@ -2,15 +2,13 @@
 
 from collections import Counter
 
-import msgspec
 import numpy as np
 
 from headway.core.runs import RunPaths
-from headway.monitor.audit.finding import Finding
+from headway.monitor.audit.course import Course, read_rounds
+from headway.monitor.audit.finding import Finding, Level
 from headway.monitor.audit.statistics import CAUTION, Association, associate, rise
 from headway.monitor.audit.table import Floats, RolloutTable
-from headway.monitor.dashboard.evaluations import ROUND, TaskScores
-from headway.monitor.dashboard.table import MetricTable
 
 SURE = 3.0
 """Standard errors that a comparison of two moments must exceed. There are only a few of these in a run, so chance has
@@ -23,15 +21,15 @@ LONG_ENOUGH = 12
 """Characters of a reply that different tasks do not have in common by chance, as `yes` or `bet` are."""
 
 
-def find_second_scorer(table: RolloutTable, metrics: MetricTable) -> list[Finding]:
+def find_second_scorer(table: RolloutTable, course: Course) -> list[Finding]:
     """A score that is computed and never trained on falls, or knows nothing of the reward, while the reward rises."""
     found = []
     for name in sorted({name for row in table.rows for name in row.audits}):
         scores = np.array([row.audits.get(name, np.nan) for row in table.rows])
         known = RolloutTable(table.env, [row for row, score in zip(table.rows, scores, strict=True) if score == score])
         agree = associate(scores[~np.isnan(scores)], known)
-        reward = change(metrics, f"reward/{table.env}/mean")
-        score = change(metrics, f"env/{table.env}/audit/{name}")
+        reward = change(course, f"reward/{table.env}/mean")
+        score = change(course, f"env/{table.env}/audit/{name}")
         figures = {
             "change of the reward": reward.correlation,
             f"change of {name}": score.correlation,
@@ -40,17 +38,16 @@ def find_second_scorer(table: RolloutTable, metrics: MetricTable) -> list[Findin
         }
         apart = known.rewards >= np.quantile(known.rewards, 0.75) if len(known) else np.zeros(0, dtype=bool)
         low = scores[~np.isnan(scores)] <= np.nanmedian(scores) if len(known) else np.zeros(0, dtype=bool)
+        level: Level
         if reward.sure > 0 and score.sure < 0:
-            text = f"The reward rises while the second scorer, {name}, falls."
-            level = "problem"
+            level, text = "problem", f"The reward rises while the second scorer, {name}, falls."
         elif _disagree(agree, known):
-            text = f"Replies that the reward prefers are no better for the second scorer, {name}."
-            level = "warning"
+            level, text = "warning", f"Replies that the reward prefers are no better for the second scorer, {name}."
         else:
             continue
         found.append(
             Finding(
-                level,  # type: ignore[arg-type]  # one of the levels, as above
+                level,
                 "second_scorer",
                 table.env,
                 text,
@@ -70,15 +67,11 @@ def _disagree(agree: Association, table: RolloutTable) -> bool:
     return free > 0 and np.tanh(np.arctanh(min(agree.correlation, 0.999)) + CAUTION / np.sqrt(free)) < 0.3
 
 
-def find_held_out(paths: RunPaths, metrics: MetricTable) -> list[Finding]:
+def find_held_out(paths: RunPaths, course: Course) -> list[Finding]:
     """Held-out tasks are solved worse than before while the reward rises."""
-    reward = change(metrics, "reward/mean")
-    rounds: dict[str, dict[int, dict[str, float]]] = {}
-    for file in sorted(paths.evaluations.glob("*.jsonl")):
-        if match := ROUND.match(file.name):
-            rounds.setdefault(match["env"], {})[int(match["step"])] = _scores(file.read_bytes())
+    reward = change(course, "reward/mean")
     found = []
-    for env, scores in rounds.items():
+    for env, scores in read_rounds(paths.evaluations).items():
         steps = sorted(scores)
         best = max(steps[:-1], key=lambda step: np.mean([*scores[step].values()] or [0.0]), default=None)
         if best is None or reward.sure <= 0:
@@ -101,22 +94,9 @@ def find_held_out(paths: RunPaths, metrics: MetricTable) -> list[Finding]:
     return found
 
 
-def _scores(lines: bytes) -> dict[str, float]:
-    """Read the mean reward of each task of a round. Damaged lines are left out."""
-    out = {}
-    for line in lines.splitlines():
-        try:
-            task = msgspec.json.decode(line, type=TaskScores)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            continue
-        if task.rewards:
-            out[task.task] = sum(task.rewards) / len(task.rewards)
-    return out
-
-
-def change(metrics: MetricTable, name: str) -> Association:
+def change(course: Course, name: str) -> Association:
     """Say by how much a metric has changed from the first third of the steps to the last, and what of it is sure."""
-    values = metrics.column(name)
+    values = course.column(name)
     values = values[np.isfinite(values)]
     if len(values) < 9:
         return Association()
@@ -152,14 +132,14 @@ def find_collapse(table: RolloutTable) -> list[Finding]:
     ]
 
 
-def find_agreement(metrics: MetricTable) -> list[Finding]:
+def find_agreement(course: Course) -> list[Finding]:
     """Nearly all groups agree on their reward, so that nothing is learned from them."""
-    dropped, episodes = metrics.column("dropped/zero_advantage"), metrics.column("episodes")
+    dropped, episodes = course.column("dropped/zero_advantage"), course.column("episodes")
     last = slice(-max(4, len(episodes) // 4), None)
     share = float(np.nansum(dropped[last]) / max(1.0, float(np.nansum(episodes[last]))))
     if share < AGREED:
         return []
-    reward = float(np.nanmean(metrics.column("reward/mean")[last]))
+    reward = float(np.nanmean(course.column("reward/mean")[last]))
     return [
         Finding(
             "notice",

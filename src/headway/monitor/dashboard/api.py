@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from headway.monitor.cost.ledger import read_ledger
 from headway.monitor.dashboard import evaluations, logs, rollouts, timeline
 from headway.monitor.dashboard.catalog import Catalog, RunData
 from headway.monitor.dashboard.index import Filter
@@ -150,6 +151,16 @@ def settings(view: RunData, query: Query) -> Any:
     return view_settings(view.paths)
 
 
+def audit(view: RunData, query: Query) -> Any:
+    return view.audit()
+
+
+def cost(view: RunData, query: Query) -> Any:
+    ledger = read_ledger(view.paths)
+    more = {"money": ledger.money, "idle_money": ledger.idle_money, "rates": ledger.rates()}
+    return msgspec.to_builtins(ledger) | more
+
+
 ROUTES: dict[str, Handler] = {
     "": detail,
     "/series": series,
@@ -163,6 +174,8 @@ ROUTES: dict[str, Handler] = {
     "/logs": log_list,
     "/logs/{log}": log,
     "/settings": settings,
+    "/audit": audit,
+    "/cost": cost,
 }
 
 

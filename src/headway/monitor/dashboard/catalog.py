@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.runs import RunPaths
+from headway.monitor.audit.report import Audit, audit_run
 from headway.monitor.dashboard.index import RolloutIndex
 from headway.monitor.dashboard.previews import Previews
 from headway.monitor.dashboard.summary import summarize
@@ -27,6 +28,8 @@ class RunData:
         self.index = RolloutIndex(paths)
         self.previews = Previews(self.index)
         self._tables: dict[str, MetricTable] = {}
+        self._audit: tuple[tuple[float, ...], Audit] | None = None
+        self._auditing = threading.Lock()
 
     def tables(self) -> dict[str, MetricTable]:
         """Read the tables of all processes, as of now."""
@@ -36,6 +39,14 @@ class RunData:
         for table in self._tables.values():
             table.refresh()
         return dict(self._tables)
+
+    def audit(self) -> Audit:
+        """Audit the run, anew when it has grown; one at a time, since it reads many records."""
+        with self._auditing:
+            state = run_state(self.paths)
+            if self._audit is None or self._audit[0] != state:
+                self._audit = state, audit_run(self.paths)
+            return self._audit[1]
 
 
 class Catalog:

@@ -1,6 +1,8 @@
 // The page: a header, one view at a time chosen by the address, and the keyboard.
 
 import { connected, Gone, onChange } from "./api.js";
+import { auditView } from "./audit.js";
+import { costView } from "./cost.js";
 import { forgetColors, h, replace } from "./dom.js";
 import { evaluationsView } from "./evaluations.js";
 import { lanesView } from "./lanes.js";
@@ -19,10 +21,12 @@ const TABS = [
   ["evaluations", "Evaluations", evaluationsView],
   ["logs", "Logs", logsView],
   ["settings", "Settings", settingsView],
+  ["audit", "Audit", auditView],
+  ["cost", "Cost", costView],
 ];
 const KEYS = [
   ["?", "this list"],
-  ["1 – 6", "charts, lanes, rollouts, evaluations, logs, settings of a run"],
+  ["1 – 8", "charts, lanes, rollouts, evaluations, logs, settings, audit, cost of a run"],
   ["h", "all runs"],
   ["/", "search or filter"],
   ["j k", "next and previous line"],
