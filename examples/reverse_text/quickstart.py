@@ -58,7 +58,8 @@ def main() -> None:
     seconds = time.monotonic() - started
     console.print(f"The reward curve: {training.root / 'reward.png'}  ({seconds:.0f} s in all)\n", soft_wrap=True)
     model = sorted(training.exports.iterdir())[-1]
-    console.print(NEXT_STEPS.format(run=training.root, model=model), highlight=False, soft_wrap=True)
+    places = {"environment": os.path.relpath(sys.prefix), "outputs": OUTPUTS, "run": training.root, "model": model}
+    console.print(NEXT_STEPS.format(**places), highlight=False, soft_wrap=True)
 
 
 def evaluations(run: RunPaths) -> tuple[float, float]:
@@ -69,10 +70,11 @@ def evaluations(run: RunPaths) -> tuple[float, float]:
 
 
 NEXT_STEPS = """\
-Three things to try next:
+Things to try next, after `source {environment}/bin/activate`:
+  see all charts                headway dash {outputs}
   read what the model said      headway rollouts show {run}
   talk to it                    headway serve {model}
-  kill it while it trains       headway rl --resume {run} --max_steps 300   (then: pkill -9 -f "headway.cli.main train")
+  train on, stop, train on      headway rl --resume {run} --max_steps 300   (Ctrl-C, then the same command again)
 """
 
 

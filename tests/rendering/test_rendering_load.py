@@ -50,6 +50,13 @@ def test_our_own_template_is_rendered_natively(tmp_path):
     assert agrees(renderer, load_renderer(tmp_path, "template"))
 
 
+def test_chatml_without_a_template_is_a_guess_that_is_said(tmp_path, caplog):
+    folder = checkpoint(tmp_path, None)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert isinstance(load_renderer(folder), ChatMLRenderer)
+    assert "has no chat template; ChatML is used" in caplog.text and "model.renderer" in caplog.text
+
+
 def test_an_unmarked_template_gets_the_dialect_that_agrees_with_it(tmp_path):
     folder = checkpoint(tmp_path, CHAT_TEMPLATE.replace(TEMPLATE_MARK, ""))
     assert load_renderer(folder).style.name == "chatml"

@@ -9,7 +9,7 @@ import pytest
 
 from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
-from headway.core.errors import HeadwayError
+from headway.core.errors import DamagedError, HeadwayError
 from headway.core.runs import RunPaths
 from headway.core.samples import BranchKey
 from headway.core.streams import streams_of
@@ -127,7 +127,7 @@ def test_a_broken_batch_names_its_file(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.batch(1).mkdir(parents=True)
     (paths.batch(1) / "rank_000_of_001.msgpack").write_bytes(b"\x93garbage")
-    with pytest.raises(HeadwayError, match="step_000001: not a batch"):
+    with pytest.raises(DamagedError, match=r"step_000001: the batch is damaged.*continue with --resume"):
         make_receiver(FilesystemRollouts(), paths, 0, 1).receive(1, timeout=0)
 
 

@@ -1,6 +1,7 @@
 """Choose the renderer of a checkpoint: by name, or the best one that provably renders as its template does."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -19,6 +20,8 @@ from headway.rendering.chatml import STYLES, ChatMLRenderer, with_default_system
 from headway.rendering.external import FORMATS, ExternalRenderer, available
 from headway.rendering.template import ChatTemplate, TemplateError, TemplateRenderer
 from headway.rendering.tokenizer import load_chat_template, load_tokenizer, load_tokenizer_config, special_token
+
+logger = logging.getLogger(__name__)
 
 GROUP = "headway.renderers"
 """Entry-point group of packages that bring renderers: `name = "module:Name"`."""
@@ -53,6 +56,12 @@ def load_renderer(folder: Path, name: str = "auto", family: str | None = None) -
     source = load_chat_template(folder)
     ours = source is None or source.lstrip().startswith(TEMPLATE_MARK)
     if name == "auto" and ours and tokenizer.token_to_id("<|im_start|>") is not None:
+        if source is None:
+            logger.warning(
+                "%s has no chat template; ChatML is used, since its vocabulary has <|im_start|>. Set model.renderer if "
+                "the model was trained on another format",
+                folder,
+            )
         return ChatMLRenderer(tokenizer)
     if source is None:
         raise HeadwayError(f"{folder} has no chat template; set model.renderer, for example to chatml")

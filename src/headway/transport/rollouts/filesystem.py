@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
-from headway.core.errors import HeadwayError
+from headway.core.errors import DamagedError, HeadwayError
 from headway.core.files import atomic_directory
 from headway.core.runs import RunPaths
 from headway.core.wire import decode, encode
@@ -35,7 +35,9 @@ class RankBatch(msgspec.Struct):
         try:
             return decode(cls, data)
         except (msgspec.DecodeError, ValueError) as error:
-            raise HeadwayError(f"{where}: not a batch ({error}); remove it and restart the orchestrator") from error
+            raise DamagedError(
+                f"{where}: the batch is damaged ({error}); continue with --resume, which collects it again"
+            ) from error
 
 
 class BatchSender:
