@@ -21,7 +21,7 @@ class PermanentError(HeadwayError):
 
 
 class DamagedError(PermanentError):
-    """What is left of a run on disk is damaged, and only a person can decide what to do about it."""
+    """Files that a run needs are damaged, and only a person can decide what to do about it."""
 
     exit_code = 4
 
