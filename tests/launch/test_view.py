@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,17 @@ def test_a_run_without_steps_says_what_it_waits_for(tmp_path: Path) -> None:
         "the first batch is there",
         "step 1/3  reward -  lag 0.0  kl 0.0e+00  0 tok/s",
     ]
+
+
+def test_a_resumed_run_does_not_print_old_steps_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write(paths, "trainer", {"step": 1, "time": 100.0}, {"step": 2, "time": 101.0})
+    console = Console(file=io.StringIO(), width=100)
+    with RunView(paths, 3, console) as view:
+        view.tick()
+        assert view.step == 2 and view._eta() == "-"
+        write(paths, "trainer", {"step": 3, "time": time.time()})
+    assert [line.split("  ")[0] for line in console.file.getvalue().splitlines()] == ["step 3/3"]
 
 
 def test_the_panel_shows_no_numbers_before_there_are_any_and_evaluations_once_there_are(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class RunView:
     ) -> None:
         """`on_metrics` gets every new line of metrics, with the name of the process that wrote it."""
         self.step = 0
+        self._began = time.time()
         self._paths = paths
         self._max_steps = max_steps
         self._on_metrics = on_metrics
@@ -81,6 +82,8 @@ class RunView:
         for line in self._new_lines("trainer"):
             self._newest["trainer"] = line
             self.step = int(line["step"])
+            if line.get("time", self._began) < self._began:  # trained before the run was resumed
+                continue
             self._times.append((time.monotonic(), self.step))
             if not self._live:
                 self._console.print(self._line(line), highlight=False, markup=False)
