@@ -2,12 +2,13 @@
 
 import re
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from e2e_runs import Run, headway, start
-from test_kill import victims, wait_for_step
 
 from headway.core.runs import RunPaths
 
@@ -16,6 +17,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 10
 ENV = f"{Path(__file__).parents[1] / 'e2e' / 'lottery.py'}:Lottery"
 ENVS = f'[{{id = "{ENV}", name = "first"}}, {{id = "{ENV}", name = "second", ratio = 2.0}}]'
+
+
+def kill_at(run: Run, step: int, command: str, process: "subprocess.Popen[str]") -> None:
+    """Wait until a step is trained, then kill the run's process of that command."""
+    while max(run.column("trainer", "step"), default=0) < step:
+        assert process.poll() is None, process.communicate()[0][-6000:]
+        time.sleep(0.1)
+    family = psutil.Process(process.pid).children()
+    next(child for child in family if command in child.cmdline()).kill()
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +40,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4", "--orchestrator.max_lag", "4"),
         *("--orchestrator.sampling.max_tokens", "8", "--orchestrator.envs", ENVS),
     )
-    for step, kind in ((2, "orchestrate"), (5, "train")):
-        wait_for_step(run, step, process)
-        for victim in victims(run, kind)[:1]:
-            victim.kill()
+    kill_at(run, 2, "orchestrate", process)
+    kill_at(run, 5, "train", process)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-6000:]
     return run

@@ -38,9 +38,10 @@ def run(argv: list[str]) -> int:
     from headway.replay.lives import read_history
     from headway.replay.why import explain_step
 
-    parser = OptionParser("replay", from_step=0, to_step=int, no_train=False, step=int, why=False)
+    parser = OptionParser("replay", from_step=int, to_step=int, no_train=False, step=int, why=False)
     parser.add_argument("run", type=Path)
-    options, changes = parser.parse_known_args(argv)
+    own, changes = _split_settings(argv)
+    options = parser.parse_args(own)
     if options.why != (options.step is not None):
         raise UsageError("--step S and --why go together: they explain one step")
     paths = open_run(options.run)
@@ -58,6 +59,18 @@ def run(argv: list[str]) -> int:
     for line in summary(found, history.steps[-1]):
         _say(line)
     return 0 if found.identical else 1
+
+
+def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Separate options of this command from settings, whose names have dots."""
+    own: list[str] = []
+    changes: list[str] = []
+    current = own
+    for word in argv:
+        if word.startswith("--"):
+            current = changes if "." in word.partition("=")[0] else own
+        current.append(word)
+    return own, changes
 
 
 def _say(line: str) -> None:

@@ -38,10 +38,11 @@ def replay_changed(
     history: History,
     argv: Sequence[str],
     say: Callable[[str], None],
-    from_step: int,
+    from_step: int | None,
     to_step: int | None,
 ) -> Path:
     """Train the batches after `from_step` with the settings that `argv` changes. Returns the folder of the new run."""
+    from_step = history.first_step if from_step is None else from_step
     steps = choose_steps(paths, history, from_step, to_step, train=True)
     own = ["@", str(paths.config / "rl.toml"), "--run.name", "none", "--run.output_dir", str(paths.root.parent)]
     before, resolved = load_settings(RlSettings, own).settings, load_settings(RlSettings, [*own, *argv])

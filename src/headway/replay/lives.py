@@ -47,6 +47,11 @@ class History:
     journal: JournalContent
 
     @property
+    def first_step(self) -> int:
+        """The step after which the run began: 0, or that of another run's checkpoint."""
+        return self.lives[0].began.step
+
+    @property
     def steps(self) -> list[int]:
         """Steps whose batches can be replayed, in order."""
         return sorted(step for life in self.lives for step in life.kept)
