@@ -1,4 +1,4 @@
-"""Any agent program as an environment: it is pointed at the episode's own OpenAI endpoint and run unchanged."""
+"""Any agent program as an environment: it is pointed at an endpoint of the episode's own and run unchanged."""
 
 import inspect
 import io
@@ -44,7 +44,7 @@ RewardFunction = Callable[[dict[str, Any], AgentRun], Any]
 
 
 class AgentProgram(Environment):
-    """Runs `command` once per episode, with OPENAI_BASE_URL and OPENAI_API_KEY set, and scores what came of it.
+    """Runs `command` once per episode, with OPENAI_BASE_URL and ANTHROPIC_BASE_URL set, and scores what came of it.
 
     In the command, `{name}` stands for a field of the task and `{python}` for this interpreter. The program also
     finds the task as JSON in HEADWAY_TASK and an empty folder in HEADWAY_SCRATCH. `tasks` is a list of objects
@@ -91,8 +91,7 @@ class AgentProgram(Environment):
             async with self._proxy.endpoint(lambda _session: policy) as endpoint:
                 variables = {
                     **self._env,
-                    "OPENAI_BASE_URL": endpoint.base_url,
-                    "OPENAI_API_KEY": endpoint.api_key,
+                    **endpoint.variables(),
                     "HEADWAY_TASK": json.dumps(task.data),
                 }
                 if self._sandboxes is not None:

@@ -1,4 +1,5 @@
-"""OpenAI's chat API on loopback, for agents that know nothing of training: their calls become an episode's tokens.
+"""OpenAI's and Anthropic's APIs on loopback, for agents that know nothing of training: their calls become an episode's
+tokens.
 
 Each episode has a base URL of its own, whose path is a secret. What is asked there is answered by the episode's
 policy, token for token as the engine sampled it; how tokens are drawn stays the run's decision.
@@ -9,37 +10,69 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+import msgspec
 from aiohttp import web
 
 from headway.core.episodes import Trace
-from headway.core.messages import Message
-from headway.core.openai import (
-    CONTEXT_EXCEEDED,
-    ChatRequest,
-    Completion,
-    RequestError,
-    decode,
-    error_body,
-    model_card,
-    new_id,
-)
+from headway.core.messages import Message, ToolCall
+from headway.core.openai import CONTEXT_EXCEEDED, Completion, RequestError, model_card, new_id
+from headway.envs.agents.apis.anthropic import MessagesCall
+from headway.envs.agents.apis.call import Call, Kept
+from headway.envs.agents.apis.chat import ChatCall
+from headway.envs.agents.apis.responses import ResponsesCall
 from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
 
+CALLS: dict[str, type[Call]] = {"chat/completions": ChatCall, "responses": ResponsesCall, "messages": MessagesCall}
+"""The APIs by their routes."""
 MAX_BODY = 64 * 2**20
 
 
 @dataclass
 class Endpoint:
-    """The chat API of one episode's agent. `failure` is why a call went unanswered, if one did."""
+    """The APIs of one episode's agent. `failure` is why a call went unanswered, if one did."""
 
-    base_url: str
+    root_url: str
     port: int
     api_key: str
     speaker: Callable[[str], Policy]
     calls: int = 0
     failure: EpisodeFailure | None = None
     running: set["asyncio.Task[object]"] = field(default_factory=set)
+    kept: Kept = field(default_factory=Kept)
+    said: dict[str, ToolCall] = field(default_factory=dict)
+    """The policy's calls of tools by their ids."""
+
+    @property
+    def base_url(self) -> str:
+        """The address as OpenAI's clients want it; Anthropic's want `root_url`."""
+        return f"{self.root_url}/v1"
+
+    def variables(self) -> dict[str, str]:
+        """The variables by which packages of both vendors find this endpoint."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.root_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+        }
+
+    def recall(self, messages: list[Message]) -> list[Message]:
+        """`messages` with the policy's calls as it wrote them: agents that parse arguments write them back with other
+        spaces, which would be other tokens."""
+        return [
+            msgspec.structs.replace(message, tool_calls=tuple(map(self._recall, message.tool_calls)))
+            if message.tool_calls
+            else message
+            for message in messages
+        ]
+
+    def _recall(self, call: ToolCall) -> ToolCall:
+        said = self.said.get(call.id)
+        if said is None or said.name != call.name:
+            return call
+        return said if _same_json(said.arguments, call.arguments) else call
 
     def check(self) -> None:
         """Raise what kept the model from answering: an agent that went on regardless proves nothing."""
@@ -64,7 +97,7 @@ class Proxy:
         """
         await self._start()
         key = secrets.token_urlsafe(24)
-        endpoint = Endpoint(f"http://127.0.0.1:{self._port}/{key}/v1", self._port, key, speaker)
+        endpoint = Endpoint(f"http://127.0.0.1:{self._port}/{key}", self._port, key, speaker)
         self._endpoints[key] = endpoint
         try:
             yield endpoint
@@ -83,7 +116,8 @@ class Proxy:
             if self._runner is not None:
                 return
             app = web.Application(client_max_size=MAX_BODY)
-            app.router.add_post("/{key}/v1/chat/completions", self._chat)
+            for route, kind in CALLS.items():
+                app.router.add_post(f"/{{key}}/v1/{route}", partial(self._call, kind))
             app.router.add_get("/{key}/v1/models", self._models)
             app.router.add_get("/{key}/v1/models/{name}", self._model)
             app.on_response_prepare.append(_name_response)
@@ -105,46 +139,43 @@ class Proxy:
             return _no_episode()
         return web.json_response(model_card(request.match_info["name"]))
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _call(self, kind: type[Call], request: web.Request) -> web.StreamResponse:
         endpoint = self._endpoints.get(request.match_info["key"])
         if endpoint is None:
-            return _no_episode()
+            return _no_episode(kind)
         task = asyncio.current_task()
         assert task is not None
         endpoint.running.add(task)
         try:
-            return await self._answer(endpoint, request)
+            return await self._answer(endpoint, kind, request)
         finally:
             endpoint.running.discard(task)
 
-    async def _answer(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, endpoint: Endpoint, kind: type[Call], request: web.Request) -> web.StreamResponse:
         try:
-            asked = decode(await request.read(), ChatRequest)
-            asked.check()
-            if asked.n not in (None, 1):
-                raise RequestError("n must be 1: an episode has one reply per call", "n")
-            if asked.logprobs:
-                raise RequestError("logprobs are not sent to agents: leave it out", "logprobs")
-            messages, tools = asked.conversation(), asked.offered_tools()
+            call = kind.read(await request.read(), endpoint.kept)
+            call.chat.check()
+            messages, tools = endpoint.recall(call.chat.conversation()), call.chat.offered_tools()
         except RequestError as error:
-            return _error(400, str(error), "invalid_request_error", param=error.param)
+            return _error(kind, error.status, str(error), error.code, error.param)
         policy = endpoint.speaker(request.headers.get("X-Session-ID", ""))
         endpoint.calls += 1
         try:
-            message = await policy.chat(messages, tools, max_tokens=asked.token_limit)
+            message = await policy.chat(messages, tools, max_tokens=call.chat.token_limit)
         except ContextLimit as failure:
             endpoint.failure = failure
             policy.trace.truncated = True
-            return _error(400, failure.message, "invalid_request_error", CONTEXT_EXCEEDED)
+            return _error(kind, 400, failure.message, CONTEXT_EXCEEDED)
         except EpisodeFailure as failure:
             endpoint.failure = failure
-            return _error(503, failure.message, "server_error")
-        completion = _completion(policy.trace, message, asked.model)
-        if not asked.stream:
-            return web.json_response(completion.body())
+            return _error(kind, 503, failure.message)
+        endpoint.said |= {said.id: said for said in message.tool_calls}
+        completion = _completion(policy.trace, message, call.chat.model)
+        if not call.chat.stream:
+            return web.json_response(call.body(completion))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for event in completion.events(with_usage=asked.wants_usage):
+        for event in call.events(completion):
             await response.write(event)
         await response.write_eof()
         return response
@@ -162,12 +193,23 @@ def _completion(trace: Trace, message: Message, model: str) -> Completion:
 
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["x-request-id"] = new_id("req")
+    response.headers["x-request-id"] = response.headers["request-id"] = new_id("req")
 
 
-def _no_episode() -> web.Response:
-    return _error(404, "there is no such episode, or it is over", "not_found_error")
+def _no_episode(kind: type[Call] = ChatCall) -> web.Response:
+    return _error(kind, 404, "there is no such episode, or it is over")
 
 
-def _error(status: int, message: str, kind: str, code: str | None = None, param: str | None = None) -> web.Response:
-    return web.json_response(error_body(message, kind, param, code=code), status=status)
+def _error(
+    kind: type[Call], status: int, message: str, code: str | None = None, param: str | None = None
+) -> web.Response:
+    return web.json_response(kind.error(status, message, code, param), status=status)
+
+
+def _same_json(first: str, second: str) -> bool:
+    if first == second:
+        return True
+    try:
+        return bool(msgspec.json.decode(first) == msgspec.json.decode(second))
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return False

@@ -20,7 +20,7 @@ _PROGRAMS = f"{HOME}/bin"
 class AgentCommand:
     """A program, started once per episode in the repository. Of the network it reaches its model only.
 
-    It finds the endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and the issue in HEADWAY_ISSUE. Its home folder and
+    It finds the endpoint in OPENAI_BASE_URL or ANTHROPIC_BASE_URL, and the issue in HEADWAY_ISSUE. Its home folder and
     /tmp are writable, and gone afterwards.
     """
 
@@ -45,8 +45,7 @@ class AgentCommand:
             variables = {
                 "PATH": f"{await _wrap_python(box, runtime)}:{PATH}",
                 "HEADWAY_ISSUE": task.issue,
-                "OPENAI_BASE_URL": endpoint.base_url,
-                "OPENAI_API_KEY": endpoint.api_key,
+                **endpoint.variables(),
                 **self._variables,
             }
             done = await box.run(words, env=variables, seconds=self._seconds)

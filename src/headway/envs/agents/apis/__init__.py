@@ -1,0 +1,1 @@
+"""The APIs that agents speak: OpenAI's Chat Completions and Responses, Anthropic's Messages."""
