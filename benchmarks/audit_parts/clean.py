@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NO_SYSTEM = ("--args.system", "")
 DEMOS = {
     "reverse-text": (["-n", "6000", "--args.copy_share", "0.5"], ()),
@@ -118,7 +119,7 @@ class Example:
     def _distill(self) -> None:
         untrained = self.folder / "untrained-teacher"
         if not untrained.exists():
-            subprocess.run([sys.executable, "examples/distill/teacher.py", str(untrained)], check=True)
+            subprocess.run([sys.executable, str(EXAMPLES / "distill" / "teacher.py"), str(untrained)], check=True)
         data = self.folder / "right.jsonl"
         self.headway("env", "demos", "reverse-text", "-n", "10000", "--seed", "1", "-o", str(data))
         flags = ["--max_steps", "150", "--trainer.schedule.decay_steps", "75"]
@@ -129,7 +130,7 @@ class Example:
 
     def _notebook(self) -> None:
         """Run the notebook's cells up to the end of its run, as a program."""
-        cells = json.loads(Path("examples/notebook/vowels.ipynb").read_text())["cells"]
+        cells = json.loads((EXAMPLES / "notebook" / "vowels.ipynb").read_text())["cells"]
         code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
         last = next(index for index, text in enumerate(code) if "run.wait()" in text)
         program = "\n\n".join(code[: last + 1]).replace("headway.settings(", "headway.settings(run=PLACE, ")

@@ -61,8 +61,9 @@ class CostRecorder:
             self._record()
 
     def close(self) -> None:
-        """Record what was spent since the last step."""
-        self._record()
+        """Record what was spent since the last step. A run that was refused before its first one leaves no line."""
+        if self._step or self._writer.path.stat().st_size:
+            self._record()
         self._writer.close()
 
     def _record(self) -> None:
