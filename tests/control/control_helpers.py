@@ -37,6 +37,8 @@ ROUTES = [
     ("GET", "/v1/status"),
     ("PUT", "/v1/members/a"),
     ("DELETE", "/v1/members/a"),
+    ("PUT", "/v1/trainer_hosts/a"),
+    ("DELETE", "/v1/trainer_hosts/a"),
     ("POST", "/v1/announcements"),
     ("GET", "/v1/announcements/latest"),
     ("PUT", "/v1/rollouts"),

@@ -94,7 +94,7 @@ def check(body: dict[str, Any], version: str) -> None:
             assert job.keys() == {"name", "replicas", "template"} and job["template"].keys() == {"spec"}
             whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **job["template"]}
             validator(version, whole).validate(whole)
-        for part in ("network", "successPolicy", "failurePolicy"):
+        for part in ("successPolicy", "failurePolicy"):
             assert without_none(as_read.to_dict())[part] == body["spec"][part]
     elif body["kind"] == "LeaderWorkerSet":
         template = body["spec"]["leaderWorkerTemplate"]
@@ -156,15 +156,8 @@ def test_pods_ask_for_gpus_run_as_nobody_special_and_get_the_token_from_the_secr
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
-@pytest.mark.parametrize(
-    ("form", "meeting"),
-    [
-        ("jobs", "headway-run-trainer-0.headway-run-trainer"),
-        ("jobset", "headway-run-trainer-0-0.headway-run-pods"),
-        ("leaderworkerset", "$LWS_LEADER_ADDRESS"),
-    ],
-)
-def test_ranks_of_several_nodes_meet_where_their_form_gives_names(form: str, meeting: str) -> None:
+@pytest.mark.parametrize("form", ["jobs", "jobset", "leaderworkerset"])
+def test_ranks_of_several_nodes_meet_by_the_run(form: str) -> None:
     made = objects(*SEVERAL, "--deployment.kubernetes.form", form, "--deployment.kubernetes.claim", "shared")
     [script] = [
         pod["containers"][0]["command"][-1]
@@ -172,14 +165,7 @@ def test_ranks_of_several_nodes_meet_where_their_form_gives_names(form: str, mee
         for pod in pod_specs(body)
         if pod["containers"][0]["name"] == "trainer"
     ]
-    assert f"export HEADWAY_TRAINER_HOST={meeting}\n" in script
-    assert "--nnodes 2 --nproc-per-node 8" in script
-    if form == "jobs":
-        service = found(made, "Service", "-trainer")
-        assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
-        job = found(made, "Job", "-trainer")
-        assert job["spec"]["completionMode"] == "Indexed"
-        assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert 'train --run "$HEADWAY_URL" --hosts 2' in script
 
 
 def test_what_kubernetes_would_refuse_is_refused_with_advice() -> None:

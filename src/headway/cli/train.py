@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 usage: headway train @ TRAINER.toml [@ MORE.toml ...] [--section.setting VALUE ...]
-       headway train --run URL [--restart] [--section.setting VALUE ...]
+       headway train --run URL [--restart | --hosts N] [--section.setting VALUE ...]
 
 Runs the trainer of a run: waits for batches, trains, publishes weights, writes checkpoints. `headway rl` starts it for
 you; by itself it joins the run named by run.name, or makes one. Continues from the newest complete checkpoint.
@@ -22,6 +22,8 @@ checkpoint and exits.
   --run URL         be the trainer of a run on another host: settings come from there, files stay in a folder here; the
                     run's token is read from HEADWAY_TOKEN or from the file that HEADWAY_TOKEN_FILE names
   --restart         with --run: start it again when it dies, as `headway rl` does
+  --hosts N         with --run: be one of N hosts that share the ranks evenly; the run tells them where to meet, and
+                    starts all again when one is lost. With MIN:N they go on as fewer, when no other came for 30 s
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
   --dry-run         write the resolved settings, say what each rank would hold and send, and exit
@@ -39,11 +41,11 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.runs import join_run
 
-    options, argv = OptionParser("train", run=str, restart=False).parse_known_args(argv)
+    options, argv = OptionParser("train", run=str, restart=False, hosts=str).parse_known_args(argv)
     if options.run:
-        return _train_elsewhere(options.run, argv, restart=options.restart)
-    if options.restart:
-        raise UsageError("--restart goes with --run URL; `headway rl` restarts what it starts")
+        return _train_elsewhere(options.run, argv, restart=options.restart, hosts=options.hosts)
+    if options.restart or options.hosts:
+        raise UsageError("--restart and --hosts go with --run URL; `headway rl` restarts what it starts")
     resolved = load_settings(TrainSettings, argv)
     settings = resolved.settings
     if resolved.dry_run:
@@ -58,10 +60,12 @@ def run(argv: list[str]) -> int:
     return 0 if train(settings, paths) else STOPPED
 
 
-def _train_elsewhere(url: str, argv: list[str], *, restart: bool) -> int:
+def _train_elsewhere(url: str, argv: list[str], *, restart: bool, hosts: str | None) -> int:
     """Train for the run whose control service is at `url`."""
     from headway.config.trainer import TrainSettings
     from headway.launch.joining import join, keep_alive, only_check
+    from headway.launch.trainer_hosts import TrainerHosts, parse_hosts
+    from headway.monitor.logs import setup_logging
     from headway.trainer.parallel.group import rank_in_group
     from headway.trainer.rl import train
     from headway.transport.control.client import JoinedControl
@@ -70,6 +74,10 @@ def _train_elsewhere(url: str, argv: list[str], *, restart: bool) -> int:
         return 0
     joined = join(url, "trainer", TrainSettings, argv, command="train")
     again = ["--run", url, *argv]
+    if hosts:
+        setup_logging("trainer-host")
+        ranks, command = joined.settings.placement.trainer_ranks, ["train", *again, *run_flags(joined.paths)]
+        return TrainerHosts(joined.client, parse_hosts(hosts), ranks, command).run()
     if restart:
         return 0 if keep_alive("trainer", ["train", *again, *run_flags(joined.paths)], joined.paths) else STOPPED
     if (code := run_ranks("train", again, joined.settings, joined.paths)) is not None:

@@ -49,6 +49,33 @@ class RunState(msgspec.Struct, frozen=True, omit_defaults=True):
     service: str = ""
 
 
+class TrainerHost(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A host with some of the trainer's ranks, which waits for the others or tells that its ranks run.
+
+    `started` is new whenever its ranks have to start anew. They meet at `address` and `port` where this host comes
+    first. `most` hosts form a group, or `fewest` where no more come. `attempt` is that of its group; 0 while it waits.
+    """
+
+    name: str
+    started: float
+    ranks: int
+    address: str
+    port: int
+    most: int
+    fewest: int
+    attempt: int = 0
+
+
+class GroupPlace(msgspec.Struct, frozen=True):
+    """A host's place in a group of trainers: its ranks begin at `first_rank`, and all meet at `address`:`port`."""
+
+    attempt: int
+    first_rank: int
+    world_size: int
+    address: str
+    port: int
+
+
 class RunStatus(msgspec.Struct):
     """A run at a glance, for people. `members` are those that joined from other hosts; `silent` their seconds since
     the last heartbeat."""

@@ -91,7 +91,11 @@ def join_elsewhere(run: RunSettings, command: str, run_id: str) -> RunPaths:
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         _wait_for_record(paths)
     if not paths.record.is_file():
-        return create_run(run, command, joined=run_id)
+        try:
+            return create_run(run, command, joined=run_id)
+        except UsageError:
+            if not paths.record.is_file():  # else a host that shares the folder was faster
+                raise
     record = json.loads(paths.record.read_text())
     if run_id not in (record.get("id"), record.get("joined")):
         raise UsageError(f"{paths.root} holds another run; choose another --run.output_dir, or remove the folder")

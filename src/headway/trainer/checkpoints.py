@@ -27,6 +27,7 @@ from headway.models.registry import config_to_hf
 from headway.trainer.checkpoint_reader import SafeReader
 from headway.trainer.checksums import find_damage, write_checksums
 from headway.trainer.copies import RemoteCopies
+from headway.trainer.parallel.folders import HostFolders
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
@@ -57,6 +58,7 @@ class Checkpoints:
         self._keep = settings.trainer.checkpoints
         # A group of their own: collectives of background writes must not mix with those of training.
         self._group = dist.new_group(backend="gloo")
+        self._folders = HostFolders(paths, self._group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._newest: int | None = None
@@ -72,12 +74,12 @@ class Checkpoints:
         A damaged one is set aside where there is one before it. Raises UsageError when it is of another model or
         optimizer, and DamagedCheckpointError when there is no other.
         """
-        if self._ranks.is_main:
+        if self._folders.leads:
             _remove_unfinished(self._paths)
             if self._copies:
                 self._copies.fetch_newest()
         self._ranks.barrier()
-        steps = self._paths.complete_checkpoints()
+        steps = self._folders.complete_checkpoints()
         while steps:
             step = steps.pop()
             damage = self._try(state, step)
@@ -103,7 +105,7 @@ class Checkpoints:
         """Take a damaged checkpoint out of the run's list, but keep it for whoever looks into it."""
         folder = self._paths.checkpoint(step)
         aside = folder.with_name(f"damaged_{folder.name}")
-        if self._ranks.is_main:
+        if self._folders.leads:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             logger.warning("%s; it is kept as %s, and training continues from step %d", damage, aside.name, before)
@@ -124,7 +126,7 @@ class Checkpoints:
 
     def _check_files(self, folder: Path) -> None:
         """Raise OSError on all ranks if a file that one of them checked is not what was written."""
-        damage = find_damage(folder, self._ranks.rank, self._ranks.size)
+        damage = find_damage(folder, self._folders.reader, self._folders.readers)
         if self._ranks.any(damage is not None):
             raise OSError(damage or "another rank found a file that is not what was written")
 
@@ -136,7 +138,7 @@ class Checkpoints:
             return
         self._newest = state.step
         folder = self._paths.checkpoint(state.step)
-        if self._ranks.is_main:
+        if self._folders.leads:
             shutil.rmtree(folder, ignore_errors=True)
             (folder / FOLDER).mkdir(parents=True)
         self._ranks.barrier()
@@ -172,11 +174,12 @@ class Checkpoints:
         # Returns on the first rank when all ranks have written and the index of what they wrote is on disk.
         save(dict(tensors), storage_writer=writer, process_group=self._group)
         write_checksums(folder / FOLDER, self._ranks.rank)
+        self._folders.share(folder / FOLDER, _files_of(folder / FOLDER, self._ranks.rank))
+        # Batches go once two checkpoints cover them: the first of the two must not be on this disk alone then.
+        if self._copies:
+            self._copies.wait()
         dist.barrier(self._group)
-        if self._ranks.is_main:
-            # Batches go once two checkpoints cover them: the first of the two must not be on this disk alone then.
-            if self._copies:
-                self._copies.wait()
+        if self._folders.leads:
             write_atomic(folder / CHECKPOINT_MARKER, msgspec.json.encode(marker))
             if self._copies:
                 self._copies.add_checkpoint(marker.step)
@@ -187,6 +190,12 @@ class Checkpoints:
             folder = self._paths.checkpoint(old)
             (folder / CHECKPOINT_MARKER).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files_of(folder: Path, rank: int) -> list[str]:
+    """Return the names of the files that a rank wrote; the first one wrote the index, too."""
+    names = [path.name for path in sorted(folder.glob(f"__{rank}_*.distcp"))]
+    return [*names, f"checksums_{rank}.json", *([".metadata"] if rank == 0 else [])]
 
 
 def superseded(steps: list[int], keep: CheckpointSettings) -> list[int]:

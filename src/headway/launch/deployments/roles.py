@@ -5,7 +5,6 @@
 | HEADWAY_RUN, HEADWAY_SETTINGS | name of the run, and the file with its settings |
 | HEADWAY_HOST, HEADWAY_PORT, HEADWAY_URL | address of the control service; the host is that of the head alone |
 | HEADWAY_NODE | name of this node, by which its folder and its engines are told apart |
-| HEADWAY_TRAINER_HOST, HEADWAY_ATTEMPT | where a trainer of several nodes meets, and which start of them this is |
 | HEADWAY_TOKEN | the run's token |
 """
 
@@ -25,11 +24,8 @@ exec {headway} rl "$@" --deployment.type local --only orchestrator --control.hos
 _TRAINER = """
 exec {headway} train --run "$HEADWAY_URL" --restart --run.name "$HEADWAY_RUN.trainer" --run.output_dir "{folder}"
 """
-_TORCHRUN = """
-exec {python} -m torch.distributed.run --nnodes {nodes} --nproc-per-node {processes} --rdzv-backend c10d \\
-  --rdzv-endpoint "$HEADWAY_TRAINER_HOST:$((HEADWAY_PORT + 1))" --rdzv-id "$HEADWAY_RUN.$HEADWAY_ATTEMPT" \\
-  --max-restarts 3 -m headway.cli.main train --run "$HEADWAY_URL" --run.name "$HEADWAY_RUN.trainer" \\
-  --run.output_dir "{folder}"
+_TRAINER_OF_SEVERAL = """
+exec {headway} train --run "$HEADWAY_URL" --hosts {nodes} --run.name "$HEADWAY_RUN.trainer" --run.output_dir "{folder}"
 """
 _ENGINE = """
 exec {headway} serve --run "$HEADWAY_URL" --replicas {processes} --name "inference-$HEADWAY_NODE" \\
@@ -51,13 +47,12 @@ def role_commands(settings: RlSettings, python: str, *, folder: str | None = Non
     fit, or where the run has no name by which its nodes could speak of it."""
     deployment = settings.deployment
     check_roles(settings)
-    common = {"folder": folder or deployment.folder, "headway": f"{python} -m headway.cli.main", "python": python}
-    trainer = _TORCHRUN if deployment.trainer.nodes > 1 else _TRAINER
-    nodes = {"nodes": deployment.trainer.nodes, "processes": deployment.trainer.processes}
+    common = {"folder": folder or deployment.folder, "headway": f"{python} -m headway.cli.main"}
+    trainer = _TRAINER_OF_SEVERAL if deployment.trainer.nodes > 1 else _TRAINER
     flags = f" {engine}" if engine else ""
     return RoleCommands(
         head=_HEAD.format(**common),
-        trainer=trainer.format(**common, **nodes),
+        trainer=trainer.format(**common, nodes=deployment.trainer.nodes),
         engine=_ENGINE.format(**common, processes=deployment.inference.processes, flags=flags),
     )
 

@@ -36,8 +36,6 @@ export HEADWAY_RUN={name}
 export HEADWAY_HOST=$(address_of "${{nodes[0]}}")
 export HEADWAY_PORT={port}
 export HEADWAY_URL={scheme}://$HEADWAY_HOST:$HEADWAY_PORT
-export HEADWAY_TRAINER_HOST=$(address_of "${{nodes[1]}}")
-export HEADWAY_ATTEMPT=$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}
 export HEADWAY_SETTINGS=$(mktemp)
 cat > "$HEADWAY_SETTINGS" <<'{end}'
 {settings}{end}

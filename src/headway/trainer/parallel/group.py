@@ -1,7 +1,7 @@
 """A group of ranks on this machine: our own command, once per rank, with torchrun's environment.
 
-Ranks can also be started by torchrun itself, which a group over several machines needs. Here it would cost seconds to
-start and give ranks half a minute to write their checkpoint when the run is stopped.
+Ranks can also be started by torchrun itself. Here it would cost seconds to start and give ranks half a minute to write
+their checkpoint when the run is stopped.
 """
 
 import os
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from headway.core.control import GroupPlace
 from headway.core.processes import die_with_parent_environment, free_port
 
 # After one rank failed, the others have this long to end by themselves: with NCCL they may wait for it forever.
@@ -34,39 +35,45 @@ def run_group(ranks: int, argv: list[str]) -> int:
 
     SIGTERM and SIGINT are passed on, and the ranks take the time they need. When one fails, the others end too.
     """
-    port = free_port()
+    processes = start_ranks(ranks, argv, GroupPlace(1, 0, ranks, "127.0.0.1", free_port()))
+    with passing_on(processes):
+        while (code := exit_code(processes)) is None:
+            time.sleep(POLL_SECONDS)
+    return code
+
+
+def start_ranks(ranks: int, argv: list[str], place: GroupPlace) -> list[subprocess.Popen[bytes]]:
+    """Start `headway *argv` as this host's ranks of a group."""
     processes = []
     for rank in range(ranks):
-        place = {
-            "RANK": str(rank),
+        environment = {
+            "RANK": str(place.first_rank + rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
+            "WORLD_SIZE": str(place.world_size),
             "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": str(place.port),
             # Ranks end with this process, even when it is killed.
             **die_with_parent_environment(),
         }
         command = [sys.executable, "-m", "headway.cli.main", *argv]
-        processes.append(subprocess.Popen(command, env={**os.environ, **place}))
-    with _passing_on(processes):
-        return _wait(processes)
+        processes.append(subprocess.Popen(command, env={**os.environ, **environment}))
+    return processes
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = next((code for code in codes if code), 0)
-        if failed:
-            _end(processes)
-            return failed if failed > 0 else 128 - failed
-        if all(code == 0 for code in codes):
-            return 0
-        time.sleep(POLL_SECONDS)
+def exit_code(processes: list[subprocess.Popen[bytes]]) -> int | None:
+    """Return the code with which this host's ranks have ended, None while they run. When one failed, all are ended."""
+    codes = [process.poll() for process in processes]
+    failed = next((code for code in codes if code), 0)
+    if failed:
+        end_ranks(processes)
+        return failed if failed > 0 else 128 - failed
+    return 0 if all(code == 0 for code in codes) else None
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
+def end_ranks(processes: list[subprocess.Popen[bytes]], grace_seconds: float = GRACE_SECONDS) -> None:
+    """Give ranks some time to end by themselves, and kill those that do not."""
+    deadline = time.monotonic() + grace_seconds
     for process in processes:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -76,7 +83,9 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Send SIGTERM and SIGINT on to ranks, while the context lasts."""
+
     def pass_on(number: int, frame: FrameType | None) -> None:
         for process in processes:
             process.send_signal(number)

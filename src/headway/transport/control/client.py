@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from headway.core.addresses import own_address
-from headway.core.control import HEARTBEAT_SECONDS, Member, Role, RunState, RunStatus
+from headway.core.control import HEARTBEAT_SECONDS, GroupPlace, Member, Role, RunState, RunStatus, TrainerHost
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
@@ -57,6 +57,15 @@ class ControlClient:
 
     def leave(self, member: Member) -> None:
         self.http.request("DELETE", f"/v1/members/{member.name}?started={member.started!r}")
+
+    def meet(self, host: TrainerHost) -> GroupPlace | None:
+        """Ask for a host's place in the trainer's group; None while it has to wait, or when its group is over."""
+        body = msgspec.json.encode(host)
+        answer = self.http.request("PUT", f"/v1/trainer_hosts/{host.name}", body)
+        return _decode(answer, GroupPlace | None)  # type: ignore[arg-type]
+
+    def leave_meeting(self, host: TrainerHost) -> None:
+        self.http.request("DELETE", f"/v1/trainer_hosts/{host.name}?started={host.started!r}")
 
     def stop(self) -> None:
         self.http.request("POST", "/v1/stop")

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from headway.core.control import NAME_PATTERN, Member, Role, RunState
+from headway.core.control import NAME_PATTERN, Member, Role, RunState, TrainerHost
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.control.collected import CollectedFiles
 from headway.transport.control.folder import FolderControl
+from headway.transport.control.meeting import Meeting
 from headway.transport.control.members import Members, RefusedError
 from headway.transport.control.status import read_status
 from headway.transport.control.tokens import is_bearer
@@ -40,6 +41,7 @@ class ControlService:
         self._folder = FolderControl(paths)
         self._files = CollectedFiles(paths)
         self.members = Members()
+        self._meeting = Meeting()
         self._id = uuid.uuid4().hex
         self.stop = False
         """Set when the owner of the run stops it; a request of someone else is a file in the folder."""
@@ -50,6 +52,8 @@ class ControlService:
                 web.get("/v1/status", self._get_status),
                 web.put("/v1/members/{name}", self._put_member),
                 web.delete("/v1/members/{name}", self._delete_member),
+                web.put("/v1/trainer_hosts/{name}", self._put_trainer_host),
+                web.delete("/v1/trainer_hosts/{name}", self._delete_trainer_host),
                 web.post("/v1/announcements", self._post_announcement),
                 web.get("/v1/announcements/latest", self._get_latest),
                 web.put("/v1/rollouts", self._put_rollouts),
@@ -123,6 +127,15 @@ class ControlService:
             self._folder.remove_engine(name)
         return _reply({})
 
+    async def _put_trainer_host(self, request: web.Request) -> web.Response:
+        host = await _read(request, TrainerHost)
+        _check_trainer_host(host, request.match_info["name"])
+        return _reply(self._meeting.join(host, self._clock()))
+
+    async def _delete_trainer_host(self, request: web.Request) -> web.Response:
+        self._meeting.leave(request.match_info["name"], float(request.query.get("started", "nan")))
+        return _reply({})
+
     async def _get_status(self, _request: web.Request) -> web.Response:
         now = self._clock()
         status = await asyncio.to_thread(read_status, self._paths)
@@ -187,6 +200,16 @@ def _check_member(member: Member, name: str) -> None:
         raise ValueError("a member has a host and the time of its start")
     if member.checkpoints and (min(member.checkpoints) < 0 or member.checkpoints != sorted(set(member.checkpoints))):
         raise ValueError("checkpoints are steps in order")
+
+
+def _check_trainer_host(host: TrainerHost, name: str) -> None:
+    """Raise ValueError where a trainer's host is not what it may be."""
+    if host.name != name or not re.fullmatch(NAME_PATTERN, name):
+        raise ValueError("a host's name is letters, digits, '_', '.' and '-', at most 100, and that of its route")
+    if not re.fullmatch(r"[\w.:-]{1,255}", host.address) or not 0 < host.port < 65536 or not 0 <= host.started < 1e11:
+        raise ValueError("a host has an address, a port and the time of its start")
+    if not 1 <= host.fewest <= host.most <= 100_000 or not 1 <= host.ranks <= 1024 or host.attempt < 0:
+        raise ValueError("a host has ranks, and says how many hosts form a group")
 
 
 async def _read(request: web.Request, kind: type[Body]) -> Body:

@@ -46,7 +46,7 @@ def run_objects(settings: RlSettings, toml: str, port: int) -> list[Manifest]:
 
     Raises UsageError where nodes, ranks or names do not fit.
     """
-    name, cluster = object_name(settings), settings.deployment.kubernetes
+    cluster = settings.deployment.kubernetes
     if settings.tls.certificate is not None:
         raise UsageError(
             "a certificate cannot name the addresses that pods will get; leave tls out, and encrypt between pods by "
@@ -60,7 +60,6 @@ def run_objects(settings: RlSettings, toml: str, port: int) -> list[Manifest]:
         *_claims(settings),
     ]
     head, trainer, engine = _pods(settings, port)
-    several = settings.deployment.trainer.nodes > 1
     if cluster.form == "jobset":
         return [*objects, _jobset(settings, head, trainer, engine)]
     if cluster.form == "leaderworkerset":
@@ -71,12 +70,10 @@ def run_objects(settings: RlSettings, toml: str, port: int) -> list[Manifest]:
             _leader_worker_set(settings, engine, groups=settings.deployment.inference.nodes, size=1),
         ]
         return [*objects, job, *sets]
-    if several:
-        objects.append(_meeting_service(settings, f"{name}-trainer"))
     return [
         *objects,
         _job(settings, head, 1),
-        _job(settings, trainer, settings.deployment.trainer.nodes, subdomain=f"{name}-trainer" if several else None),
+        _job(settings, trainer, settings.deployment.trainer.nodes),
         _job(settings, engine, settings.deployment.inference.nodes),
     ]
 
@@ -92,22 +89,12 @@ def _pods(settings: RlSettings, port: int) -> tuple[Pod, Pod, Pod]:
     )
     claim = deployment.kubernetes.claim
     health = {"httpGet": {"path": "/health", "port": ENGINE_PORT}}
-    pod = partial(Pod, name=name, port=port, deployment=deployment, meeting=_meeting(settings))
+    pod = partial(Pod, name=name, port=port, deployment=deployment)
     return (
         pod("head", commands.head, NodeSettings(), claim or f"{name}-head", {"tcpSocket": {"port": port}}),
         pod("trainer", commands.trainer, deployment.trainer, claim or f"{name}-trainer", None),
         pod("engine", commands.engine, deployment.inference, claim, health),
     )
-
-
-def _meeting(settings: RlSettings) -> str:
-    """Return where ranks of several nodes meet, as the shell of a pod finds it."""
-    name = object_name(settings)
-    return {
-        "jobs": f"{name}-trainer-0.{name}-trainer",
-        "jobset": f"{name}-trainer-0-0.{name}-pods",
-        "leaderworkerset": "$LWS_LEADER_ADDRESS",
-    }[settings.deployment.kubernetes.form]
 
 
 def _claims(settings: RlSettings) -> Iterator[Manifest]:
@@ -117,7 +104,7 @@ def _claims(settings: RlSettings) -> Iterator[Manifest]:
         return
     if deployment.trainer.nodes > 1:
         raise UsageError(
-            "the ranks of a trainer of several nodes write one checkpoint together; name storage that all pods mount, "
+            "the pods of a trainer of several nodes need a folder to continue from; name storage that all pods mount, "
             "deployment.kubernetes.claim"
         )
     for role in ("head", "trainer"):
@@ -128,18 +115,8 @@ def _claims(settings: RlSettings) -> Iterator[Manifest]:
         yield _object(settings, "v1", "PersistentVolumeClaim", role, spec=spec)
 
 
-def _meeting_service(settings: RlSettings, name: str) -> Manifest:
-    """Give the trainer's pods names, before they are ready: they wait for each other."""
-    selector = {**_labels(settings), "app.kubernetes.io/component": "trainer"}
-    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
-    return _object(settings, "v1", "Service", "trainer", spec=spec)
-
-
-def _job(settings: RlSettings, pod: Pod, nodes: int, subdomain: str | None = None) -> Manifest:
-    spec = _job_spec(settings, pod, nodes)
-    if subdomain:
-        spec["template"]["spec"]["subdomain"] = subdomain
-    return _object(settings, "batch/v1", "Job", pod.role, spec=spec)
+def _job(settings: RlSettings, pod: Pod, nodes: int) -> Manifest:
+    return _object(settings, "batch/v1", "Job", pod.role, spec=_job_spec(settings, pod, nodes))
 
 
 def _job_spec(settings: RlSettings, pod: Pod, nodes: int) -> Manifest:
@@ -168,7 +145,6 @@ def _jobset(settings: RlSettings, head: Pod, trainer: Pod, engine: Pod) -> Manif
         {"name": pod.role, "replicas": 1, "template": {"spec": _job_spec(settings, pod, count)}} for pod, count in nodes
     ]
     spec = {
-        "network": {"enableDNSHostnames": True, "subdomain": f"{object_name(settings)}-pods"},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["head"]},
         "failurePolicy": {"maxRestarts": RETRIES},
         "replicatedJobs": jobs,

@@ -48,7 +48,6 @@ class Pod:
     name: str
     port: int
     deployment: DeploymentSettings
-    meeting: str
 
     def spec(self, restart: str) -> dict[str, Any]:
         """Return the pod's description. `restart` is its restart policy."""
@@ -73,7 +72,7 @@ class Pod:
     def _container(self) -> dict[str, Any]:
         # A head that is told to end would end the run for all; one that is gone is waited for.
         signal = "KILL" if self.role == "head" else "TERM"
-        script = _SCRIPT.format(setup=self._setup(), command=self.command, stopped=STOPPED, signal=signal)
+        script = _SCRIPT.format(setup=self.deployment.setup, command=self.command, stopped=STOPPED, signal=signal)
         mounts = [
             {"name": "run", "mountPath": run_folder(self.deployment)},
             {"name": "settings", "mountPath": _SETTINGS_FOLDER, "readOnly": True},
@@ -90,18 +89,12 @@ class Pod:
             **self._probes(),
         }
 
-    def _setup(self) -> str:
-        """Return the lines before the command: where ranks meet is known to the shell alone, in some forms."""
-        meeting = f"export HEADWAY_TRAINER_HOST={self.meeting}" if self.role == "trainer" else ""
-        return "\n".join(line for line in (self.deployment.setup, meeting) if line)
-
     def _environment(self) -> list[dict[str, Any]]:
         values = {
             "HEADWAY_RUN": self.name.removeprefix("headway-"),
             "HEADWAY_SETTINGS": f"{_SETTINGS_FOLDER}/rl.toml",
             "HEADWAY_PORT": str(self.port),
             "HEADWAY_URL": f"http://{self.name}:{self.port}",
-            "HEADWAY_ATTEMPT": "0",
             **self.deployment.environment,
         }
         fields = {"HEADWAY_HOST": "status.podIP", "HEADWAY_NODE": "metadata.name"}
