@@ -31,8 +31,8 @@ ON_CPU = (
 
 @dataclass(slots=True)
 class Comparison:
-    """What a replay found: steps whose batch or weights have the run's bits, those that differ, and those that nothing
-    is known of."""
+    """The findings of a replay: steps whose batch or weights have the run's bits, those that differ, and those that
+    nothing is known of."""
 
     batches: dict[int, bool | None] = field(default_factory=dict)
     weights: dict[int, bool | None] = field(default_factory=dict)

@@ -51,7 +51,7 @@ class GroupStory:
 
 @dataclass(slots=True)
 class StepStory:
-    """What happened while a batch was collected. `ready_at` is when the trainer had finished the step before, if that
+    """The events while a batch was collected. `ready_at` is when the trainer had finished the step before, if that
     was seen; `caps` are the episodes allowed in flight, as they changed."""
 
     step: int

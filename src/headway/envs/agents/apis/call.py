@@ -10,7 +10,7 @@ from headway.core.openai import ChatRequest, Completion, Json, RequestError, err
 
 @dataclass
 class Kept:
-    """What an episode's endpoint remembers for agents that refer to earlier replies."""
+    """The memory of an episode's endpoint, for agents that refer to earlier replies."""
 
     responses: dict[str, tuple[str | None, list[Json]]] = field(default_factory=dict)
     """By the id of a response: the one before it, and the messages that it added."""
