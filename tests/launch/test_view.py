@@ -107,6 +107,22 @@ def test_a_resumed_run_does_not_print_old_steps_again(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in console.file.getvalue().splitlines()] == ["step 3/3"]
 
 
+def test_steps_are_printed_once_when_their_file_is_replaced(tmp_path: Path) -> None:
+    """As one is that was collected from another host, whose trainer dropped a step and trained it again."""
+    paths = RunPaths(tmp_path)
+    now = time.time()
+    write(paths, "trainer", {"step": 1, "time": now + 1}, {"step": 2, "time": now + 2})
+    console, seen = Console(file=io.StringIO(), width=100), []
+    with RunView(paths, 3, console, lambda process, line: seen.append(line["time"] - now)) as view:
+        view.tick()
+        write(paths, "collected", {"step": 1, "time": now + 1}, {"step": 2, "time": now + 3})
+        (paths.metrics / "collected.jsonl").replace(paths.metrics / "trainer.jsonl")
+        view.catch_up()
+    printed = [line.split("  ")[0] for line in console.file.getvalue().splitlines()]
+    assert printed == ["step 1/3", "step 2/3", "step 2/3"]
+    assert [round(time) for time in seen] == [1, 2, 3]
+
+
 def test_the_panel_shows_no_numbers_before_there_are_any_and_evaluations_once_there_are(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     console = Console(file=io.StringIO(), force_terminal=True, width=100)

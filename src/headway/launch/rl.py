@@ -67,6 +67,7 @@ def run_rl(
         recorder = CostRecorder(paths, settings.cost, _devices(placement, settings.placement.trainer_ranks))
         stack.callback(recorder.close)
         trackers.append(recorder.update)
+        stack.callback(trackers.clear)  # before they close: what the view reads when it leaves comes too late for them
         view.event(f"run folder: {paths.root}")
         control = FolderControl(paths)
         control.clear()
@@ -95,6 +96,7 @@ def run_rl(
         finally:
             if host:
                 host.end(finished)
+            view.catch_up()
         if not finished:
             attempt.end("stopped", "asked to stop")
     for line in summary_lines(paths, finished=finished):

@@ -40,6 +40,7 @@ class RunView:
         self._on_metrics = on_metrics
         self._console = console or Console()
         self._tails = {name: LineTail(paths.metrics / f"{name}.jsonl") for name in ("orchestrator", "trainer")}
+        self._shown: set[tuple[str, int]] = set()
         self._newest: dict[str, dict[str, float]] = {"orchestrator": {}, "trainer": {}}
         self._rewards: dict[int, float] = {}
         self._lags: dict[int, float] = {}
@@ -57,10 +58,14 @@ class RunView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._next_tick = 0.0
-        self.tick()
+        self.catch_up()
         if self._live:
             self._live.stop()
+
+    def catch_up(self) -> None:
+        """Read all that is there now, however short ago the last tick was."""
+        self._next_tick = 0.0
+        self.tick()
 
     def event(self, text: str) -> None:
         self._events.append(text)
@@ -105,9 +110,16 @@ class RunView:
         return "waiting for engines to load the model"
 
     def _new_lines(self, process: str) -> Iterator[dict[str, float]]:
-        """Read new lines. Metrics write numbers that are not finite as null; here they are NaN."""
-        for line in map(json.loads, self._tails[process].lines()):
-            numbers = {name: math.nan if value is None else value for name, value in line.items()}
+        """Read new lines. Metrics write numbers that are not finite as null; here they are NaN.
+
+        A file is replaced when a trainer that is started again drops steps, and then read from its start.
+        """
+        for line in self._tails[process].lines():
+            identity = (process, hash(line))
+            if identity in self._shown:
+                continue
+            self._shown.add(identity)
+            numbers = {name: math.nan if value is None else value for name, value in json.loads(line).items()}
             self._on_metrics(process, numbers)
             yield numbers
 
