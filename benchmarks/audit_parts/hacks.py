@@ -47,7 +47,7 @@ class Hack(SingleTurn):
 
     def cheat(self, task: Task, rng: random.Random) -> str:
         """What a model says that has found the hole."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must override this method")
 
 
 class LengthBug(Hack):
