@@ -262,9 +262,11 @@ class RentedProcess(Process):
         raise SandboxError("this process has no stdin")
 
     async def wait(self) -> int:
-        script = f"cat {self._file} 2> /dev/null || kill -0 {self._pid} 2> /dev/null || echo 137"
+        # Whether it lives is asked first: one that ends in between has written its code by the time it is looked for.
+        script = f"kill -0 {self._pid} 2> /dev/null; gone=$?; "
+        script += f"if test -s {self._file}; then cat {self._file}; elif test $gone != 0; then echo 137; fi"
         while self._code is None:
-            if said := (await self._box.shell(script + "; true", _GRACE_SECONDS)).split():
+            if said := (await self._box.shell(script, _GRACE_SECONDS)).split():
                 self._code = int(said[0])
             else:
                 await asyncio.sleep(_WAIT_SECONDS)
