@@ -16,7 +16,7 @@ FLOORS = [
     {"config", "models", "rendering", "transport", "monitor", "sandboxes"},
     {"envs", "algorithms"},
     {"trainer", "inference", "orchestrator"},
-    {"launch", "replay"},
+    {"launch", "replay", "plan"},
     {"cli", "api"},
 ]
 FLOOR = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

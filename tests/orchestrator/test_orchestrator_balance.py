@@ -4,7 +4,8 @@ import logging
 from statistics import mean
 
 from orchestrator_simulation import World, calm_plan, live
-from virtual_time import run_virtually
+
+from headway.plan.virtual_time import run_virtually
 
 WARM_UP = 10
 

@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from virtual_time import run_virtually
 
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.orchestrator.dispatch.dispatcher import BURST, GRACE_SECONDS, Dispatcher, Launch
+from headway.plan.virtual_time import run_virtually
 
 
 class NoFleet:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from virtual_time import run_virtually
 
 from headway.core.errors import HeadwayError
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate
@@ -14,6 +13,7 @@ from headway.core.runs import RunPaths
 from headway.orchestrator.fleet.engine import STRIKES
 from headway.orchestrator.fleet.fleet import MAX_REFUSALS, SLOW_SLACK_SECONDS, Fleet
 from headway.orchestrator.fleet.membership import engine_finder
+from headway.plan.virtual_time import run_virtually
 from headway.transport.control.folder import FolderControl
 from headway.transport.inference import EngineError
 

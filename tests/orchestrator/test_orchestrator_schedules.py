@@ -7,7 +7,8 @@ from multiprocessing import get_context
 
 import pytest
 from orchestrator_simulation import Plan, live
-from virtual_time import VirtualLoop
+
+from headway.plan.virtual_time import VirtualLoop
 
 
 def run_schedules(seeds: range) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from orchestrator_simulation import Plan, World, live, parts
-from virtual_time import run_virtually
 
 from headway.core.episodes import Episode
 from headway.core.errors import UsageError
@@ -17,6 +16,7 @@ from headway.core.streams import streams_of
 from headway.orchestrator.collect.ready import ReadyGroup
 from headway.orchestrator.loop import NextBatch
 from headway.orchestrator.run import make_orchestrator
+from headway.plan.virtual_time import run_virtually
 from headway.replay.decisions import LifeReplay
 from headway.replay.lives import Life, read_history
 from headway.replay.why import explain_step

@@ -19,6 +19,7 @@ COMMANDS = {
         "doctor": "say what this machine can do, and the remedy for what it cannot",
     },
     "Train": {
+        "plan": "predict memory, time, cost and bottleneck of a run before it is paid for",
         "rl": "train with reinforcement learning: trainer, orchestrator and inference in one command",
         "sft": "fine-tune on conversations",
         "train": "run the trainer of a run by itself",

@@ -31,6 +31,21 @@ class OptionParser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}; see `{self.prog} --help`")
 
 
+def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate options of a command from settings: files after `@`, and flags whose names have dots or underscores."""
+    own: list[str] = []
+    settings: list[str] = []
+    current = own
+    for word in argv:
+        if word.startswith("@"):
+            current = settings
+        elif word.startswith("--"):
+            name = word.partition("=")[0]
+            current = settings if "." in name or "_" in name else own
+        current.append(word)
+    return own, settings
+
+
 def join_environment_arguments(argv: Sequence[str]) -> Iterator[str]:
     """Turn `--args.NAME VALUE`, whose names only the environment knows, into `--args=NAME=VALUE` for argparse."""
     words = iter(argv)

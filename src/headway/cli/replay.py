@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headway.cli.options import OptionParser
+from headway.cli.options import OptionParser, split_settings
 from headway.core.errors import UsageError
 
 HELP = """\
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
 
     parser = OptionParser("replay", from_step=int, to_step=int, no_train=False, step=int, why=False)
     parser.add_argument("run", type=Path)
-    own, changes = _split_settings(argv)
+    own, changes = split_settings(argv)
     options = parser.parse_args(own)
     if options.why != (options.step is not None):
         raise UsageError("--step S and --why go together: they explain one step")
@@ -59,18 +59,6 @@ def run(argv: list[str]) -> int:
     for line in summary(found, history.steps[-1]):
         _say(line)
     return 0 if found.identical else 1
-
-
-def _split_settings(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Separate options of this command from settings, whose names have dots."""
-    own: list[str] = []
-    changes: list[str] = []
-    current = own
-    for word in argv:
-        if word.startswith("--"):
-            current = changes if "." in word.partition("=")[0] else own
-        current.append(word)
-    return own, changes
 
 
 def _say(line: str) -> None:

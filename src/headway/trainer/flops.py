@@ -2,19 +2,7 @@
 
 import torch
 
-# Dense bf16 peaks, in FLOP/s, by a part of the device's name.
-PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "B100": 1750e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
+from headway.core.gpus import GPUS
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -22,4 +10,4 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+    return next((gpu.flops for part, gpu in GPUS.items() if part in name), None)

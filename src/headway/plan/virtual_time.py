@@ -56,7 +56,8 @@ def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
     asyncio.set_event_loop(loop)
     try:
         result = loop.run_until_complete(main)
-        assert not loop.failures, loop.failures[0]
+        if loop.failures:
+            raise RuntimeError(loop.failures[0])
         return result
     finally:
         asyncio.set_event_loop(None)

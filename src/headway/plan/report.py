@@ -1,0 +1,105 @@
+"""A plan as text."""
+
+from collections.abc import Iterator
+
+from headway.plan.planning import Change, Plan, Planned
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    near = plan.own or plan.fastest
+    yield f"{_split(plan, near)}: a step takes {_seconds(near.forecast.step_seconds)}"
+    yield from (f"  {line}" for line in _about(plan, near))
+    if plan.measured is not None and plan.error is not None:
+        seen = _seconds(plan.measured.step_seconds)
+        yield f"  measured      {seen} a step, so this prediction is {plan.error:+.0%} off"
+    if plan.memory:
+        yield ""
+        yield from _memory_lines(plan)
+    if len(plan.splits) > 1:
+        yield ""
+        yield from _split_lines(plan)
+    yield ""
+    yield "If a setting were another:"
+    for change in plan.changes:
+        yield f"  {change.what:<20} {_seconds(change.forecast.step_seconds):>9} a step {_compared(near, change)}"
+    yield ""
+    yield "Assumed:"
+    yield from (f"  - {line}" for line in (_episodes(plan), *plan.assumptions))
+
+
+def _about(plan: Plan, near: Planned) -> Iterator[str]:
+    expected = near.forecast
+    hours = plan.steps * expected.step_seconds / 3600
+    yield f"run           {plan.steps:,} steps in {hours:,.2f} h" + _money(plan, plan.steps * near.money)
+    busy = _seconds(expected.training_seconds)
+    yield f"trainer       busy {busy} of a step, waits {expected.trainer_waiting:.0%} of it"
+    yield (
+        f"engines       {expected.tokens_per_second:,.0f} tokens/s, idle {expected.engines_idle:.0%}; "
+        f"{expected.in_flight:,.0f} episodes in flight"
+    )
+    yield (
+        f"lag           {expected.lag_mean:.1f} on the mean, {expected.lag_max:.0f} at most; "
+        f"{expected.aged:.1%} of the episodes grow too old"
+    )
+    yield f"bottleneck    {plan.bottleneck}"
+
+
+def _memory_lines(plan: Plan) -> Iterator[str]:
+    yield f"Memory, of {plan.usable_gib:.1f} GiB that a GPU has to give:"
+    for who, parts in plan.memory.items():
+        named = ", ".join(f"{name} {size:.1f}" for name, size in parts.items() if size >= 0.05)
+        label = "trainer rank" if who == "trainer" else "engine's GPU"
+        yield f"  {label}  {sum(parts.values()):6.1f} GiB: {named}"
+
+
+def _split_lines(plan: Plan) -> Iterator[str]:
+    yield "Splits:"
+    for planned in sorted(plan.splits, key=lambda planned: planned.forecast.step_seconds):
+        marks = [
+            word for word, one in (("finishes first", plan.fastest), ("costs least", plan.cheapest)) if one == planned
+        ]
+        marks += ["as in the settings"] * (planned == plan.own)
+        note = f"  <- {', '.join(marks)}" if marks else ""
+        unit = "GPU s" if plan.memory else "process s"
+        spent = f", {planned.devices * planned.forecast.step_seconds:,.4g} {unit}"
+        yield (
+            f"  {_split(plan, planned):<44} {_seconds(planned.forecast.step_seconds):>9} a step"
+            f"{_money(plan, planned.money) or spent}{note}"
+        )
+
+
+def _split(plan: Plan, planned: Planned) -> str:
+    ranks = f"{planned.trainer_ranks} trainer rank{'s' * (planned.trainer_ranks > 1)}"
+    engines = f"{planned.engines} engine{'s' * (planned.engines > 1)}"
+    each = f" of {planned.gpus_each} GPUs" if planned.gpus_each > 1 else ""
+    return f"{ranks} + {engines}{each} ({plan.device})"
+
+
+def _compared(near: Planned, change: Change) -> str:
+    before, after = near.forecast, change.forecast
+    words = f"({after.step_seconds / before.step_seconds - 1:+.0%})"
+    if change.what.startswith("batch_size"):
+        words += ", twice the episodes"
+    if abs(after.lag_mean - before.lag_mean) >= 0.05:
+        words += f", lag {after.lag_mean:.1f}"
+    if after.aged - before.aged > 0.01:
+        words += f", {after.aged:.0%} grow too old"
+    return words
+
+
+def _episodes(plan: Plan) -> str:
+    figures = plan.episodes
+    return (
+        f"episodes ({plan.origin}): {figures['turns']:.1f} turns, {figures['sampled']:,.0f} tokens sampled (median "
+        f"{figures['sampled_median']:,.0f}, 95 % below {figures['sampled_p95']:,.0f}), {figures['trained']:,.0f} "
+        f"trained, {figures['environment_seconds']:.2f} s in the environment; "
+        f"filters leave {figures['useful_share']:.0%}"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value < 100 else f"{value:,.0f} s"
+
+
+def _money(plan: Plan, money: float) -> str:
+    return f", {money:,.4g} {plan.currency}" if plan.priced else ""
