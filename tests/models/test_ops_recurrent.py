@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headway.models import ops
 from headway.models.attention import PackedPlan
+from headway.models.ops.chunks import precision
 from headway.models.packed import States
 
 HEADS, GROUPS, SIZE, VALUES, WIDTH = 4, 2, 6, 5, 4
@@ -21,19 +22,22 @@ RATE = -torch.linspace(0.1, 3, HEADS)
 
 
 def delta(inputs: Sequence[Tensor], lengths: Sequence[int], states: States | None) -> tuple[Tensor, States]:
-    out, final = ops.gated_delta_rule(*inputs, lengths, None if states is None else states[0])
+    q, k, v, decay, beta = inputs
+    before = None if states is None else states[0]
+    out, final = ops.gated_delta_rule(q, k, v.to(precision(v)), decay, beta, lengths, before)
     return out, (final,)
 
 
 def ssd(inputs: Sequence[Tensor], lengths: Sequence[int], states: States | None) -> tuple[Tensor, States]:
     x, step, b, c = inputs
-    out, final = ops.ssd_scan(x, step, RATE, b, c, lengths, None if states is None else states[0])
+    before = None if states is None else states[0]
+    out, final = ops.ssd_scan(x.to(precision(x)), step, RATE, b, c, lengths, before)
     return out, (final,)
 
 
 def conv(inputs: Sequence[Tensor], lengths: Sequence[int], states: States | None) -> tuple[Tensor, States]:
     out, final = ops.causal_conv(*inputs, KERNEL, BIAS, lengths, None if states is None else states[0])
-    return out, (final,)
+    return out.float(), (final,)
 
 
 def delta_inputs(tokens: int) -> list[Tensor]:
@@ -150,7 +154,11 @@ def test_packed_samples_never_leak_state(rule: Rule, make: Make, by_token: ByTok
     assert not torch.equal(plan.recur(0, rule, changed)[:34], out[:34])
 
 
-def test_the_state_is_float32_whatever_the_inputs_are() -> None:
-    inputs = [x.bfloat16() for x in delta_inputs(20)]
-    out, (final,) = delta(inputs, [20], None)
-    assert out.dtype is torch.bfloat16 and final.dtype is torch.float32
+@rules
+def test_nothing_is_rounded_to_the_models_precision_before_the_norm(rule: Rule, make: Make, by_token: ByToken) -> None:
+    torch.manual_seed(4)
+    inputs = [x.bfloat16() for x in make(20)]
+    out, (final,) = rule(inputs, [20], None)
+    expected, final_expected = by_token([x.float() for x in inputs])
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(final[0].float(), final_expected, atol=2e-5, rtol=1e-4)

@@ -34,9 +34,10 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         qkv_TC, gate_THV, write_TH, step_TH = self.project(x_TD, context)
-        # In float32, whatever the model's precision: decays multiply over a whole sequence.
+        # In float32, whatever the model's precision: decays multiply over a whole sequence, and the norm magnifies
+        # what is rounded before it.
         decay_TH = -self.A_log.float().exp() * F.softplus(step_TH.float() + self.dt_bias.float())
-        out_THV = context.plan.recur(self.index, self._recur, (qkv_TC, decay_TH, write_TH.sigmoid()))
+        out_THV = context.plan.recur(self.index, self._recur, (qkv_TC, decay_TH, write_TH.float().sigmoid()))
         normed_THV = self.norm(out_THV) * F.silu(gate_THV.float())
         out_TD: Tensor = self.out_proj(normed_THV.to(x_TD.dtype).flatten(1), context.adapter_gate)
         return out_TD

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.models.ops.chunks import precision
 from headway.models.ops.registry import Op
 
 
@@ -16,8 +17,8 @@ def causal_conv(
     x_TC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None, lengths: Sequence[int], tails_SWC: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The SiLU of each channel's weighted sum over a token and the W - 1 tokens before it, within samples of `lengths`,
-    end to end. `tails` (S, W - 1, C) are the tokens before each sample (None: zeros). Returns outputs, and the samples'
-    own tails, for a sample that goes on.
+    end to end. `tails` (S, W - 1, C) are the tokens before each sample (None: zeros). Returns outputs in the precision
+    that the recurrence behind it computes in, and the samples' own tails, for a sample that goes on.
     """
     before = weight_C1W.shape[-1] - 1
     if tails_SWC is None:
@@ -36,12 +37,12 @@ def causal_conv(
 
 
 def _activated(rows: Sequence[Tensor], weight_C1W: Tensor, bias_C: Tensor | None) -> Tensor:
-    """In float32 and rounded once, in the same order for whole samples and token by token: norms behind the recurrence
+    """In float32 and not rounded, in the same order for whole samples and token by token: norms behind the recurrence
     magnify a difference."""
     out = rows[0].float() * weight_C1W[:, 0, 0]
     for number, each in enumerate(rows[1:], 1):
         out = torch.addcmul(out, each.float(), weight_C1W[:, 0, number])
-    return F.silu(out if bias_C is None else out + bias_C).to(rows[0].dtype)
+    return F.silu(out if bias_C is None else out + bias_C).to(precision(rows[0]))
 
 
 @lru_cache(maxsize=32)

@@ -116,8 +116,8 @@ def _cut(lengths: tuple[int, ...], device: torch.device) -> ChunkedSamples:
 
 
 def precision(x: Tensor) -> torch.dtype:
-    """The precision that a recurrence over inputs like `x` computes in: the next higher one. Norms behind it magnify
-    its rounding, and chunks round otherwise than tokens one by one."""
+    """The precision that a recurrence behind projections like `x` computes in: the next higher one. Norms behind it
+    magnify its rounding, and chunks round otherwise than tokens one by one."""
     return torch.float64 if x.dtype is torch.float32 else torch.float32
 
 

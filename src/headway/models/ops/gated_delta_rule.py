@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay, precision
+from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay
 from headway.models.ops.registry import Op
 
 _EPS = 1e-6
@@ -22,22 +22,24 @@ def gated_delta_rule(
     initial_SHDV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run S_t = exp(decay) S_{t-1} + k ⊗ beta (v - k·exp(decay) S_{t-1}) and out = q·S_t over samples of `lengths`,
-    end to end, each from its own initial state (None: zeros). Returns outputs like `v`, and final states in float32.
+    end to end, each from its own initial state (None: zeros), in the precision of `v`. Returns outputs and final
+    states, both in float32.
 
     Queries and keys are scaled to length 1, queries also by 1 / √D; each of their K heads serves H / K heads.
     """
     heads, size, value_size = v_THV.shape[1], q_TKD.shape[2], v_THV.shape[2]
-    dtype = precision(v_THV)
+    dtype = v_THV.dtype
     q = _unit(q_TKD.to(dtype)) * size**-0.5
     k = _unit(k_TKD.to(dtype))
     if q.shape[1] != heads:
         q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     if initial_SHDV is None:
         initial_SHDV = q.new_zeros(len(lengths), heads, size, value_size)
-    initial_SHDV, v, decay, beta = (x.to(dtype) for x in (initial_SHDV, v_THV, decay_TH, beta_TH))
+    initial_SHDV, decay, beta = (x.to(dtype) for x in (initial_SHDV, decay_TH, beta_TH))
+    v = v_THV
     if len(lengths) == len(q):
         out, final = _token(initial_SHDV, q, k, v, decay, beta)
-        return out.to(v_THV.dtype), final.float()
+        return out.float(), final.float()
 
     def recur(chunks: SampleChunks, state: Tensor) -> tuple[Tensor, Tensor]:
         if chunks.size == 1:
@@ -47,7 +49,7 @@ def gated_delta_rule(
         return _chunks(chunks, q, k, v, decay, beta, state)
 
     out, final = cut_samples(lengths, q.device).run(initial_SHDV, recur)
-    return out.to(v_THV.dtype), final.float()
+    return out.float(), final.float()
 
 
 def _unit(x: Tensor) -> Tensor:

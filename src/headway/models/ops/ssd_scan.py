@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay, precision
+from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay
 from headway.models.ops.registry import Op
 
 
@@ -19,15 +19,15 @@ def ssd_scan(
     initial_SHNP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run S_t = exp(step rate) S_{t-1} + b ⊗ (step x) and out = c·S_t over samples of `lengths`, end to end, each from
-    its own initial state (None: zeros). Returns outputs and final states, both in float32.
+    its own initial state (None: zeros), in the precision of `x`. Returns outputs and final states, both in float32.
 
     `rate` is negative; each of the G groups of `b` and `c` serves H / G heads.
     """
     heads, size = x_THP.shape[1], b_TGN.shape[2]
-    dtype = precision(x_THP)
+    dtype = x_THP.dtype
     step = step_TH.to(dtype)
     b, c = (x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (b_TGN, c_TGN))
-    decay, x = step * rate_H, x_THP.to(dtype) * step.unsqueeze(-1)
+    decay, x = step * rate_H, x_THP * step.unsqueeze(-1)
     if initial_SHNP is None:
         initial_SHNP = x.new_zeros(len(lengths), heads, size, x.shape[2])
     initial_SHNP = initial_SHNP.to(dtype)
