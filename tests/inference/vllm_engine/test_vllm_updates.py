@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from engine_common import prompt, publish
-from vllm_harness import MOE, TIED, UNTIED, Harness, hugging_face, make
+from vllm_harness import MOE, TIED, UNTIED, Harness, hugging_face, make, wrong
 from vllm_here import ON_GPU, TOLERANCE
 
 from headway.config.shared import SharedMemoryWeights
-from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
 from headway.models.checkpoints.tensors import hf_tensors
+from headway.models.config import ModelConfig
 from headway.transport.weights import make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -52,7 +53,7 @@ def test_a_load_that_fails_half_way_leaves_the_old_version_whole(
     with pytest.raises(UpdateError, match=r"misshapen.*expected"):
         vllm.run(vllm.engine.update(bad))
     with monkeypatch.context() as patch, pytest.raises(UpdateError, match="could not load"):
-        patch.setattr(vllm.engine._stager, "_check", lambda spans: None)
+        patch.setattr(vllm.engine._stager, "check", lambda tensors: None)
         vllm.run(vllm.engine.update(bad))
     assert vllm.engine.weights().version == 11 and vllm.engine.problem is None
     assert float((vllm.served(TOKENS) - before).abs().max()) < 1e-6
@@ -84,6 +85,38 @@ def test_weights_come_through_shared_memory(vllm: Harness, tmp_path: Path) -> No
 def skip_where_vllm_does_not_count(vllm: Harness) -> None:
     if not vllm.engine._limits.counts_versions:
         pytest.skip("vLLM counts versions since 0.32")
+
+
+def test_workers_fetch_versions_themselves_and_go_back(
+    vllm: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they do on GPUs that have room to set aside what is served. On the CPU, where vLLM's kernels keep weights that
+    are no parameters, only what is refused before it is loaded."""
+    assert vllm.engine._loaded._kept_by_workers == ON_GPU
+    monkeypatch.setattr(vllm.engine._loaded, "_kept_by_workers", True)
+    sender = make_sender(SharedMemoryWeights(), RunPaths(tmp_path))
+
+    def published(version: int, config: ModelConfig = vllm.config) -> WeightUpdate:
+        return sender.publish(version, hf_tensors(make(config, version)))
+
+    try:
+        reply = vllm.run(vllm.engine.update(published(41)))
+        assert reply.version == 41 and reply.bytes > 0
+        expected, before = hugging_face(vllm.config, 41, tmp_path / "hf", TOKENS), vllm.served(TOKENS)
+        assert float((before - expected).abs().max()) < TOLERANCE
+        with pytest.raises(UpdateError, match=r"version 42 was refused.*fingerprint"):
+            vllm.run(vllm.engine.update(wrong(published(42), fingerprint="f" * 32)))
+        assert vllm.engine.weights().version == 41 and torch.equal(vllm.served(TOKENS), before)
+        vllm.run(vllm.engine.update(published(43)))
+        assert float((vllm.served(TOKENS) - before).abs().max()) > 0.1
+        if ON_GPU:
+            vllm.run(vllm.engine._loaded.revert())
+            assert torch.equal(vllm.served(TOKENS), before)
+            with pytest.raises(UpdateError, match="version 44 was refused"):
+                vllm.run(vllm.engine.update(published(44, replace(vllm.config, heads=2))))
+            assert torch.equal(vllm.served(TOKENS), before)
+    finally:
+        sender.close()
 
 
 @pytest.mark.parametrize("counts", [False, True])

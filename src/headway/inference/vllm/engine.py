@@ -58,7 +58,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         self._limits = limits
         self._eos = eos
         self._on_death = on_death
-        self._loaded = LoadedWeights(llm)
+        self._loaded = LoadedWeights(llm, stager)
         self._probation = Probation(llm, limits)
         self._requests = ActiveRequests()
         self._scheduler = SchedulerControl(
@@ -69,6 +69,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
     async def start(self) -> None:
         if self._limits.counts_versions:
             await self._llm.update_weight_version("0")
+        await self._loaded.start()
         self._down = None
         self._scheduler.open.set()
         await self._check_kernels()
@@ -235,11 +236,12 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
     async def _load_weights(self, update: WeightUpdate) -> int:
         """Load new weights and count their bytes. Raises UpdateError, with the old weights in place."""
         self._loaded.forget_previous()
-        staged = await asyncio.to_thread(self._stager.weights, update)
-        received, before = staged.bytes, self._weights
+        staged = None if self._loaded.takes(update) else await asyncio.to_thread(self._stager.weights, update)
+        before = self._weights
         async with self._scheduler.stopped(update.mode, for_probe=update.probe is not None):
             try:
-                await self._loaded.load(staged)
+                loaded = self._loaded
+                received = await (loaded.receive(update) if staged is None else loaded.load(staged))
                 await self._serve_as(WeightState(update.version, update.fingerprint, time.time()))
                 if not self._scheduler.paused:
                     await self._probation.check(update, lambda: self._revert(before))

@@ -1,11 +1,13 @@
-"""New weights: received and checked in host memory, then loaded by all workers, or taken back where that fails."""
+"""New weights: loaded by all workers from a checked copy in host memory, or by each from the trainer's GPU; taken back
+where that fails."""
 
 import logging
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -64,18 +66,22 @@ class Stager:
         self._expected = expected
         self._receiver = make_receiver(tls=tls)
 
-    def weights(self, update: WeightUpdate) -> StagedFile:
-        """A whole, proven version of the policy's weights. Raises UpdateError that says what was wrong."""
+    def check_model(self) -> None:
+        """Raises UpdateError for a model whose weights vLLM cannot replace."""
         if any(name.endswith(_SINKS) for name in self._expected):
             raise UpdateError(
                 "vLLM cannot take new weights of GPT-OSS while it serves: its loader leaves experts and sinks as they "
                 'were; use inference.engine = "embedded", or train an adapter (model.lora)'
             )
+
+    def weights(self, update: WeightUpdate) -> StagedFile:
+        """A whole, proven version of the policy's weights. Raises UpdateError that says what was wrong."""
+        self.check_model()
         staged = StagedFile()
         try:
             for name, tensor in self._receiver.receive(update):
                 staged.add(name, tensor)
-            self._check(staged.spans)
+            self.check((span.name, span.shape) for span in staged.spans)
         except BaseException as error:
             staged.close()
             if isinstance(error, HeadwayError):
@@ -93,9 +99,10 @@ class Stager:
     def close(self) -> None:
         self._receiver.close()
 
-    def _check(self, spans: Iterable[TensorSpan]) -> None:
-        """vLLM ignores what it does not know and keeps what does not come: so the names must be the model's own."""
-        came = {span.name: tuple(span.shape) for span in spans}
+    def check(self, tensors: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """vLLM ignores what it does not know and keeps what does not come: so the names must be the model's own.
+        Raises HeadwayError."""
+        came = {name: tuple(shape) for name, shape in tensors}
         missing = sorted(self._expected.keys() - came.keys())
         extra = sorted(came.keys() - self._expected.keys())
         misshapen = [
@@ -117,36 +124,66 @@ class LostError(UpdateError):
 
 
 class LoadedWeights:
-    """The weights in the workers, and a copy of them in host memory, to go back to.
+    """The weights in the workers, and the way back to those before.
 
-    None is the checkpoint that vLLM was started with. Call everything while the scheduler is paused.
+    That is a copy in host memory, where None is the checkpoint that vLLM was started with; or, on GPUs that have room
+    for it, a copy in each worker. Then versions can also come straight from the trainer's GPU. Call everything while
+    the scheduler is paused.
     """
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, stager: Stager) -> None:
+        self._llm, self._stager = llm, stager
+        self._kept_by_workers = False
         self._current: StagedFile | None = None
         self._previous: StagedFile | None = None
 
-    async def load(self, staged: StagedFile) -> None:
-        """Make `staged` what is served. Raises UpdateError with the old weights back in place, or LostError."""
+    async def start(self) -> None:
+        self._kept_by_workers = all(await self._llm.collective_rpc("headway_keeps"))
+
+    def takes(self, update: WeightUpdate) -> bool:
+        """Tell whether workers can fetch this version themselves."""
+        return self._kept_by_workers and update.transport.get("type") == "shared_memory"
+
+    async def receive(self, update: WeightUpdate) -> int:
+        """Let workers fetch a version that they take; returns its bytes. Raises what `load` raises."""
+        self._stager.check_model()
+        await self._keep()
+        try:
+            workers = await self._llm.collective_rpc("headway_receive", args=(msgspec.json.encode(update),))
+            for came, _ in workers:
+                self._stager.check(came)
+        except Exception as error:
+            await self._restore()
+            raise UpdateError(f"version {update.version} was refused: {last_line(error)}") from error
+        return int(workers[0][1])
+
+    async def load(self, staged: StagedFile) -> int:
+        """Make `staged` what is served; returns its bytes. Raises UpdateError with the old weights back in place, or
+        LostError."""
+        await self._keep()
         try:
             await self._load(staged)
         except Exception as error:
             staged.close()
-            await self._reload(self._current)
+            await self._restore()
             raise UpdateError(f"vLLM could not load the weights: {last_line(error)}") from error
-        self.forget_previous()
-        self._previous, self._current = self._current, staged
+        if self._kept_by_workers:
+            staged.close()
+        else:
+            self.forget_previous()
+            self._previous, self._current = self._current, staged
+        return staged.bytes
 
     async def revert(self) -> None:
-        """Go back to what was served before the last `load`. Raises LostError."""
-        await self._reload(self._previous)
-        if self._current is not None:
-            self._current.close()
-        self._current, self._previous = self._previous, None
+        """Go back to what was served before the last load. Raises LostError."""
+        if not self._kept_by_workers:
+            if self._current is not None:
+                self._current.close()
+            self._current, self._previous = self._previous, None
+        await self._restore()
 
     def forget_previous(self) -> None:
-        """There will be no way back before the last `load`; its memory is free."""
+        """There will be no way back before the last `load`; its host memory is free."""
         if self._previous is not None:
             self._previous.close()
         self._previous = None
@@ -156,9 +193,20 @@ class LoadedWeights:
         if self._current is not None:
             self._current.close()
 
-    async def _reload(self, staged: StagedFile | None) -> None:
+    async def _keep(self) -> None:
+        if self._kept_by_workers:
+            try:
+                await self._llm.collective_rpc("headway_keep")
+            except Exception as error:
+                raise UpdateError(f"vLLM could not set its weights aside: {last_line(error)}") from error
+
+    async def _restore(self) -> None:
+        """Serve again what is kept by workers, or else the current version."""
         try:
-            await self._load(staged)
+            if self._kept_by_workers:
+                await self._llm.collective_rpc("headway_restore")
+            else:
+                await self._load(self._current)
         except Exception as error:
             logger.exception("vLLM could not load the previous weights again", exc_info=error)
             raise LostError(f"vLLM lost its weights: {last_line(error)}") from error

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from headway.core.protocol import WeightUpdate
 from headway.inference.vllm.internals import (
     device_type,
     pack_experts,
@@ -18,8 +20,11 @@ from headway.inference.vllm.internals import (
     reload_weights,
     without_adapter_layers,
 )
+from headway.inference.vllm.kept import KeptWeights
 from headway.inference.vllm.processes import die_with_server
 from headway.inference.vllm.watch import StreamWatch
+from headway.transport.weights import make_receiver
+from headway.transport.weights.receive import WeightReceiver
 
 
 class TensorSpan(NamedTuple):
@@ -35,8 +40,47 @@ class TensorSpan(NamedTuple):
 class HeadwayWorker(StreamWatch):
     """Methods that the server calls in all workers at once. Weights are loaded while the scheduler is paused."""
 
+    device: torch.device
     model_config: Any
     vllm_config: Any
+    _headway_receiver: WeightReceiver | None = None
+    _headway_kept: KeptWeights | None = None
+
+    def headway_keeps(self) -> bool:
+        """Tell whether this GPU has room for what is served, a second time: then a load can be undone in place."""
+        if self._headway_kept is None and self.device.type == "cuda":
+            self._headway_kept = KeptWeights.where_there_is_room(self.model_runner.get_model(), self.device)
+        return self._headway_kept is not None
+
+    def headway_keep(self) -> None:
+        """Set aside what is served, for `headway_restore`."""
+        model = self.model_runner.get_model()
+        if self._headway_kept is None:
+            self._headway_kept = KeptWeights(model)
+        self._headway_kept.keep(model)
+
+    def headway_restore(self) -> None:
+        """Serve again what `headway_keep` set aside."""
+        assert self._headway_kept is not None
+        self._headway_kept.restore(self.model_runner.get_model())
+
+    def headway_receive(self, update: bytes) -> tuple[list[tuple[str, list[int]]], int]:
+        """Load a version from the trainer's memory straight into the model. Returns the names and shapes that came, and
+        their bytes. Raises HeadwayError, with the model half loaded, where it is not whole or not what was announced.
+        """
+        if self._headway_receiver is None:
+            self._headway_receiver = make_receiver(str(self.device))
+        came: list[tuple[str, list[int]]] = []
+        sizes: list[int] = []
+
+        def tensors(receiver: WeightReceiver) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in receiver.receive(msgspec.json.decode(update, type=WeightUpdate)):
+                came.append((name, list(tensor.shape)))
+                sizes.append(tensor.nbytes)
+                yield name, tensor
+
+        self._headway_reload(weights_iterator=tensors(self._headway_receiver))
+        return came, sum(sizes)
 
     def headway_load(self, path: str, spans: list[list[Any]]) -> None:
         """Load the tensors of a staged file into the model, in place."""
