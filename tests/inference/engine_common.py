@@ -10,8 +10,10 @@ import msgspec
 import torch
 
 from headway.config.shared import FilesystemWeights, LoraSettings
+from headway.core.growing import Growing
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
+from headway.envs.tree import Prompt
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
@@ -22,6 +24,7 @@ from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import ModelOutput, PackedTokens
+from headway.rendering.base import Rendered
 from headway.transport.weights import make_sender
 from headway.transport.weights.fingerprint import fingerprint_of
 
@@ -60,6 +63,11 @@ def make_engine(model: DecoderLM, *, depth: int | None = None, **limits: Any) ->
 def prompt(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(1000 * length + seed)
     return torch.randint(0, 97, (length,), generator=generator).tolist()
+
+
+def as_prompt(token_ids: list[int]) -> Prompt:
+    """A prompt as a policy's tree makes it, of tokens without messages."""
+    return Prompt(Growing(), (), -1, Rendered([]), 0, Growing(token_ids), False)
 
 
 def request(tokens: list[int], max_tokens: int = 12, **fields: Any) -> GenerateRequest:

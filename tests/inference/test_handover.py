@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import web
-from engine_common import MOE, make_model, prompt, publish
+from engine_common import MOE, as_prompt, make_model, prompt, publish
 from engine_serving import TOKEN, EmbeddedServer, start_server
 
 from headway.config.inference import InferenceSettings, ServeSettings
@@ -76,7 +76,8 @@ def test_a_fleet_of_both_roles_replies_as_one_engine_does(fleet: dict[str, Embed
 
         async def sample(number: int, urls: list[str]) -> Reply:
             request = EpisodeRequest(str(number), "g", Task("t"), urls, sampling=sampling)
-            return await EngineSampler(request, engines, ()).sample(prompt(PROMPT, seed=number), None, None)
+            asked = as_prompt(prompt(PROMPT, seed=number))
+            return await EngineSampler(request, engines, ()).sample(asked, None, None)
 
         engines.rank(apart, [1], "policy")
         while not all(engines._reports[url].state for url in apart):  # noqa: ASYNC110 (reports come by themselves)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from engine_common import MOE, QWEN3, make_engine, make_model, prompt, training_logprobs
+from engine_common import MOE, QWEN3, as_prompt, make_engine, make_model, prompt, training_logprobs
 from engine_serving import start_server
 
 from headway.config.inference import InferenceSettings, ServeSettings
@@ -97,7 +97,7 @@ async def play(
         sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
         order = urls[number % 3 :] + urls[: number % 3]
         sampler = EngineSampler(EpisodeRequest(str(number), "g", Task("t"), order, sampling=sampling), engines, ())
-        return await sampler.sample(prompt(PROMPT, seed=number), None, None)
+        return await sampler.sample(as_prompt(prompt(PROMPT, seed=number)), None, None)
 
     asked = [asyncio.create_task(ask(number)) for number in range(requests)]
     for leave in range(leaves):

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from headway.config.algorithms import Algorithm, Grpo, KlPenalty, Opd, Opsd, Sft, is_group_relative
 from headway.config.base import Plugin, Settings, broken_rule
+from headway.config.context import ContextRule
 from headway.config.shared import SharedSettings
 
 
@@ -118,6 +119,10 @@ class EnvSettings(Settings):
     """The processes that run episodes."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds an episode may take."""
+    turn_timeout: float | None = Field(default=None, gt=0)
+    """Seconds that one reply of the policy may take. Default: as long as the episode."""
+    context: ContextRule | None = None
+    """The rule that keeps conversations short. Default: the environment's own, where it has one."""
     rate_limit: float | None = Field(default=None, gt=0)
     """Episodes started per second, at most."""
 

@@ -158,10 +158,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         """Raises RequestError where there is no message, or one is malformed."""
         if not self.messages:
             raise RequestError("there are no messages", "messages")
-        try:
-            return as_messages([_as_system(message) for message in self.messages])
-        except ValueError as error:
-            raise RequestError(str(error), "messages") from None
+        return read_messages(self.messages)
 
     def offered_tools(self) -> list[Tool]:
         """The tools that the model may call. Raises RequestError."""
@@ -193,6 +190,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+
+def read_messages(messages: Sequence[Json]) -> list[Message]:
+    """Read messages in the chat API's shape. Raises RequestError where one is malformed."""
+    try:
+        return as_messages([_as_system(message) for message in messages])
+    except ValueError as error:
+        raise RequestError(str(error), "messages") from None
 
 
 def _as_system(message: Json) -> Json:

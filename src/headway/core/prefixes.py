@@ -8,6 +8,8 @@ from math import ceil
 import msgspec
 import numpy as np
 
+from headway.core.growing import Growing
+
 MAX_BYTES = 1 << 16
 _BITS_PER_BLOCK = 10
 _PROBES = 3
@@ -22,6 +24,26 @@ def root_hash(*salts: object) -> bytes:
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash a block's tokens together with everything before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class PromptNames:
+    """Names of a prompt's blocks under the roots of engines. Those of the turn `before` are not computed again: a
+    conversation hashes each of its tokens once per root."""
+
+    def __init__(self, before: "PromptNames | None" = None) -> None:
+        self._before = {} if before is None else before._names
+        self._names: dict[tuple[bytes, int], Growing[bytes]] = {}
+
+    def of(self, token_ids: Sequence[int], root: bytes, size: int) -> Growing[bytes]:
+        """Name the blocks of `size` tokens, except for what the last token is in."""
+        if (root, size) not in self._names:
+            known = self._before.get((root, size)) or Growing[bytes]()
+            parent, new = known[-1] if known else root, []
+            for start in range(len(known) * size, len(token_ids) - size, size):
+                parent = chain_hash(parent, token_ids[start : start + size])
+                new.append(parent)
+            self._names[root, size] = known.extended(new)
+        return self._names[root, size]
 
 
 class PrefixSummary(msgspec.Struct, frozen=True):
@@ -43,17 +65,26 @@ class PrefixSummary(msgspec.Struct, frozen=True):
         packed = np.packbits(bits, bitorder="little").tobytes()
         return cls(block_size, {name: root.hex() for name, root in roots.items()}, packed)
 
-    def count_cached(self, token_ids: Sequence[int], model: str) -> int:
+    def count_cached(self, token_ids: Sequence[int], model: str, known: PromptNames | None = None) -> int:
         """Count the tokens at the start of a prompt that the engine seems to have; the last token never counts."""
         if (root := self.roots.get(model)) is None:
             return 0
-        parent, size, count = bytes.fromhex(root), self.block_size, 0
-        for start in range(0, len(token_ids) - size, size):
-            parent = chain_hash(parent, token_ids[start : start + size])
-            if not self._has(parent):
-                break
-            count += size
-        return count
+        names = (known or PromptNames()).of(token_ids, bytes.fromhex(root), self.block_size)
+        return self._count_held(names) * self.block_size
+
+    def _count_held(self, names: Sequence[bytes]) -> int:
+        """Count the blocks at the start that are here, by bisection: caches give up last blocks before first ones. Two
+        in a row are looked up, as one alone may seem to be here by chance."""
+        if not names or not self._has(names[0]):
+            return 0
+        held, most = 1, len(names)
+        while held < most:
+            middle = (held + most + 1) // 2
+            if self._has(names[middle - 1]) and self._has(names[middle - 2]):
+                held = middle
+            else:
+                most = middle - 1
+        return held
 
     def _has(self, name: bytes) -> bool:
         total = len(self.bits) * 8

@@ -41,13 +41,21 @@ MSGPACK = "application/msgpack"
 """The media type of replies in binary, which a client of the generate route may accept."""
 
 
+class Continued(msgspec.Struct, frozen=True):
+    """The first `tokens` tokens of a prompt and its reply, which the server has `kept` under this name."""
+
+    kept: str
+    tokens: int
+
+
 class GenerateRequest(msgspec.Struct, omit_defaults=True):
     """A request for tokens. The reply of a mixture of experts holds the routed experts of the tokens from
     `routed_experts_start` on, counted over prompt and output: a conversation's next turn asks for what is new in it.
     With `stream` a chunk comes every `stream_interval` tokens, at first more often (`chunk_tokens`). Where it
     `may_migrate`, the client can continue a reply elsewhere: it gets what there is, with finish reason "migrate", when
     the server is told to stop, or is there for prompts alone. `kv_ticket` is what came with that: it names the engine
-    that has the KV of these tokens."""
+    that has the KV of these tokens. A request that `continues` what the server has `kept` sends in `token_ids` only
+    what comes after it; a server that has it no longer answers 409, and gets all tokens then."""
 
     token_ids: list[int]
     model: str = "policy"
@@ -60,6 +68,7 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     stream_interval: int = 1
     may_migrate: bool = False
     kv_ticket: str | None = None
+    continues: Continued | None = None
 
 
 def chunk_tokens(interval: int, sent: int) -> int:
@@ -154,13 +163,15 @@ class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
 
 
 class GenerateChunk(msgspec.Struct, omit_defaults=True):
-    """One event of a streamed generate call. `error`, in a binary stream, ends it; `kv_ticket` is as in a reply."""
+    """One event of a streamed generate call. `error`, in a binary stream, ends it; `kv_ticket` is as in a reply.
+    `kept`, in the last one of a binary stream: the secret name under which a request may continue prompt and reply."""
 
     request_id: str
     choices: list[GenerateChunkChoice]
     model: str = "policy"
     error: "ErrorInfo | None" = None
     kv_ticket: str | None = None
+    kept: str | None = None
 
 
 class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):

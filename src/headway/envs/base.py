@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from headway.config.context import ContextRule
 from headway.core.episodes import Task
 from headway.core.messages import Message, Messages, as_messages
 from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
@@ -43,7 +44,12 @@ class State(SimpleNamespace):
 
 
 class Environment(ABC):
-    """Yields tasks and runs episodes. One instance serves many episodes at once: keep no episode's state on it."""
+    """Yields tasks and runs episodes. One instance serves many episodes at once: keep no episode's state on it.
+
+    `context_rule` keeps the conversations short that policies see; the setting `context` replaces it.
+    """
+
+    context_rule: ContextRule | None = None
 
     @abstractmethod
     def tasks(self) -> Sequence[Task]:

@@ -10,7 +10,7 @@ import msgspec
 from headway.core.episodes import EpisodeRequest, Trace
 from headway.core.messages import Message, Tool
 from headway.core.openai import Json, chat_body, read_reply
-from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy
+from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy, turn_limit
 
 RETRIES = 5
 KEY = "OPENAI_API_KEY"
@@ -20,7 +20,10 @@ KEY = "OPENAI_API_KEY"
 class ChatClient:
     """Asks one endpoint for the replies of an episode; failures that may pass are tried again."""
 
-    def __init__(self, request: EpisodeRequest, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, request: EpisodeRequest, session: aiohttp.ClientSession, turn_timeout: float | None = None
+    ) -> None:
+        self._turn_timeout = turn_timeout
         base = request.engines[0].rstrip("/")
         self._url = f"{base}/chat/completions" if base.endswith("/v1") else f"{base}/v1/chat/completions"
         self._request, self._session = request, session
@@ -29,7 +32,7 @@ class ChatClient:
     async def reply(
         self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
     ) -> tuple[Message, str]:
-        """The message and why it ended. Raises EpisodeFailure of kind "engine"."""
+        """The message and why it ended. Raises EpisodeFailure of kind "engine" or "timeout"."""
         sampling = self._request.sampling
         body = chat_body(
             messages,
@@ -42,7 +45,8 @@ class ChatClient:
         )
         started = time.perf_counter()
         try:
-            return read_reply(msgspec.json.decode(await self._retry(body)))
+            async with turn_limit(self._turn_timeout):
+                return read_reply(msgspec.json.decode(await self._retry(body)))
         except (ValueError, msgspec.DecodeError) as error:
             raise EpisodeFailure("engine", f"{self._url} sent no chat completion ({error})") from error
         finally:

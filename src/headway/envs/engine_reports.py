@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+from headway.core.prefixes import PromptNames
 from headway.core.protocol import EngineState
 from headway.core.routing import EngineView, Role
 from headway.transport.inference import EngineError, InferenceClient
@@ -41,12 +42,12 @@ class EngineReport:
         if state.running and state.tokens_per_second:
             self.rate = state.tokens_per_second / state.running
 
-    def view(self, url: str, token_ids: Sequence[int], model: str) -> EngineView:
+    def view(self, url: str, token_ids: Sequence[int], model: str, names: PromptNames | None = None) -> EngineView:
         """The engine as it looks for a prompt. One that does not answer seems to have an endless line."""
         state = self.state
         if state is None:
             return EngineView(url, waiting=_ENDLESS, role=self.role)
-        cached = 0 if state.prefixes is None else state.prefixes.count_cached(token_ids, model)
+        cached = 0 if state.prefixes is None else state.prefixes.count_cached(token_ids, model, names)
         return EngineView(url, state.running, state.waiting, self.sent, self.rate, cached, state.role)
 
     def close(self) -> None:

@@ -10,14 +10,16 @@ import aiohttp
 import msgspec
 
 from headway.core.episodes import EpisodeRequest
+from headway.core.growing import Growing
 from headway.core.messages import Message, Messages, as_messages
-from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.core.prefixes import PromptNames
+from headway.core.protocol import Continued, GenerateRequest, SamplingParams
 from headway.core.routing import rank_by_role
 from headway.envs.engine_reports import EngineReport
 from headway.envs.partial_reply import PartialReply
-from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, Tools
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, Tools, turn_limit
 from headway.envs.tools import describe
-from headway.envs.tree import Reply, TraceTree
+from headway.envs.tree import KeptBy, Prompt, Reply, TraceTree
 from headway.rendering.base import Renderer
 from headway.transport.inference import EngineError, InferenceClient
 from headway.transport.tls import client_context
@@ -45,7 +47,15 @@ class Engines:
             self._clients[url] = InferenceClient(url, session=self.session())
         return self._clients[url]
 
-    def rank(self, urls: Sequence[str], token_ids: list[int], model: str, *, begun: bool = False) -> list[str]:
+    def rank(
+        self,
+        urls: Sequence[str],
+        token_ids: Sequence[int],
+        model: str,
+        names: PromptNames | None = None,
+        *,
+        begun: bool = False,
+    ) -> list[str]:
         """Order engines for a prompt, or for a reply that has `begun`, by what they reported last; as they are while
         none has. Old reports are asked for anew meanwhile: nothing waits for them."""
         if len(urls) < 2:
@@ -54,7 +64,7 @@ class Engines:
             self._reports.setdefault(url, EngineReport()).refresh(self.client(url))
         if not any(self._reports[url].state for url in urls):
             return list(urls)
-        views = [self._reports[url].view(url, token_ids, model) for url in urls]
+        views = [self._reports[url].view(url, token_ids, model, names) for url in urls]
         return [view.url for view in rank_by_role(views, len(token_ids), self._draw, begun=begun)]
 
     def sent(self, url: str) -> None:
@@ -89,25 +99,30 @@ class EngineSampler:
     """Samples an episode's replies: the request's engines are tried in order of preference until one answers. A reply
     whose engine leaves or dies goes on elsewhere, after the tokens that have arrived."""
 
-    def __init__(self, request: EpisodeRequest, engines: Engines, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        request: EpisodeRequest,
+        engines: Engines,
+        stop_token_ids: Sequence[int],
+        turn_timeout: float | None = None,
+    ) -> None:
         stops = (*request.sampling.stop_token_ids, *stop_token_ids)
         self._sampling = msgspec.structs.replace(request.sampling, stop_token_ids=tuple(dict.fromkeys(stops)), n=1)
         self._request = request
         self._engines = engines
+        self._turn_timeout = turn_timeout
         self._calls = 0
         self.seconds = 0.0
 
-    async def sample(
-        self, token_ids: list[int], max_tokens: int | None, temperature: float | None, routed: int = 0
-    ) -> Reply:
-        """Sample a reply to `token_ids`; of the first `routed` the experts are known already.
-
-        Raises ContextLimit, or EpisodeFailure of kind "engine" when no engine answers."""
+    async def sample(self, prompt: Prompt, max_tokens: int | None, temperature: float | None) -> Reply:
+        """Sample a reply. Raises ContextLimit, or EpisodeFailure: of kind "engine" when no engine answers, of kind
+        "timeout" when it takes too long."""
         sampling = self._params(max_tokens, temperature)
         started = time.perf_counter()
-        reply = PartialReply(routed)
+        reply = PartialReply(prompt.routed)
         try:
-            await self._retry(token_ids, sampling, reply)
+            async with turn_limit(self._turn_timeout):
+                await self._retry(prompt, sampling, reply)
         finally:
             self.seconds += time.perf_counter() - started
         assert reply.finish_reason is not None
@@ -118,6 +133,7 @@ class EngineSampler:
             reply.finish_reason,
             sampling.temperature,
             reply.routed_experts,
+            reply.kept_by,
         )
 
     def _params(self, max_tokens: int | None, temperature: float | None) -> SamplingParams:
@@ -129,21 +145,20 @@ class EngineSampler:
         self._calls += 1
         return msgspec.structs.replace(sampling, **changes) if changes else sampling
 
-    async def _retry(self, token_ids: list[int], sampling: SamplingParams, reply: PartialReply) -> None:
+    async def _retry(self, prompt: Prompt, sampling: SamplingParams, reply: PartialReply) -> None:
         """Let one engine after the other continue `reply` until it is whole."""
         if not self._request.engines:
             raise EpisodeFailure("engine", "the episode request names no engine")
-        urls = self._engines.rank(self._request.engines, token_ids, self._request.policy)
+        urls = self._rank(prompt)
         wait, give_up, attempt = FIRST_WAIT, None, 0
         while True:
             url, before = urls[attempt % len(urls)], len(reply)
             try:
-                await self._once(url, token_ids, sampling, reply)
+                await self._once(url, prompt, sampling, reply)
                 if reply.finish_reason is not None:
                     return
                 if reply.kv_ticket is not None:
-                    known = token_ids + reply.token_ids
-                    urls = self._engines.rank(self._request.engines, known, self._request.policy, begun=True)
+                    urls = self._rank(prompt, begun=True)
                     attempt = 0
                     continue
                 pause = 0.0
@@ -161,38 +176,61 @@ class EngineSampler:
                 await asyncio.sleep(max(wait, pause))
                 wait = min(2 * wait, LONGEST_WAIT)
 
-    async def _once(self, url: str, token_ids: list[int], sampling: SamplingParams, reply: PartialReply) -> None:
+    def _rank(self, prompt: Prompt, *, begun: bool = False) -> list[str]:
+        request = self._request
+        return self._engines.rank(request.engines, prompt.token_ids, request.policy, prompt.names, begun=begun)
+
+    async def _once(self, url: str, prompt: Prompt, sampling: SamplingParams, reply: PartialReply) -> None:
         """Continue `reply` at the engine of `url`, until it is whole or the engine leaves. Raises EngineError; what
         came before that stays."""
-        known = token_ids + reply.token_ids
+        known = prompt.token_ids.extended(reply.token_ids) if len(reply) else prompt.token_ids
+        kept = prompt.kept if prompt.kept_by is not None and prompt.kept_by.url == url else 0
+        fitted = self._fitted(known, sampling, self._engines.context.get(url), reply)
         try:
-            await self._stream(url, known, self._fitted(known, sampling, self._engines.context.get(url), reply), reply)
+            try:
+                await self._stream(url, self._body(known, fitted, reply, prompt.kept_by, kept), reply)
+            except EngineError as error:
+                if not kept or error.param != "continues":
+                    raise
+                await self._stream(url, self._body(known, fitted, reply), reply)
         except EngineError as error:
             if error.status not in (400, 413, 422) or url in self._engines.context:
                 raise
             if await self._engines.learn_context(url) is None:
                 raise
-            await self._once(url, token_ids, sampling, reply)
+            await self._once(url, prompt, sampling, reply)
 
-    async def _stream(self, url: str, token_ids: list[int], sampling: SamplingParams, reply: PartialReply) -> None:
-        request = self._request
-        body = GenerateRequest(
-            token_ids,
-            request.policy,
+    def _body(
+        self,
+        token_ids: Growing[int],
+        sampling: SamplingParams,
+        reply: PartialReply,
+        kept_by: KeptBy | None = None,
+        kept: int = 0,
+    ) -> GenerateRequest:
+        """The request for the rest of `reply`, without the first `kept` tokens, which the engine has."""
+        return GenerateRequest(
+            token_ids[kept:],
+            self._request.policy,
             sampling,
-            priority=request.priority,
+            priority=self._request.priority,
             routed_experts_start=reply.routed,
             stream=True,
             stream_interval=STREAM_INTERVAL,
             may_migrate=True,
             kv_ticket=reply.kv_ticket,
+            continues=Continued(kept_by.name, kept) if kept_by is not None and kept else None,
         )
+
+    async def _stream(self, url: str, body: GenerateRequest, reply: PartialReply) -> None:
+        request = self._request
         reply.begin()
         self._engines.sent(url)
         chunks = self._engines.client(url).generate_stream(body, session_id=request.episode_id)
         async with aclosing(chunks):
             async for chunk in chunks:
                 reply.kv_ticket = chunk.kv_ticket
+                reply.kept_by = None if chunk.kept is None else KeptBy(url, chunk.kept)
                 for choice in chunk.choices:
                     try:
                         reply.extend(choice, request.version)
@@ -207,7 +245,7 @@ class EngineSampler:
             raise EngineError(0, f"the reply from the engine at {url} broke off", retryable=True)
 
     def _fitted(
-        self, token_ids: list[int], sampling: SamplingParams, context: int | None, reply: PartialReply
+        self, token_ids: Growing[int], sampling: SamplingParams, context: int | None, reply: PartialReply
     ) -> SamplingParams:
         """`sampling` with as many tokens as are still to come, and no more than the context has room for, where its
         length is known."""
@@ -233,8 +271,11 @@ class EnginePolicy(Policy):
         self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
     ) -> Message:
         prompt = self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools])
-        reply = await self._sampler.sample(prompt.token_ids, max_tokens, temperature, prompt.routed)
+        reply = await self._sampler.sample(prompt, max_tokens, temperature)
         return self.tree.record(prompt, reply)
+
+    def count_tokens(self, messages: Messages, tools: Tools = ()) -> int:
+        return len(self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools]).token_ids)
 
     def another(self, name: str) -> Policy:
         return EnginePolicy(self._renderer, self._sampler, name)

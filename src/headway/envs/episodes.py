@@ -5,9 +5,11 @@ import time
 import traceback
 from collections.abc import Sequence
 
+from headway.config.context import ContextRule
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKind, Trace
 from headway.envs.base import Environment
 from headway.envs.chat_endpoint import ChatClient, ChatPolicy
+from headway.envs.context.policy import ManagedPolicy
 from headway.envs.engines import EnginePolicy, Engines, EngineSampler
 from headway.envs.policy import EpisodeFailure, Policy
 from headway.envs.rewards import Reward, score
@@ -20,8 +22,19 @@ _MESSAGE_LIMIT = 1000
 class EpisodeRunner:
     """Runs episodes of one environment, any number at once."""
 
-    def __init__(self, environment: Environment, name: str, renderer: Renderer, engines: Engines) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        name: str,
+        renderer: Renderer,
+        engines: Engines,
+        context: ContextRule | None = None,
+        turn_timeout: float | None = None,
+    ) -> None:
+        """`context` replaces the environment's own rule; one reply may take `turn_timeout` seconds."""
+        self._turn_timeout = turn_timeout
         self._environment = environment
+        self._context = context or environment.context_rule
         self._rewards: Sequence[Reward] = environment.rewards()
         self._name = name
         self._renderer = renderer
@@ -46,10 +59,13 @@ class EpisodeRunner:
 
     def _policy(self, request: EpisodeRequest) -> tuple[EngineSampler | ChatClient, Policy]:
         if request.api == "chat":
-            client = ChatClient(request, self._engines.session())
-            return client, ChatPolicy(client)
-        sampler = EngineSampler(request, self._engines, self._renderer.stop_token_ids)
-        return sampler, EnginePolicy(self._renderer, sampler)
+            client = ChatClient(request, self._engines.session(), self._turn_timeout)
+            return client, self._managed(ChatPolicy(client))
+        sampler = EngineSampler(request, self._engines, self._renderer.stop_token_ids, self._turn_timeout)
+        return sampler, self._managed(EnginePolicy(self._renderer, sampler))
+
+    def _managed(self, policy: Policy) -> Policy:
+        return policy if self._context is None else ManagedPolicy(policy, self._context)
 
     async def _attempt(self, request: EpisodeRequest, policy: Policy, timings: dict[str, float]) -> EpisodeError | None:
         limit = asyncio.timeout(request.timeout)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from headway.core.protocol import GenerateChunkChoice, RoutedExperts
+from headway.envs.tree import KeptBy
 
 
 class PartialReply:
@@ -19,6 +20,7 @@ class PartialReply:
         self.finish_reason: str | None = None
         self.kv_ticket: str | None = None
         """Names the engine that has the KV of what has come so far, where the next one is to fetch it."""
+        self.kept_by: KeptBy | None = None
         self.routed = routed
         self._records: list[RoutedExperts] = []
         self._earlier: tuple[int, list[tuple[int, int]]] = (0, [])

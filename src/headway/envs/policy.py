@@ -1,7 +1,9 @@
 """Policies, which answer an environment's messages: one agent of an episode each, with a trace of what was said."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from headway.core.episodes import ErrorKind, Node, Trace
@@ -13,6 +15,10 @@ Tools = Sequence[Tool | ToolFunction | Callable[..., Any]]
 
 NOTE_LENGTH = 16_384
 """Characters of a note that are kept: it travels and is stored with every episode."""
+
+
+CHARACTERS_PER_TOKEN = 4
+"""The guess for policies whose tokenizer is not known."""
 
 
 class EpisodeFailure(Exception):  # noqa: N818 - `EpisodeError` is the same as data
@@ -29,6 +35,19 @@ class ContextLimit(EpisodeFailure):
 
     def __init__(self, message: str) -> None:
         super().__init__("context", message)
+
+
+@asynccontextmanager
+async def turn_limit(seconds: float | None) -> AsyncIterator[None]:
+    """Bound the time of one reply. Raises EpisodeFailure of kind "timeout"."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise EpisodeFailure("timeout", f"a reply took longer than {seconds:g} s") from None
 
 
 class Policy(ABC):
@@ -55,6 +74,12 @@ class Policy(ABC):
     @abstractmethod
     def another(self, name: str) -> "Policy":
         """A policy like this one, with an empty trace, for an agent called `name`."""
+
+    def count_tokens(self, messages: Messages, tools: Tools = ()) -> int:
+        """Count the tokens of the prompt that `chat` would send; a rough guess where a policy has no tokens."""
+        said = as_messages(messages)
+        calls = sum(len(call.name) + len(call.arguments) for message in said for call in message.tool_calls)
+        return (calls + sum(len(message.content) for message in said)) // CHARACTERS_PER_TOKEN
 
     def agent(self, name: str, index: int = 0) -> "Policy":
         """The agent called `name`, with a trace of its own. `index` tells several of one name apart."""

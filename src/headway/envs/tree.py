@@ -1,43 +1,62 @@
 """One agent's conversations as a tree of tokens, grown by appending wherever the renderer allows it."""
 
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from headway.core.episodes import Node, RoutedExperts, Trace
+from headway.core.growing import Growing
 from headway.core.messages import Message, Tool, ToolCall
+from headway.core.prefixes import PromptNames
 from headway.rendering.base import Rendered, Renderer, Segment
 from headway.rendering.replies import call_id
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages that end in the sampled reply of node `leaf`."""
+class KeptBy:
+    """The engine at `url` keeps prompt and reply under `name`: what follows can be sent alone."""
 
-    messages: tuple[Message, ...]
+    url: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that end in the sampled reply of node `leaf`, and their tokens. Routed experts of the first `routed`
+    tokens are recorded. `kept_by` is where an engine keeps the tokens, `names` are those of their blocks."""
+
+    messages: Growing[Message]
     tools: tuple[Tool, ...]
     leaf: int
+    token_ids: Growing[int]
+    routed: int
+    kept_by: "KeptBy | None"
+    names: PromptNames
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Tokens for the engine, and the branch that its reply will extend: `rendered` comes after node `parent`. Routed
-    experts of the first `routed` tokens are recorded there already."""
+    experts of the first `routed` tokens are recorded there already, and `kept_by` has the first `kept` tokens."""
 
-    messages: tuple[Message, ...]
+    messages: Growing[Message]
     tools: tuple[Tool, ...]
     parent: int
     rendered: Rendered
     first_message: int
-    token_ids: list[int]
+    token_ids: Growing[int]
     rewrites: bool
     routed: int = 0
+    kept: int = 0
+    kept_by: KeptBy | None = None
+    names: PromptNames = field(default_factory=PromptNames)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens as the engine sampled them, with logprobs and versions."""
+    """Tokens as the engine sampled them, with logprobs and versions. `kept_by` has them after those of the prompt."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -45,6 +64,7 @@ class Reply:
     finish_reason: str
     temperature: float = 1.0
     routed_experts: RoutedExperts | None = None
+    kept_by: KeptBy | None = None
 
 
 class TraceTree:
@@ -53,7 +73,7 @@ class TraceTree:
     def __init__(self, renderer: Renderer, agent: str = "policy") -> None:
         self.trace = Trace(agent=agent)
         self._renderer = renderer
-        self._conversations: list[Conversation] = []
+        self._conversations: list[Conversation] = []  # the longest last
         self._children: dict[int, list[int]] = {}  # unsampled ones, which may be shared
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
@@ -63,31 +83,36 @@ class TraceTree:
         sampled; where there is none, or the template would rewrite it, they are rendered anew. What is rendered
         anew may still begin with those very tokens, and then it extends them after all.
         """
-        messages, tools = tuple(messages), tuple(tools)
+        tools = tuple(tools)
         known = self._longest(messages, tools)
         if known is None:
             return self._anew(messages, tools, self._renderer.render(messages, tools, generation_prompt=True))
-        start, before = len(known.messages), self._tokens(known.leaf)
-        reply = len(self.trace.nodes[known.leaf].token_ids)
-        extension = self._renderer.extend(before, messages[start:], tools, reply=reply, history=known.messages)
+        start, before = len(known.messages), known.token_ids
+        new, reply = messages[start:], len(self.trace.nodes[known.leaf].token_ids)
+        extension = self._renderer.extend(before, new, tools, reply=reply, history=known.messages)
         if extension is None:
             rendered = self._renderer.render(messages, tools, generation_prompt=True)
-            if rendered.token_ids[: len(before)] != before:
+            if not before.begins(rendered.token_ids):
                 return self._anew(messages, tools, rendered)
             extension = _after(rendered, len(before), start)
-        tokens, routed = before + extension.token_ids, self._routed(known.leaf)
-        return Prompt(messages, tools, known.leaf, extension, start, tokens, False, routed)
+        said = known.messages.extended(new) if known.messages.begins(messages) else Growing(messages)
+        return Prompt(
+            said,
+            tools,
+            known.leaf,
+            extension,
+            start,
+            before.extended(extension.token_ids),
+            False,
+            known.routed,
+            len(before),
+            known.kept_by,
+            PromptNames(known.names),
+        )
 
-    def _anew(self, messages: tuple[Message, ...], tools: tuple[Tool, ...], rendered: Rendered) -> Prompt:
-        return Prompt(messages, tools, -1, rendered, 0, rendered.token_ids, self._said_before(messages))
-
-    def _routed(self, leaf: int) -> int:
-        """Count the tokens of a branch from its root on whose routed experts are recorded."""
-        records = [self.trace.nodes[index].routed_experts for index in self.trace.path(leaf)]
-        return max((record.end for record in records if record is not None), default=0)
-
-    def _tokens(self, leaf: int) -> list[int]:
-        return [token for index in self.trace.path(leaf) for token in self.trace.nodes[index].token_ids]
+    def _anew(self, messages: Sequence[Message], tools: tuple[Tool, ...], rendered: Rendered) -> Prompt:
+        said, tokens = Growing(messages), Growing(rendered.token_ids)
+        return Prompt(said, tools, -1, rendered, 0, tokens, self._said_before(messages))
 
     def record(self, prompt: Prompt, reply: Reply) -> Message:
         """Add `reply` to the tree; returns it as a message."""
@@ -112,7 +137,10 @@ class TraceTree:
         )
         self.trace.rewrites += prompt.rewrites
         self.trace.truncated |= reply.finish_reason == "length"
-        self._conversations.append(Conversation((*prompt.messages, message), prompt.tools, leaf))
+        routed = prompt.routed if reply.routed_experts is None else max(prompt.routed, reply.routed_experts.end)
+        said, tokens = prompt.messages.extended([message]), prompt.token_ids.extended(reply.token_ids)
+        conversation = Conversation(said, prompt.tools, leaf, tokens, routed, reply.kept_by, prompt.names)
+        insort(self._conversations, conversation, key=lambda known: len(known.messages))
         return message
 
     def _grow(self, prompt: Prompt) -> int:
@@ -143,15 +171,13 @@ class TraceTree:
         self.trace.nodes.append(Node(parent, token_ids, message))
         return siblings[-1]
 
-    def _longest(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Conversation | None:
-        best = None
+    def _longest(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> Conversation | None:
         for known in reversed(self._conversations):
-            longer = best is None or len(known.messages) > len(best.messages)
-            if longer and known.tools == tools and _continues(messages, known.messages):
-                best = known
-        return best
+            if len(messages) > len(known.messages) and known.tools == tools and repeats(messages, known.messages):
+                return known
+        return None
 
-    def _said_before(self, messages: tuple[Message, ...]) -> bool:
+    def _said_before(self, messages: Sequence[Message]) -> bool:
         """Tell whether `messages` hold a reply that was sampled here: rendering them anew rewrites history."""
         replies = [known.messages[-1] for known in self._conversations]
         return any(m.role == "assistant" and any(_same(m, reply) for reply in replies) for m in messages)
@@ -175,10 +201,11 @@ def _after(rendered: Rendered, tokens: int, messages: int) -> Rendered:
     return Rendered(segments)
 
 
-def _continues(messages: tuple[Message, ...], known: tuple[Message, ...]) -> bool:
-    if len(messages) <= len(known):
+def repeats(messages: Sequence[Message], known: Growing[Message]) -> bool:
+    """Tell whether `messages` begin with those of `known`, except for reasoning that may be left out."""
+    if len(messages) < len(known):
         return False
-    return all(_same(a, b) for a, b in zip(messages, known, strict=False))
+    return known.begins(messages) or all(_same(a, b) for a, b in zip(messages, known, strict=False))
 
 
 def _same(said: Message, recorded: Message) -> bool:

@@ -43,6 +43,8 @@ class Endpoint:
     kept: Kept = field(default_factory=Kept)
     said: dict[str, ToolCall] = field(default_factory=dict)
     """The policy's calls of tools by their ids."""
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Tokens up to and with a reply, by the id of its trace and its node."""
 
     @property
     def base_url(self) -> str:
@@ -58,21 +60,32 @@ class Endpoint:
             "ANTHROPIC_API_KEY": self.api_key,
         }
 
-    def recall(self, messages: list[Message]) -> list[Message]:
-        """`messages` with the policy's calls as it wrote them: agents that parse arguments write them back with other
+    def recall(self, message: Message) -> Message:
+        """`message` with the policy's calls as it wrote them: agents that parse arguments write them back with other
         spaces, which would be other tokens."""
-        return [
-            msgspec.structs.replace(message, tool_calls=tuple(map(self._recall, message.tool_calls)))
-            if message.tool_calls
-            else message
-            for message in messages
-        ]
+        if not message.tool_calls:
+            return message
+        return msgspec.structs.replace(message, tool_calls=tuple(map(self._recall, message.tool_calls)))
 
     def _recall(self, call: ToolCall) -> ToolCall:
         said = self.said.get(call.id)
         if said is None or said.name != call.name:
             return call
         return said if _same_json(said.arguments, call.arguments) else call
+
+    def completion(self, trace: Trace, message: Message, model: str) -> Completion:
+        """`message` with the token counts and the end that the trace recorded for it."""
+        at = next(i for i in reversed(range(len(trace.nodes))) if trace.nodes[i].message is message)
+        node = trace.nodes[at]
+        before, parent = 0, node.parent
+        while parent >= 0:
+            if (known := self.lengths.get((id(trace), parent))) is not None:
+                before += known
+                break
+            before += len(trace.nodes[parent].token_ids)
+            parent = trace.nodes[parent].parent
+        self.lengths[id(trace), at] = before + len(node.token_ids)
+        return Completion(message, node.finish_reason or "stop", before, len(node.token_ids), model)
 
     def check(self) -> None:
         """Raise what kept the model from answering: an agent that went on regardless proves nothing."""
@@ -155,7 +168,7 @@ class Proxy:
         try:
             call = kind.read(await request.read(), endpoint.kept)
             call.chat.check()
-            messages, tools = endpoint.recall(call.chat.conversation()), call.chat.offered_tools()
+            messages, tools = call.conversation(endpoint.recall), call.chat.offered_tools()
         except RequestError as error:
             return _error(kind, error.status, str(error), error.code, error.param)
         policy = endpoint.speaker(request.headers.get("X-Session-ID", ""))
@@ -170,7 +183,7 @@ class Proxy:
             endpoint.failure = failure
             return _error(kind, 503, failure.message)
         endpoint.said |= {said.id: said for said in message.tool_calls}
-        completion = _completion(policy.trace, message, call.chat.model)
+        completion = endpoint.completion(policy.trace, message, call.chat.model)
         if not call.chat.stream:
             return web.json_response(call.body(completion))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -179,17 +192,6 @@ class Proxy:
             await response.write(event)
         await response.write_eof()
         return response
-
-
-def _completion(trace: Trace, message: Message, model: str) -> Completion:
-    """`message` with the token counts and the end that the trace recorded for it."""
-    at = next(i for i in reversed(range(len(trace.nodes))) if trace.nodes[i].message is message)
-    node = trace.nodes[at]
-    before, parent = 0, node.parent
-    while parent >= 0:
-        before += len(trace.nodes[parent].token_ids)
-        parent = trace.nodes[parent].parent
-    return Completion(message, node.finish_reason or "stop", before, len(node.token_ids), model)
 
 
 async def _name_response(request: web.Request, response: web.StreamResponse) -> None:

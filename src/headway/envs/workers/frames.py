@@ -17,7 +17,8 @@ MAX_FRAME = 1 << 30
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first frame to a worker: what it serves. `tasks` asks for the list of tasks in return."""
+    """The first frame to a worker: what it serves. `tasks` asks for the list of tasks in return, `context` is the
+    rule that settings name."""
 
     env: str
     args: dict[str, Any]
@@ -26,6 +27,8 @@ class Start(msgspec.Struct, tag=True):
     renderer: str
     family: str | None
     tasks: bool
+    context: dict[str, Any] | None = None
+    turn_timeout: float | None = None
 
 
 class Run(msgspec.Struct, tag=True):

@@ -190,6 +190,8 @@ class EnvPool:
         worker = WorkerProcess(self, self.name, settings.workers.pass_env)
         model = str(self._model)
         start = Start(settings.id, settings.args, self.name, model, self._renderer, self._family, tasks)
+        start.context = None if settings.context is None else settings.context.model_dump()
+        start.turn_timeout = settings.turn_timeout
         known = await worker.start(start, settings.workers.memory_gb, self._start_timeout)
         if self._closed:
             await worker.stop()

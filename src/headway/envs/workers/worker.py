@@ -14,6 +14,9 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from headway.config.context import ContextRule
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Task
 from headway.core.errors import HeadwayError
 from headway.core.processes import die_with_parent
@@ -30,6 +33,7 @@ logger = logging.getLogger(__name__)
 RETIRE_AT = 8
 """Hung threads after which a worker asks to be replaced."""
 CLOSE_SECONDS = 5.0
+_CONTEXT: TypeAdapter[ContextRule] = TypeAdapter(ContextRule)
 
 
 class Worker:
@@ -72,7 +76,8 @@ class Worker:
         renderer = load_renderer(Path(start.model), start.renderer, start.family)
         await environment.open()
         self._name = start.name
-        self._runner = EpisodeRunner(environment, start.name, renderer, self._engines)
+        context = None if start.context is None else _CONTEXT.validate_python(start.context)
+        self._runner = EpisodeRunner(environment, start.name, renderer, self._engines, context, start.turn_timeout)
         return environment, tasks
 
     async def _shut_down(self, environment: Environment) -> None:

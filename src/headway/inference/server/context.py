@@ -9,6 +9,7 @@ from headway.core.routing import Role
 from headway.inference.engine import POLICY, Engine, LoadingError
 from headway.inference.handover.records import BlockRecords
 from headway.inference.handover.tickets import Tickets
+from headway.inference.server.conversations import Conversations
 from headway.inference.server.tokenizing import Tokenizing
 from headway.rendering.base import Renderer
 
@@ -28,6 +29,7 @@ class ServerContext:
     folder: str | None = None
     tokenizer: str | None = None
     tokenizing: Tokenizing = field(default_factory=Tokenizing)
+    conversations: Conversations = field(default_factory=Conversations)
     tickets: Tickets | None = field(init=False)
     records: BlockRecords = field(init=False)
     generating: set[str] = field(default_factory=set)

@@ -38,8 +38,8 @@ async def generate(http: web.Request) -> web.StreamResponse:
     request, _ = await read_prompt_body(http, GenerateRequest, engine)
     request.model = context_of(http).policy_name(request.model)
     request.request_id = request.request_id or new_id("gen")
-    check_request(request, engine)
     context = context_of(http)
+    check_request(request, engine, context.conversations.resume(request))
     if context.leaving:
         raise LeavingError("the server is stopping; send the request to another one")
     await take_over(context, request, engine)
@@ -85,6 +85,7 @@ def _binary_response(request: GenerateRequest, result: Result) -> web.Response:
 async def _stream(http: web.Request, request: GenerateRequest, handed_over: bool) -> web.StreamResponse:
     wants = request.sampling_params.logprobs is not None
     context, binary = context_of(http), FRAMES in http.headers.get("Accept", "")
+    reply: list[int] = []
     async with FrameStream(http) if binary else EventStream(http) as events:
         async for chunk in context.engine.stream(request):
             logprobs = _logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if wants else None
@@ -99,7 +100,11 @@ async def _stream(http: web.Request, request: GenerateRequest, handed_over: bool
             if chunk.experts is not None:
                 choice.routed_experts = _experts(chunk.experts, request, packed=True)
             ticket = ticket_for(context, reason, handed_over=handed_over)
-            await events.send(GenerateChunk(request.request_id or "", [choice], request.model, kv_ticket=ticket))
+            part = GenerateChunk(request.request_id or "", [choice], request.model, kv_ticket=ticket)
+            reply += chunk.token_ids
+            if binary and reason in ("stop", "length") and request.sampling_params.n == 1:
+                part.kept = context.conversations.keep(request, reply, context.engine.state().kv_capacity_tokens)
+            await events.send(part)
     return events.response
 
 

@@ -57,8 +57,8 @@ def _too_long(size: int, engine: Engine) -> RequestError:
     return RequestError(message, code=CONTEXT_EXCEEDED)
 
 
-def check_request(request: GenerateRequest, engine: Engine) -> None:
-    """Raises RequestError on anything the engine could not serve."""
+def check_request(request: GenerateRequest, engine: Engine, known: int = 0) -> None:
+    """Raises RequestError on anything the engine could not serve. The first `known` tokens were served before."""
     models = engine.models()
     if request.model not in models:
         message = f"model {request.model!r} does not exist; known: {', '.join(models)}"
@@ -73,7 +73,8 @@ def check_request(request: GenerateRequest, engine: Engine) -> None:
             "token_ids",
             code=CONTEXT_EXCEEDED,
         )
-    if min(tokens) < 0 or max(tokens) >= engine.vocab_size:
+    new = tokens[known:] if known else tokens
+    if new and (min(new) < 0 or max(new) >= engine.vocab_size):
         raise RequestError(f"token ids must be 0 to {engine.vocab_size - 1}", "token_ids")
     if not 0 <= request.routed_experts_start <= len(tokens):
         raise RequestError(

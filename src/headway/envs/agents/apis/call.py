@@ -1,19 +1,29 @@
 """One call of an agent, whatever API it came through: read as a chat request, answered in the API's own words."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from headway.core.growing import Growing
+from headway.core.messages import Message
 from headway.core.openai import ChatRequest, Completion, Json, RequestError, error_body, error_type
+
+Recall = Callable[[Message], Message]
+"""Puts the policy's own words into a message that it wrote."""
 
 
 @dataclass
 class Kept:
-    """The memory of an episode's endpoint, for agents that refer to earlier replies."""
+    """The memory of an episode's endpoint: for agents that refer to earlier replies, and for those that repeat the
+    whole conversation in every call, of which each message is read once."""
 
-    responses: dict[str, tuple[str | None, list[Json]]] = field(default_factory=dict)
-    """By the id of a response: the one before it, and the messages that it added."""
+    responses: dict[str, Growing[Message]] = field(default_factory=dict)
+    """By the id of a response: the messages up to it, instructions left out, as OpenAI does."""
+    messages: dict[bytes, Message] = field(default_factory=dict)
+    """By the JSON of a message."""
+    latest: tuple[list[Any], list[Message]] = field(default_factory=lambda: ([], []))
+    """The messages of the last chat call, as they came and as they were read."""
 
 
 class Call(ABC):
@@ -27,6 +37,10 @@ class Call(ABC):
     @abstractmethod
     def read(cls, content: bytes, kept: Kept) -> Self:
         """The call of a request's body. Raises RequestError on what is malformed or can't be honoured."""
+
+    def conversation(self, recall: Recall) -> list[Message]:
+        """All messages of the call. Raises RequestError where there is none, or one is malformed."""
+        return [recall(message) for message in self.chat.conversation()]
 
     @abstractmethod
     def body(self, reply: Completion) -> Json:

@@ -6,9 +6,10 @@ from typing import Any, Self
 
 import msgspec
 
+from headway.core.growing import Growing
 from headway.core.messages import Message
 from headway.core.openai import ChatRequest, Completion, Json, RequestError, decode, named_event, new_id
-from headway.envs.agents.apis.call import Call, Kept, call_json, plain_text, tool_json
+from headway.envs.agents.apis.call import Call, Kept, Recall, call_json, plain_text, tool_json
 
 _TEXT = ("input_text", "output_text", "text")
 _UNSUPPORTED = ("background", "conversation", "prompt", "top_logprobs", "max_tool_calls")
@@ -50,9 +51,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 class ResponsesCall(Call):
     """POST /v1/responses"""
 
-    def __init__(self, asked: ResponsesRequest, chat: ChatRequest, added: list[Json], kept: Kept) -> None:
+    def __init__(self, asked: ResponsesRequest, chat: ChatRequest, kept: Kept) -> None:
         super().__init__(chat, kept)
-        self._asked, self._added = asked, added
+        self._asked = asked
+        self._said: Growing[Message] = Growing()
 
     @classmethod
     def read(cls, content: bytes, kept: Kept) -> Self:
@@ -65,7 +67,7 @@ class ResponsesCall(Call):
             raise RequestError(f"an item of the input is malformed: {error!r}", "input") from None
         head = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         chat = ChatRequest(
-            messages=[*head, *_earlier(asked.previous_response_id, kept), *added],
+            messages=[*head, *added],
             model=asked.model,
             tools=[_read_tool(tool) for tool in asked.tools or ()],
             tool_choice=asked.tool_choice,
@@ -73,7 +75,14 @@ class ResponsesCall(Call):
             max_tokens=asked.max_output_tokens,
             stream=asked.stream,
         )
-        return cls(asked, chat, added, kept)
+        return cls(asked, chat, kept)
+
+    def conversation(self, recall: Recall) -> list[Message]:
+        earlier = _earlier(self._asked.previous_response_id, self.kept)
+        head = 1 if self._asked.instructions else 0
+        new = super().conversation(recall) if self.chat.messages or not earlier else []
+        self._said = earlier.extended(new[head:])
+        return [*new[:head], *self._said]
 
     def body(self, reply: Completion) -> Json:
         cut = reply.finish_reason == "length"
@@ -97,8 +106,7 @@ class ResponsesCall(Call):
             "metadata": {},
         }
         if self._asked.store is not False:
-            said = [*self._added, reply.message.to_openai()]
-            self.kept.responses[out["id"]] = (self._asked.previous_response_id, said)
+            self.kept.responses[out["id"]] = self._said.extended([reply.message])
         return out
 
     def events(self, reply: Completion) -> Iterator[bytes]:
@@ -155,15 +163,13 @@ def output_items(message: Message, status: str) -> list[Json]:
     return items
 
 
-def _earlier(id: str | None, kept: Kept) -> list[Json]:
-    """The messages up to and with the response `id`, instructions left out, as OpenAI does."""
-    parts: list[list[Json]] = []
-    while id is not None:
-        if id not in kept.responses:
-            raise RequestError(f"there is no response {id!r} in this episode", "previous_response_id", 404)
-        id, added = kept.responses[id]
-        parts.append(added)
-    return [message for part in reversed(parts) for message in part]
+def _earlier(id: str | None, kept: Kept) -> Growing[Message]:
+    """The messages up to and with the response `id`."""
+    if id is None:
+        return Growing()
+    if id not in kept.responses:
+        raise RequestError(f"there is no response {id!r} in this episode", "previous_response_id", 404)
+    return kept.responses[id]
 
 
 def _read_tool(tool: Json) -> Json:
