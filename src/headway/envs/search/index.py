@@ -1,0 +1,73 @@
+"""A full-text index of documents in SQLite (FTS5): search, read, find."""
+
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable
+
+from headway.core.errors import HeadwayError
+from headway.envs.search.documents import Document
+
+SHOWN_LINES = 60
+MOST_HITS = 5
+MOST_FOUND = 10
+_AROUND = 2
+"""Lines that follow a line that was found, and are shown with it."""
+
+
+class Index:
+    """Documents by name. Tools call it from threads, one at a time."""
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        """Raises HeadwayError where Python's SQLite lacks FTS5."""
+        self._lock = threading.Lock()
+        self._lines = {document.name: document.text.splitlines() for document in documents}
+        self._database = sqlite3.connect(":memory:", check_same_thread=False)
+        try:
+            self._database.execute(
+                "create virtual table documents using fts5(name, text, tokenize = 'porter unicode61')"
+            )
+        except sqlite3.OperationalError as error:
+            raise HeadwayError(f"the SQLite of this Python has no full-text search (FTS5): {error}") from error
+        rows = [(name, "\n".join(lines)) for name, lines in self._lines.items()]
+        self._database.executemany("insert into documents values (?, ?)", rows)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._lines
+
+    def search(self, query: str) -> str:
+        """Name the documents that fit best, each with the passage that fits."""
+        words = re.findall(r"\w+", query)
+        if not words:
+            return "error: the query has no words"
+        # Quoted, since words such as AND and NEAR mean something to FTS5.
+        match = " OR ".join(f'"{word}"' for word in words)
+        sql = (
+            "select name, snippet(documents, 1, '', '', ' … ', 24) from documents where documents match ? "
+            "order by bm25(documents, 4.0, 1.0), name limit ?"
+        )
+        with self._lock:
+            rows = self._database.execute(sql, (match, MOST_HITS)).fetchall()
+        return "\n".join(f"{name}: {' '.join(text.split())}" for name, text in rows) or "nothing was found"
+
+    def open(self, name: str, line: int) -> str:
+        """Show a document from a line on."""
+        lines = self._lines[name]
+        first = min(max(1, line), max(1, len(lines)))
+        shown = lines[first - 1 : first - 1 + SHOWN_LINES]
+        head = f"{name}, lines {first} to {first + len(shown) - 1} of {len(lines)}"
+        return "\n".join([head, *shown])
+
+    def find(self, name: str, text: str) -> str:
+        """Show the lines that hold a text, with their numbers."""
+        lines = self._lines[name]
+        places = [i for i, line in enumerate(lines) if text.lower() in line.lower()]
+        found = [
+            "\n".join(f"{number + 1}: {lines[number]}" for number in range(i, min(len(lines), i + 1 + _AROUND)))
+            for i in places[:MOST_FOUND]
+        ]
+        more = [f"[{len(places) - MOST_FOUND} more]"] if len(places) > MOST_FOUND else []
+        return "\n--\n".join([*found, *more]) or f"{name} does not hold this text"
+
+    def close(self) -> None:
+        self._database.close()
