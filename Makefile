@@ -26,8 +26,9 @@ help:
 quickstart: setup
 	$(BIN)/python examples/reverse_text/quickstart.py
 
+# Two workers compute in one thread each; with more threads they would only wait for each other.
 test: lint
-	$(BIN)/python -m pytest -m 'not slow'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2
 
 test-slow: setup-dev
 	$(BIN)/python -m pytest -m slow

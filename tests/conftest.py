@@ -6,11 +6,15 @@ import random
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
 
 # Torch asks DNS for the name of every address that a process group connects to, 127.0.0.1 too, and waits: five seconds
 # and another try wherever a name server is slow to answer, in the thread that serves the group's store.
@@ -21,9 +25,35 @@ settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+# Folders whose tests share a server or look for what others left. They come first: they are the longest.
+TOGETHER = ("inference", "envs", "sandboxes")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadScopeScheduling":
+    """Leave all tests of a file, and of such a folder, to one worker of `pytest -n 2`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class FolderScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = _folder(nodeid)
+            return folder if folder in TOGETHER else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return FolderScheduling(config, log)
+
+
+def _folder(nodeid: str) -> str:
+    """The folder below tests/ that a test is in; tests/swe counts as tests/sandboxes, for it runs sandboxes too."""
+    folder = nodeid.split("/")[1]
+    return "sandboxes" if folder == "swe" else folder
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs vLLM where it is not installed. Looking for it costs nothing; importing it takes ten seconds."""
+    """Begin with the longest folders, and skip what needs vLLM where it is not installed."""
+    places = {folder: place for place, folder in enumerate(TOGETHER)}
+    items.sort(key=lambda item: places.get(_folder(item.nodeid), len(TOGETHER)))
+    # Looking for vLLM costs nothing; importing it takes ten seconds.
     if find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):

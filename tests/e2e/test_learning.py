@@ -58,14 +58,6 @@ def test_lora(run_rl: RunRl) -> None:
     assert_trainer_agrees_with_engine(run)
 
 
-def test_experts_are_replayed_in_the_trainer(run_rl: RunRl, tmp_path_factory: pytest.TempPathFactory) -> None:
-    rows = reverse_text.demonstrations(10_000, seed=0, copy_share=0.5)
-    model = warm_up(tmp_path_factory.mktemp("moe"), rows, "--model.path", "tiny-moe")
-    run = run_rl("--max_steps", "40", *ON_POLICY, "--model.path", str(model))
-    assert_learned(run, by=0.08)
-    assert_trainer_agrees_with_engine(run)
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("shape", ["tiny-glm4-moe", "tiny-gpt-oss", "tiny-hybrid"])
 def test_families_learn(run_rl: RunRl, tmp_path_factory: pytest.TempPathFactory, shape: str) -> None:

@@ -1,4 +1,4 @@
-"""A mixture of experts learns as well over expert and context ranks as on one rank."""
+"""A mixture of experts learns on one rank, and as well over expert and context ranks."""
 
 from pathlib import Path
 

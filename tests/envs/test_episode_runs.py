@@ -256,13 +256,14 @@ class Troubled(Environment):
         ("raise", "environment", "ValueError: no board"),
         ("own timeout", "environment", "TimeoutError: theirs"),
         ("failure", "tool", "sandbox is gone"),
-        ("slow", "timeout", "longer than 0.5 s"),
+        ("slow", "timeout", "longer than 2 s"),
         ("bad message", "environment", "not a chat message"),
     ],
 )
 def test_errors_of_environments_are_data_and_keep_what_was_said(trouble, kind, message):
     engine = ScriptedEngine(lambda request, prompt: "x")
-    episode = run(Troubled(), engine, task=Task("0", {"trouble": trouble}), timeout=0.5)
+    timeout = 2.0 if trouble == "slow" else 60.0  # enough to ask the engine first
+    episode = run(Troubled(), engine, task=Task("0", {"trouble": trouble}), timeout=timeout)
     assert episode.error.kind == kind
     assert message in episode.error.message
     assert len(episode.traces[0].nodes) == 3

@@ -350,7 +350,7 @@ def test_abort_by_id_returns_what_there_was(server: LiveServer) -> None:
         request = GenerateRequest([1, 2], sampling_params=params, request_id="mine")
         await client.pause()
         flight = asyncio.create_task(client.generate(request))
-        await asyncio.sleep(0.1)
+        await until_state(client, lambda state: state.running + state.waiting == 1)
         with pytest.raises(EngineError, match="in flight"):
             await client.generate(request)
         await client.abort("mine")

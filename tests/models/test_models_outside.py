@@ -1,8 +1,6 @@
 """What is done to a model from outside: activation checkpointing, sharding over ranks, precision."""
 
 import multiprocessing
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +81,6 @@ def test_bfloat16_stays_close_to_float32(family: str) -> None:
     assert (found - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _check_sharded(rank: int, family: str, folder: Path) -> None:
     source = random_model(small(family), seed=7)
     model = build_model(small(family), seed=1)
@@ -113,10 +105,10 @@ def _check_sharded(rank: int, family: str, folder: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-def _rank(rank: int, ranks: int, port: int, folder: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _rank(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    # They meet by a file: a port that was free may be taken by the time they are there.
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=ranks)
     try:
         for family in ("qwen3", "qwen3_moe"):
             _check_sharded(rank, family, folder / family)
@@ -125,8 +117,8 @@ def _rank(rank: int, ranks: int, port: int, folder: Path) -> None:
 
 
 def test_sharded_models_load_and_save_the_same_tensors(tmp_path: Path) -> None:
-    context, port = multiprocessing.get_context("spawn"), _free_port()
-    ranks = [context.Process(target=_rank, args=(rank, 2, port, tmp_path)) for rank in range(2)]
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, 2, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -135,7 +135,7 @@ def test_a_server_inside_is_reached_from_outside(kind: str) -> None:
         server = ["python3", "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
         process = await box.background(server, log="server.log")
         url = await box.expose(port)
-        for _ in range(200):
+        for _ in range(1200):
             with contextlib.suppress(OSError):
                 body = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}/index.html", timeout=5).read())
                 break
@@ -239,7 +239,7 @@ def test_the_keeper_in_python_does_the_same(monkeypatch: pytest.MonkeyPatch) -> 
         server = ["python3", "-m", "http.server", "--bind", "127.0.0.1", "8123"]
         process = await box.background(server, log="log")
         url = await box.expose(8123)
-        for _ in range(200):
+        for _ in range(1200):
             with contextlib.suppress(OSError):
                 assert await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).status) == 200
                 break

@@ -196,8 +196,8 @@ def test_a_request_in_line_starts_on_the_new_weights_alone(vllm: Harness, tmp_pa
         await vllm.generate(long, 1)
         await vllm.engine.pause("keep")
         flight = asyncio.create_task(vllm.generate(long, 8))
-        await asyncio.sleep(0.1)
-        assert all(request.sent for request in vllm.engine._requests)
+        while [request.sent for request in vllm.engine._requests] != [True]:  # noqa: ASYNC110 (vLLM takes it)
+            await asyncio.sleep(0.005)
         await vllm.engine.update(update)
         await vllm.engine.resume()
         choice = await flight
