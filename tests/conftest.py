@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 # and another try wherever a name server is slow to answer, in the thread that serves the group's store.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# Everywhere else every run draws new examples; a submission's verdict must not depend on luck.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# Everywhere else every run draws new examples; a submission's verdict must not depend on luck. Nowhere may it depend on
+# how long an example takes, which hypothesis would look at.
+PATIENT = [HealthCheck.too_slow]
+settings.register_profile("suite", derandomize=bool(os.environ.get("CI")), deadline=None, suppress_health_check=PATIENT)
+settings.load_profile("suite")
 
 # Folders whose tests share a server or look for what others left. They come first: they are the longest.
 TOGETHER = ("inference", "envs", "sandboxes")

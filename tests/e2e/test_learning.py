@@ -35,25 +35,25 @@ def assert_trainer_agrees_with_engine(run: Run) -> None:
     ],
 )
 def test_on_policy(run_rl: RunRl, flags: tuple[str, ...]) -> None:
-    run = run_rl("--max_steps", "40", *ON_POLICY, *flags)
+    run = run_rl("--max_steps", "20", *ON_POLICY, *flags)
     assert_learned(run, by=0.1)
     assert_trainer_agrees_with_engine(run)
     assert max(run.column("orchestrator", "lag/max")) == 0
 
 
 def test_off_policy_by_up_to_eight_versions(run_rl: RunRl) -> None:
-    run = run_rl("--max_steps", "40", "--orchestrator.max_lag", "8", "--weights.type", "point_to_point")
+    run = run_rl("--max_steps", "20", "--orchestrator.max_lag", "8", "--weights.type", "point_to_point")
     assert_learned(run, by=0.1)
     assert 0 < max(run.column("orchestrator", "lag/max")) <= 8
 
 
 def test_rae_measures_an_agent_against_its_own_past(run_rl: RunRl) -> None:
-    run = run_rl("--max_steps", "40", "--orchestrator.algorithm.type", "rae")
+    run = run_rl("--max_steps", "20", "--orchestrator.algorithm.type", "rae")
     assert_learned(run, by=0.08)
 
 
 def test_lora(run_rl: RunRl) -> None:
-    run = run_rl("--max_steps", "40", *ON_POLICY, "--model.lora.rank", "16", "--trainer.optim.lr", "1e-3")
+    run = run_rl("--max_steps", "20", *ON_POLICY, "--model.lora.rank", "16", "--trainer.optim.lr", "1e-3")
     assert_learned(run, by=0.08)
     assert_trainer_agrees_with_engine(run)
 

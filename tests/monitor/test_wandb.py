@@ -1,6 +1,7 @@
 """Weights & Biases, with its own package and offline: one run with config, axes, tables, continued after a resume."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,22 @@ def records(folder: Path) -> list[Any]:
             place += BLOCK - place % BLOCK
             continue
         size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if len(data) < place + HEADER + size:
+            break
         parts += data[place + HEADER : place + HEADER + size]
         place += HEADER + size
         if kind in (1, 4):  # whole, or the last piece
             found.append(wandb_internal_pb2.Record.FromString(parts))
             parts = b""
+    return found
+
+
+def whole(folder: Path) -> list[Any]:
+    """All records, once the last one is there: a process of W&B writes them, some after the run has been closed."""
+    deadline = time.monotonic() + 60
+    while not (found := records(folder)) or found[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, "the file of the run has no end"
+        time.sleep(0.05)
     return found
 
 
@@ -55,7 +67,7 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPaths, list[Any]]
     run.update("orchestrator", {"step": 2.0, "time": 3.0, "reward/mean": 0.75})
     run.update("trainer", {"step": 1.0, "time": 2.0, "loss": 0.6})  # a resumed run reads its lines again
     run.close()
-    return paths, records(paths.metrics)
+    return paths, whole(paths.metrics)
 
 
 def test_all_processes_are_one_run_with_their_own_steps(sent: tuple[RunPaths, list[Any]]) -> None:
