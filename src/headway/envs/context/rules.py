@@ -1,4 +1,4 @@
-"""What each rule makes of a conversation: messages in, messages out. Pure, except that counting is passed in."""
+"""Rules of context management as functions: messages in, messages out. Pure, except that counting is passed in."""
 
 from collections.abc import Callable, Sequence
 
