@@ -32,12 +32,12 @@ TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.token_to_id("<|im_end|>")
 RULES = {
     # Calls and notes stay: where they alone are too long, every turn is rewritten.
-    "keep_last": (KeepLast(outputs=2, above=8192), 70, 1800),
-    "drop_old": (DropOld(turns=4, above=8192), 500, 160),
-    "budget": (TokenBudget(tokens=2048, above=8192), 500, 160),
-    "summarize": (Summarize(turns=1, above=8192), 500, 160),
+    "keep_last": (KeepLast(outputs=2, above=8192), 70, 1800, 60),
+    "drop_old": (DropOld(turns=4, above=8192), 500, 160, 20),
+    "budget": (TokenBudget(tokens=2048, above=8192), 500, 160, 20),
+    "summarize": (Summarize(turns=1, above=8192), 500, 160, 20),
 }
-"""Each rule with turns and the size of a tool's output, about 131 thousand tokens in all."""
+"""Each rule with turns and the size of a tool's output, about 131 thousand tokens in all, and the most rewrites."""
 
 
 def look(number: int, output: str = "") -> list[Message]:
@@ -194,11 +194,11 @@ def test_a_summary_that_does_not_fit_leaves_the_turns_out():
 
 @pytest.mark.parametrize("name", RULES)
 def test_long_episodes_train_what_the_policy_saw_and_no_token_twice(name):
-    rule, turns, size = RULES[name]
+    rule, turns, size, most = RULES[name]
     inner, samples = play(rule, turns, size)
     trace = inner.trace
     rewrites = int(trace.metrics["context_rewrites"])
-    assert rewrites > 4
+    assert 4 < rewrites < most
     assert len(samples) == rewrites + 1 == len(trace.branches())
     check_against_the_template(inner, samples)
     for sample in samples:
