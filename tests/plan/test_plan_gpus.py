@@ -38,7 +38,12 @@ def measured(name: str) -> float:
 
 @pytest.mark.parametrize(
     ("model", "kind", "length"),
-    [("qwen3-0.6b", "full", "16k"), ("qwen3-0.6b", "full", "64k"), ("qwen3-4b", "lora", "16k")],
+    [
+        ("qwen3-0.6b", "full", "16k"),
+        ("qwen3-0.6b", "full", "64k"),
+        ("qwen3-4b", "lora", "16k"),
+        ("qwen3-4b", "lora", "64k"),
+    ],
 )  # fmt: skip
 def test_training_is_predicted_as_it_was_measured_on_an_h200(model: str, kind: str, length: str) -> None:
     tokens = LENGTHS[length]

@@ -9,7 +9,7 @@ from headway.plan.speeds import Speeds
 from headway.plan.virtual_time import run_virtually
 from headway.plan.world import Observed, World, quiet
 
-MOST_REPLIES = 2500
+MOST_REPLIES = 1500
 """Replies that are simulated, unless the first steps alone have more."""
 SMALLEST_BATCH, FEWEST_GROUPS = 64, 8
 """Of the part of a large run that is simulated."""
