@@ -1,10 +1,9 @@
-"""Headway's server around an engine that answers by script: `python server.py [PORT]`. Prints its port.
+"""Headway's server around an engine that answers by script: `python server.py`. Prints its port.
 
 Every reply calls the tool `look` and pads itself to REPLY tokens; its logprobs are a function of token and position.
 """
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -85,25 +84,25 @@ class ScriptedEngine(BaseEngine[AdapterTable]):
 
 
 @asynccontextmanager
-async def serving(port: int = 0) -> AsyncIterator[int]:
-    """Serve at `port`, 0 for a free one."""
+async def serving() -> AsyncIterator[int]:
+    """Serve at a free port."""
     engine = ScriptedEngine()
     await engine.start()
     context = ServerContext(ChatMLRenderer(engine.tokenizer), loaded=engine)
     runner = web.AppRunner(build_app(context), access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
 
 
-async def main(port: int) -> None:
-    async with serving(port) as served_at:
-        print(served_at, flush=True)
+async def main() -> None:
+    async with serving() as port:
+        print(port, flush=True)
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 0))
+    asyncio.run(main())
