@@ -17,9 +17,11 @@ from headway.config.commands import COMMAND_SETTINGS
 from headway.config.flags import locate
 from headway.config.loader import load_settings
 from headway.config.schema import Kind
+from headway.envs.packages.folder import read_package
+from headway.envs.packages.template import write_template
 from headway.envs.registry import find_factory
 
-PLACEHOLDERS = {"RUN": "outputs/my-run", "NAME": "reverse-text", "N": "2", "COMMAND": "rl"}
+PLACEHOLDERS = {"RUN": "outputs/my-run", "NAME": "reverse-text", "N": "2", "COMMAND": "rl", "FOLDER": "./word-vowels"}
 """Words that stand for something of the reader's."""
 LAYERS = ("base.toml", "mine.toml", "rl.toml", "sft.toml", "trainer.toml")
 """Settings files of the reader's, empty here."""
@@ -44,6 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, _models_are_the_readers: No
     (folder / "examples").symlink_to(ROOT / "examples")
     for layer in LAYERS:
         (folder / layer).touch()
+    write_template("word-vowels", folder)
     for page in PAGES:
         for block in blocks(page, "python"):
             if file := re.match(r"# (\w+\.py)\n", block):
@@ -76,6 +79,10 @@ def check_environments(argv: list[str], options: Any) -> None:
         case ["env", "filter", *_]:
             for env, args in options.envs:
                 inspect.signature(find_factory(env)).bind_partial(**args)
+        case ["env", "new" | "publish" | "add", *_]:
+            pass
+        case ["env", "check", env, *_] if "/" in env:
+            read_package(Path(env))
         case ["env", _, env, *_]:
             inspect.signature(find_factory(env)).bind_partial(**dict(options.args))
         case ["eval", *_]:

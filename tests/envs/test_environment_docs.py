@@ -1,6 +1,5 @@
 """The examples of the documentation run as they stand."""
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -36,8 +35,12 @@ def test_the_environments_of_the_page_reward_what_they_say(name, answers, reward
     names = environments()
     environment = names[name]()
     assert isinstance(environment, Environment)
-    traces = asyncio.run(names["play"](environment, answers))
+    traces = names["play"](environment, 0, answers)
     assert [trace.reward for trace in traces] == rewards
+
+
+def test_the_test_of_the_page_passes():
+    environments()["test_the_reversed_word_is_rewarded"]()
 
 
 def test_the_example_of_the_rendering_page_prints_a_prompt(tmp_path, monkeypatch, capsys):

@@ -23,6 +23,10 @@ usage: headway env list
        headway env try NAME [--task 0] [--url URL] [--tokens] [--args.NAME VALUE ...]
        headway env demos NAME [-n 1000] [-o FILE] [--args.NAME VALUE ...]
        headway env filter NAME --url URL -o FILE [--min-rate 0.1] [--max-rate 0.9] [--args.NAME VALUE ...]
+       headway env new NAME
+       headway env check NAME|FOLDER [--json] [--tasks 8] [--timeout 10] [--args.NAME VALUE ...]
+       headway env publish FOLDER --index FOLDER
+       headway env add PACKAGE[==VERSION]|FOLDER|git+URL [--index FOLDER|URL] [--lock FILE] [--sha256 HASH]
 
 list    the environments that are bundled or installed
 show    what one is about: its arguments, rewards, tools, and its first tasks
@@ -30,6 +34,14 @@ try     play an episode by hand in the terminal, or watch a served model play it
 demos   write conversations that warm a model up for it, as JSONL for `headway sft`
 filter  let a served model try every task several times, and write the tasks that it sometimes solves as a task set,
         which a run takes by `task_set = "FILE"` in [[orchestrator.envs]]
+new     write a package with an environment, tasks, tests and settings, which works as it is
+check   try an environment in a process of its own: does it load, are its tasks the same every time, are its rewards
+        finite and in their range, how long does a task take, and does it survive replies that are empty, huge or
+        garbage? Prints a table with what to do about each failure; the exit code is 1 where something failed
+publish build a package as a wheel and add it to an index: a folder that any web server can serve
+add     install a package, changing the version of nothing else, and write name, version, hash and source into
+        environments.lock; a package whose hash is not the one of its index or lock is refused. Without a package,
+        install all that the lock names
 
 NAME is a name from the list, an import path `module:Name`, or a file `path.py:Name`.
 
@@ -48,6 +60,12 @@ NAME is a name from the list, an import path `module:Name`, or a file `path.py:N
   --max-rate R        filter: and at most this share (0.9)
   --by-reward         filter: judge by the mean reward instead, for environments with partial rewards
   --samples K         filter: episodes per task (8); it takes the other options of `headway eval`, too
+  --json              check: print the findings as JSON
+  --timeout S         check: seconds that an episode may take, without the model (10)
+  --pass-env NAME     check: an environment variable that the environment needs, such as a judge's key
+  --index PLACE       publish: the folder of the index; add: its folder or address (default: where pip looks)
+  --lock FILE         add: the lock to write (environments.lock); `headway rl` looks beside its settings files
+  --sha256 HASH       add: the hash that the package must have, for an index without HTTPS
 
 Examples:
   headway env show wordle --args.length 4
@@ -56,6 +74,10 @@ Examples:
   headway env try calculator --url http://127.0.0.1:8000 --tokens
   headway env demos calculator -n 5000 --args.guess_share 0.3 -o demos.jsonl
   headway env filter calculator --url http://127.0.0.1:8000 --samples 8 -o kept.jsonl
+  headway env new word-sums                   # a package of your own, then:
+  headway env check ./word-sums
+  headway env publish ./word-sums --index ./index
+  headway env add word-sums==0.1.0 --index ./index
 """
 
 
@@ -73,9 +95,19 @@ def run(argv: list[str]) -> int:
             from headway.cli import env_filter
 
             return env_filter.run(name, rest)
+        case ["check", name, *rest]:
+            from headway.cli import env_check
+
+            return env_check.run(name, rest)
+        case ["new" | "publish" | "add" as command, *rest]:
+            from headway.cli import env_packages
+
+            commands = {"new": env_packages.new, "publish": env_packages.publish, "add": env_packages.add}
+            return commands[command](rest)
         case _:
             raise UsageError(
-                "`headway env` takes list, show NAME, try NAME, demos NAME or filter NAME; see `headway env --help`"
+                "`headway env` takes list, show NAME, try NAME, demos NAME, filter NAME, new NAME, check NAME, publish "
+                "FOLDER or add PACKAGE; see `headway env --help`"
             )
     return 0
 
@@ -104,7 +136,7 @@ def _show(name: str, options: Namespace) -> None:
     from headway.envs.registry import find_factory, load_environment
 
     factory = find_factory(name)
-    print(f"{name}\n\n{inspect.getdoc(factory) or 'No description.'}\n\narguments:")
+    print(f"{name}\n\n{_description(factory)}\n\narguments:")
     parameters = inspect.signature(factory).parameters.values()
     for parameter in parameters:
         default = "(required)" if parameter.default is parameter.empty else f"= {parameter.default!r}"
@@ -118,7 +150,8 @@ def _show(name: str, options: Namespace) -> None:
     tasks = environment.tasks()
     print("\nrewards:")
     for item in environment.rewards():
-        print(f"  {item.name} " + (f"(weight {item.weight:g})" if item.weight else "(a metric)"))
+        within = f", from {item.within[0]:g} to {item.within[1]:g}" if item.within else ""
+        print(f"  {item.name} " + (f"(weight {item.weight:g}{within})" if item.weight else "(a metric)"))
     if not environment.rewards():
         print("  given while an episode runs")
     if isinstance(environment, ToolUse):
@@ -128,6 +161,12 @@ def _show(name: str, options: Namespace) -> None:
         print(f"\n  {task.id}  {json.dumps(task.data, ensure_ascii=False)[:300]}")
         if isinstance(environment, MultiTurn):
             _show_prompt(environment.prompt(task))
+
+
+def _description(factory: object) -> str:
+    """Return the docstring of an environment, or its module's; never that of a base class, which says nothing of it."""
+    own = factory.__doc__ or getattr(inspect.getmodule(factory), "__doc__", None)
+    return inspect.cleandoc(own) if own else "No description."
 
 
 def _show_prompt(prompt: "Messages") -> None:
@@ -209,7 +248,7 @@ def _demos(name: str, options: Namespace) -> None:
     if make is None:
         raise UsageError(f"{name} brings no demonstrations")
     try:
-        rows = make(options.n, options.seed, **options.args)
+        rows = list(make(options.n, options.seed, **options.args))
     except TypeError as error:
         raise UsageError(f"{name}: {error}") from error
     text = "".join(json.dumps(row) + "\n" for row in rows)

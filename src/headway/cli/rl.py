@@ -26,6 +26,8 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
                     process and exit; with --deployment.type slurm, kubernetes or ray, print the job, the manifests or
                     the plan
   --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
+  --accept-changed-envs
+                    with --resume: continue although the code of an environment is another than the run began with
   --from RUN@STEP   start a new run from a checkpoint of another one
   --only ROLES      start only these here, of inference, orchestrator and trainer, with commas between; the others join
                     from other hosts by `--run URL` (needs --control.host)
@@ -44,18 +46,21 @@ def run(argv: list[str]) -> int:
     from headway.config.commands import write_process_settings
     from headway.config.loader import load_settings
     from headway.config.rl import RlSettings
-    from headway.launch.checks import check_parts, check_start, warnings
+    from headway.launch.checks import check_locks, check_parts, check_start, warnings
     from headway.launch.fork import fork_run, parse_checkpoint
     from headway.launch.hosts import parse_roles, with_network_transports
     from headway.launch.rl import run_rl
     from headway.monitor.dry_run import with_absolute_paths, with_pinned_commits, write_dry_run
     from headway.monitor.runs import create_run, discard_run, open_run
+    from headway.orchestrator.environment_record import accept_changed
 
-    parser = OptionParser("rl", dash=False, resume=Path, only=str)
+    parser = OptionParser("rl", dash=False, resume=Path, only=str, accept_changed_envs=False)
     parser.add_argument("--from", dest="parent")
     options, argv = parser.parse_known_args(argv)
     if options.resume and options.parent:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
+    if options.accept_changed_envs and not options.resume:
+        raise UsageError("--accept-changed-envs goes with --resume RUN: a new run takes environments as they are")
     if options.resume:
         argv = ["@", str(open_run(options.resume).config / "rl.toml"), *argv]
     if options.parent:
@@ -65,6 +70,8 @@ def run(argv: list[str]) -> int:
     resolved = load_settings(RlSettings, argv)
     if options.only and resolved.settings.control.host is None:
         raise UsageError("--only leaves the others to other hosts: give the address they join at, --control.host")
+    if options.accept_changed_envs and not resolved.dry_run:
+        accept_changed(open_run(options.resume))
     elsewhere = resolved.settings.deployment.type != "local"
     # A node that runs the orchestrator has its own address then.
     host = "127.0.0.1" if elsewhere else resolved.settings.control.host
@@ -75,6 +82,7 @@ def run(argv: list[str]) -> int:
         print(*(f"checked: {line}" for line in check_parts(resolved.settings)), sep="\n", file=sys.stderr)
     else:
         check_start(resolved.settings)  # before there is a folder, so that the run's name stays free
+    check_locks(resolved.settings, resolved.files)
     if resolved.dry_run and not options.resume:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0

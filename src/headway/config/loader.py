@@ -23,11 +23,13 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True)
 class Resolved(Generic[S]):
-    """Settings after all layers. `origins` names the file or flag of every setting that is not a default."""
+    """Settings after all layers. `origins` names the file or flag of every setting that is not a default, `files` all
+    files that were read."""
 
     settings: S
     origins: dict[str, str]
     dry_run: bool = False
+    files: tuple[Path, ...] = ()
 
     def origin(self, name: str) -> str:
         """Return the file or flag that set a setting; of a list changed item by item, that of its first item."""
@@ -56,7 +58,8 @@ def load_settings(
         settings = kind.model_validate(plain(tree, schema), strict=True)
     except ValidationError as error:
         raise UsageError("\n".join(_explain(details, tree, schema) for details in error.errors())) from None
-    return Resolved(settings, {k: v for k, v in found.items() if v != DEFAULT}, arguments.dry_run)
+    origins = {name: origin for name, origin in found.items() if origin != DEFAULT}
+    return Resolved(settings, origins, arguments.dry_run, tuple(arguments.files))
 
 
 def read_layer(path: Path) -> dict[str, Tree]:

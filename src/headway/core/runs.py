@@ -28,6 +28,8 @@ class RunPaths:
 
     record = _Under("run.json")
     """The record of who started the run, when and how. A folder with one is a run."""
+    environments = _Under("environments.json")
+    """The record of the code that the run's environments were loaded from."""
     config = _Under("config")
     logs = _Under("logs")
     metrics = _Under("metrics")

@@ -70,6 +70,10 @@ class Environment(ABC):
         """Raise UsageError where the environment is wrong in itself. Called before its first episode."""
         self.rewards()
 
+    def modules(self) -> Sequence[str]:
+        """Names of the modules whose code decides tasks and rewards: a run records their versions and hashes."""
+        return [type(self).__module__]
+
     async def open(self) -> None:  # noqa: B027 - a hook that may stay empty
         """Called once in each worker before its first episode: connect to what the environment needs."""
 

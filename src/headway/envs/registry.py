@@ -1,6 +1,7 @@
 """Environments by name: bundled, installed (entry points), an import path, or a file."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.core.errors import HeadwayError, UsageError
@@ -8,9 +9,7 @@ from headway.core.imports import check_call, check_object, installed, load_objec
 from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.base import Environment
 from headway.envs.bundled import ENVIRONMENTS
-
-GROUP = "headway.environments"
-"""Entry-point group of packages that bring environments: `name = "module:Name"`."""
+from headway.envs.packages.folder import GROUP
 
 
 def known_environments() -> dict[str, str]:
@@ -36,6 +35,20 @@ def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment
 def find_factory(id: str) -> Callable[..., object]:
     """The class or function that builds the environment `id`. Raises HeadwayError with what to do about it."""
     return load_object(_import_path(id), "environment")  # type: ignore[no-any-return]  # callable, checked there
+
+
+def top_module(id: str, args: Mapping[str, Any]) -> str | None:
+    """Return the top-level module that an environment comes from, without importing it; None where it is a file."""
+    if id == "verifiers" and isinstance(taskset := args.get("taskset"), str):
+        return taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    place = _import_path(id).rpartition(":")[0]
+    return None if place.endswith(".py") else place.partition(".")[0]
+
+
+def environment_modules(id: str, environment: Environment) -> list[str]:
+    """Names of the modules that an environment was built by: the factory's, which may be another's, and its own."""
+    names = [getattr(find_factory(id), "__module__", None), *environment.modules()]
+    return [name for name in dict.fromkeys(names) if name in sys.modules]
 
 
 def check_environment(id: str) -> None:

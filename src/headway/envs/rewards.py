@@ -21,7 +21,8 @@ class Reward:
     """`function` is called with those of ARGUMENTS that it names. `weight` 0 records a metric and no reward.
 
     `agent` restricts it to traces of that agent; None scores every trace. `audit` makes it a second opinion, which the
-    audit of a run compares with the reward and nobody trains on.
+    audit of a run compares with the reward and nobody trains on. `within` is the range that its values stay in; a value
+    outside of it is an error.
     """
 
     name: str
@@ -30,17 +31,35 @@ class Reward:
     agent: str | None = None
     arguments: tuple[str, ...] = ()
     audit: bool = False
+    within: tuple[float, float] | None = None
 
 
 @overload
 def reward(function: Function, /) -> Function: ...
 @overload
-def reward(*, weight: float = 1.0, agent: str | None = None, audit: bool = False) -> Callable[[Function], Function]: ...
-def reward(function: Any = None, /, *, weight: float = 1.0, agent: str | None = None, audit: bool = False) -> Any:
-    """Mark a method of an environment as a reward, named like the method; with `audit`, as a second opinion on it."""
+def reward(
+    *,
+    weight: float = 1.0,
+    agent: str | None = None,
+    audit: bool = False,
+    within: tuple[float, float] | None = None,
+) -> Callable[[Function], Function]: ...
+def reward(
+    function: Any = None,
+    /,
+    *,
+    weight: float = 1.0,
+    agent: str | None = None,
+    audit: bool = False,
+    within: tuple[float, float] | None = None,
+) -> Any:
+    """Mark a method of an environment as a reward, named like the method; with `audit`, as a second opinion on it.
+
+    `within=(0, 1)` states the range of its values before weighting.
+    """
 
     def mark(target: Function) -> Function:
-        target._headway_reward = (weight, agent, audit)  # type: ignore[attr-defined]  # a mark on the function itself
+        target._headway_reward = (weight, agent, audit, within)  # type: ignore[attr-defined]  # a mark on the function itself
         return target
 
     return mark(function) if function is not None else mark
@@ -57,8 +76,9 @@ def marked_rewards(environment: object) -> list[Reward]:
     for kind in reversed(type(environment).__mro__):
         for name, value in vars(kind).items():
             if mark := getattr(value, "_headway_reward", None):
-                weight, agent, audit = mark
-                found[name] = _checked(Reward(name, getattr(environment, name), weight, agent, audit=audit))
+                weight, agent, audit, within = mark
+                made = Reward(name, getattr(environment, name), weight, agent, audit=audit, within=within)
+                found[name] = _checked(made)
     return list(found.values())
 
 
@@ -67,7 +87,7 @@ def _checked(made: Reward) -> Reward:
     for name in names:
         if name not in ARGUMENTS:
             raise UsageError(f"reward {made.name}: unknown parameter {name!r}; it may take {', '.join(ARGUMENTS)}")
-    return Reward(made.name, made.function, made.weight, made.agent, tuple(names), made.audit)
+    return replace(made, arguments=tuple(names))
 
 
 async def score(rewards: Sequence[Reward], task: Task, traces: Sequence[Trace], state: object) -> None:
@@ -125,6 +145,9 @@ async def _value(item: Reward, arguments: dict[str, object]) -> float:
     if not (math.isfinite(number) and abs(number) <= limit):
         rule = "it must be a finite number" + (f" of at most {MAX_REWARD:g}" if item.weight else "")
         raise EpisodeFailure("reward", f"reward {item.name} returned {value!r:.80}; {rule}")
+    if item.within is not None and not item.within[0] <= number <= item.within[1]:
+        low, high = item.within
+        raise EpisodeFailure("reward", f"reward {item.name} returned {number:g}; it says within=({low:g}, {high:g})")
     return number
 
 

@@ -1,7 +1,7 @@
 """Checks before a run: all that its settings name is there and fits together. They write nothing."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from headway.config.rl import RlSettings
 from headway.config.trainer import CustomLoss
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.imports import check_object
-from headway.envs.registry import check_environment
+from headway.envs.packages.lock import LOCK_FILE, check_locked
+from headway.envs.registry import check_environment, top_module
 from headway.models.registry import load_config
 from headway.models.tiny import BUILT_IN, resolve_model
 from headway.orchestrator.collect.filters import load_gates
@@ -40,6 +41,17 @@ def check_start(settings: RlSettings) -> Path:
     except HeadwayError as error:
         raise UsageError(str(error)) from None
     return model
+
+
+def check_locks(settings: RlSettings, files: Iterable[Path]) -> None:
+    """Check environments against the locks beside settings files, and in the current folder. Raises UsageError."""
+    folders = dict.fromkeys(folder.resolve() for folder in (Path(), *(file.parent for file in files)))
+    locks = [folder / LOCK_FILE for folder in folders if (folder / LOCK_FILE).is_file()]
+    if not locks:
+        return
+    envs = [*settings.orchestrator.envs, *settings.orchestrator.eval.envs]
+    modules = dict.fromkeys(top_module(env.id, env.args) for env in envs)
+    check_locked(locks, [module for module in modules if module is not None])
 
 
 def warnings(settings: RlSettings) -> Iterator[str]:
@@ -78,7 +90,8 @@ async def _start_environments(settings: RlSettings, model: Path) -> list[str]:
             stack.push_async_callback(source.algorithm.close)
         evals = await pools.eval_envs(options.eval.envs, options.sampling)
         found = [(source.name, source.tasks) for source in sources] + [(env.name, env.tasks) for env in evals]
-        return [f"environment {name}: {len(tasks)} tasks" for name, tasks in found]
+        code = {used.name: ", ".join(map(str, used.code)) for used in pools.used()}
+        return [f"environment {name}: {len(tasks)} tasks, {code[name]}" for name, tasks in found]
 
 
 def _named_files(value: Any, setting: str) -> Iterator[tuple[str, str]]:

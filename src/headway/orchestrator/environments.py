@@ -16,6 +16,7 @@ from headway.envs.workers.pool import EnvPool
 from headway.orchestrator.dispatch.curriculum import make_curriculum
 from headway.orchestrator.dispatch.dispatcher import EpisodeRunner
 from headway.orchestrator.dispatch.sources import RateLimit, Source
+from headway.orchestrator.environment_record import UsedEnvironment
 from headway.orchestrator.evaluation import EvalEnv
 from headway.orchestrator.task_sets import select_tasks
 
@@ -38,6 +39,10 @@ class WorkerPools:
             raise PermanentError(f"environment {settings.id} has no tasks; check its args")
         self._pools.append(pool)
         return pool
+
+    def used(self) -> list[UsedEnvironment]:
+        """List the environments with the code that their workers loaded."""
+        return [UsedEnvironment(pool.name, pool.id, pool.code) for pool in self._pools]
 
     def metrics(self) -> dict[str, float]:
         """Count the workers that serve now, and those that were lost since the last call."""

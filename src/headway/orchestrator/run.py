@@ -36,6 +36,7 @@ from headway.orchestrator.dispatch.dispatcher import GRACE_SECONDS, Dispatcher, 
 from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.dispatch.staleness import StalenessLimits
 from headway.orchestrator.dispatch.training import TrainingWork
+from headway.orchestrator.environment_record import record_environments
 from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round, write_round
 from headway.orchestrator.fleet.fleet import Fleet
@@ -134,6 +135,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
         for source in sources:
             stack.push_async_callback(source.algorithm.close)
         evals = await pools.eval_envs(options.eval.envs, options.sampling)
+        record_environments(paths, pools.used())
         sender = make_sender(settings.rollouts, paths, control)
         stack.callback(sender.close)
         outbox = BatchOutbox(

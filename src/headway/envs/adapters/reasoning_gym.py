@@ -35,6 +35,9 @@ class ReasoningGym(SingleTurn):
         self._system = system
         self._num_tasks = num_tasks
 
+    def modules(self) -> Sequence[str]:
+        return [*super().modules(), "reasoning_gym"]
+
     def tasks(self) -> Sequence[Task]:
         return [Task(str(index), {"index": index}) for index in range(self._num_tasks)]
 

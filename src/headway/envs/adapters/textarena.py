@@ -44,6 +44,9 @@ class TextArena(Game):
         self._num_tasks = num_tasks
         self.max_moves = max_moves
 
+    def modules(self) -> Sequence[str]:
+        return [*super().modules(), "textarena"]
+
     def tasks(self) -> Sequence[Task]:
         return [Task(f"{self._game}/{self._seed + i}", {"seed": self._seed + i}) for i in range(self._num_tasks)]
 

@@ -63,6 +63,9 @@ class Verifiers(Environment):
         self._client: Client | None = None
         self._starting = asyncio.Lock()
 
+    def modules(self) -> Sequence[str]:
+        return [*super().modules(), self._bridge.taskset_module(self._config)]
+
     def tasks(self) -> Sequence[Task]:
         return [Task(str(row.get("name") or index), row) for index, row in enumerate(self._rows)]
 

@@ -90,6 +90,11 @@ def load_tasks(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [task.data.model_dump(mode="json") for task in taskset]
 
 
+def taskset_module(config: dict[str, Any]) -> str:
+    """The name of the module that the configured taskset is in."""
+    return type(vf.load_taskset(vf.resolve_env_config(config).taskset)).__module__
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The rewards of one agent of a finished episode. `session` is the id that its calls carried."""

@@ -1,29 +1,18 @@
 """Random problems from seeds, with disjoint train and eval splits; prompts and demonstrations made of them."""
 
 import random
-import zlib
 from collections.abc import Callable, Sequence
 from string import ascii_lowercase
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from headway.core.errors import UsageError
 from headway.core.messages import Message
+from headway.envs.tasks import Split as Split
+from headway.envs.tasks import in_split as in_split
 
-Split = Literal["train", "eval"]
 Problem = TypeVar("Problem")
 Row = dict[str, Any]
 """One line of a supervised data set: `messages` in OpenAI's shape, and `tools` where there are any."""
-
-_EVAL_SHARE = 8  # one problem in eight is kept for evaluation
-
-
-def in_split(key: str, split: Split) -> bool:
-    """Tell whether the problem called `key` belongs to `split`.
-
-    Decided by a checksum of the problem itself, so that no seed can bring a problem into both.
-    """
-    held_out = zlib.crc32(key.encode()) % _EVAL_SHARE == 0
-    return held_out == (split == "eval")
 
 
 def distinct(

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from headway.core.episodes import Episode, EpisodeRequest, Task
+from headway.envs.packages.versions import CodeVersion
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 1 << 30
@@ -49,7 +50,10 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
+    """The environment is loaded; `code` is what it was loaded from."""
+
     tasks: list[Task]
+    code: list[CodeVersion]
 
 
 class Failed(msgspec.Struct, tag=True):

@@ -14,6 +14,7 @@ from headway.config.orchestrator import EnvSettings
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKind, Task
 from headway.core.errors import HeadwayError
 from headway.envs.episodes import blank_episode
+from headway.envs.packages.versions import CodeVersion
 from headway.envs.workers.frames import Cancel, Run, Start
 from headway.envs.workers.process import WorkerProcess
 
@@ -55,8 +56,10 @@ class EnvPool:
         start_timeout: float = 120.0,
         idle_seconds: float = 30.0,
     ) -> None:
-        self.name = settings.name or settings.id
+        self.id, self.name = settings.id, settings.name or settings.id
         self.tasks: list[Task] = []
+        self.code: list[CodeVersion] = []
+        """What the environment was loaded from, by the first worker."""
         self.restarts = 0
         self._settings = settings
         self._model, self._renderer, self._family = model, renderer, family
@@ -79,7 +82,7 @@ class EnvPool:
     async def start(self) -> None:
         """Start the first workers and learn the tasks. Raises HeadwayError where the environment can't serve."""
         try:
-            self.tasks = await self._add_worker(tasks=True)
+            self.tasks = await self._add_worker(first=True)
             more = self._settings.workers.min - 1
             async with asyncio.TaskGroup() as group:
                 for _ in range(more):
@@ -185,19 +188,29 @@ class EnvPool:
         while self._waiting:
             self._fail(self._waiting.popleft(), "worker", f"no worker can be started: {reason}")
 
-    async def _add_worker(self, tasks: bool = False) -> list[Task]:
+    async def _add_worker(self, first: bool = False) -> list[Task]:
         settings = self._settings
         worker = WorkerProcess(self, self.name, settings.workers.pass_env)
         model = str(self._model)
-        start = Start(settings.id, settings.args, self.name, model, self._renderer, self._family, tasks)
+        start = Start(settings.id, settings.args, self.name, model, self._renderer, self._family, first)
         start.context = None if settings.context is None else settings.context.model_dump()
         start.turn_timeout = settings.turn_timeout
-        known = await worker.start(start, settings.workers.memory_gb, self._start_timeout)
+        ready = await worker.start(start, settings.workers.memory_gb, self._start_timeout)
         if self._closed:
             await worker.stop()
         else:
             self._workers.append(worker)
-        return known
+        if first:
+            self.code = ready.code
+        elif ready.code != self.code:
+            logger.warning(
+                "environment %s: its code was changed while the run goes on: worker %d has %s, others have %s",
+                self.name,
+                worker.pid,
+                ", ".join(map(str, ready.code)),
+                ", ".join(map(str, self.code)),
+            )
+        return ready.tasks
 
     async def _supervise(self) -> None:
         """Supervise the workers: heartbeats, stuck episodes, those that retire or idle."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from headway.core.episodes import Episode, Task
+from headway.core.episodes import Episode
 from headway.core.errors import HeadwayError, PermanentError
 from headway.envs.workers import frames
 from headway.envs.workers.keeper import MARK, end_marked, owner_mark
@@ -43,7 +43,7 @@ class WorkerProcess:
         self._pass_env = pass_env
         self._name = name
         self._connection = frames.FrameConnection(self._received, self._disconnected)
-        self._ready: asyncio.Future[list[Task]] = asyncio.get_running_loop().create_future()
+        self._ready: asyncio.Future[frames.Ready] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._reaping: asyncio.Task[None] | None = None
         self._serving = False
@@ -59,13 +59,13 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid if self._process else -1
 
-    async def start(self, start: frames.Start, memory_gb: float | None, timeout: float) -> list[Task]:
-        """Returns the tasks that were asked for. Raises HeadwayError, the process ended, where it can't serve."""
+    async def start(self, start: frames.Start, memory_gb: float | None, timeout: float) -> frames.Ready:
+        """Returns what the worker reports when it serves. Raises HeadwayError, the process ended, where it can't."""
         try:
             await self._spawn(memory_gb)
             self._connection.send(start)
             async with asyncio.timeout(timeout):
-                tasks = await self._ready
+                ready = await self._ready
             if self._gone:  # between its last word and ours
                 raise self._died_early()
         except TimeoutError:
@@ -76,7 +76,7 @@ class WorkerProcess:
             raise
         self._serving = True
         self.idle_since = time.monotonic()
-        return tasks
+        return ready
 
     def send(self, frame: frames.ToWorker) -> None:
         self._connection.send(frame)
@@ -153,8 +153,8 @@ class WorkerProcess:
                 self.running.discard(number)
                 self.idle_since = time.monotonic()
                 self._owner.finished(self, number, episode)
-            case frames.Ready(tasks=tasks) if not self._ready.done():
-                self._ready.set_result(tasks)
+            case frames.Ready() as ready if not self._ready.done():
+                self._ready.set_result(ready)
             case frames.Failed(message=message) if not self._ready.done():
                 # The environment itself failed, as it would for another worker.
                 self._ready.set_exception(PermanentError(message))

@@ -23,7 +23,9 @@ from headway.core.processes import die_with_parent
 from headway.envs.base import Environment
 from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner, as_error, blank_episode
-from headway.envs.registry import load_environment
+from headway.envs.packages.versions import imported_versions
+from headway.envs.registry import environment_modules, load_environment
+from headway.envs.tasks import check_tasks
 from headway.envs.threads import abandoned
 from headway.envs.workers import frames
 from headway.rendering.load import load_renderer
@@ -56,7 +58,8 @@ class Worker:
         start = await self._starting
         try:
             environment, tasks = await self._open(start)
-            self._connection.send(frames.Ready(tasks if start.tasks else []))
+            code = imported_versions(environment_modules(start.env, environment))
+            self._connection.send(frames.Ready(tasks if start.tasks else [], code))
         except Exception as error:
             logger.debug("environment %s failed to start", start.env, exc_info=True)
             reason = f'environment "{start.env}" failed to start: {type(error).__name__}: {error}'
@@ -72,7 +75,7 @@ class Worker:
         environment = load_environment(start.env, start.args)
         environment.check()
         tasks = list(environment.tasks())
-        _check_tasks(start.env, tasks)
+        check_tasks(start.env, tasks)
         renderer = load_renderer(Path(start.model), start.renderer, start.family)
         await environment.open()
         self._name = start.name
@@ -130,18 +133,6 @@ class Worker:
     def _lost(self) -> None:
         self._starting.cancel()
         self._stopped.set()
-
-
-def _check_tasks(env: str, tasks: list[Task]) -> None:
-    if not tasks:
-        raise HeadwayError(f'environment "{env}" has no tasks')
-    seen: set[str] = set()
-    for task in tasks:
-        if not isinstance(task, Task):
-            raise HeadwayError(f'environment "{env}": tasks() must give Task objects, not {type(task).__name__}')
-        if task.id in seen:
-            raise HeadwayError(f'environment "{env}" has two tasks with the id {task.id!r}')
-        seen.add(task.id)
 
 
 async def _main(pool: socket.socket) -> None:

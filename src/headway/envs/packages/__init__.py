@@ -1,0 +1,1 @@
+"""Environments as packages: written from a template, built, published in an index, installed, locked and recorded."""
