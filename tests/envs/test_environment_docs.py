@@ -28,6 +28,8 @@ def environments() -> dict[str, object]:
         ("Reverse", ["cba"], [1.0]),
         ("Guess", ["5", "1"], [0.5]),
         ("Shop", [Message("assistant", "", (ToolCall("1", "price", '{"item": "tea"}'),)), "It is 5."], [1.0]),
+        ("Nim", ["3", "2"], [-1.0, 1.0]),
+        ("Nim", ["1", "four"], [1.0, -1.0]),
         ("Propose", ["1+1", "2", "two", "2", "2"], [0.0, 1.0, 0.0, 1.0, 1.0]),
     ],
 )

@@ -212,6 +212,10 @@ class Game(Environment):
         state = State(task=task, messages=[], turn=0)
         self.start(state)
         while state.turn < self.max_moves and (player := self.turn(state)) is not None:
+            if player not in conversations:
+                raise EpisodeFailure(
+                    "environment", f"turn() returned {player!r}, which is none of players = {tuple(self.players)}"
+                )
             said = conversations[player]
             said.extend(as_messages(self.observe(state, player)))
             try:

@@ -11,7 +11,6 @@ from headway.envs.packages.template import write_template
 
 BAD = '''\
 import os
-import random
 import time
 
 from headway.envs.base import SingleTurn, Task, reward
@@ -26,18 +25,25 @@ class Base(SingleTurn):
 
 
 class Fragile(Base):
-    """Raises on one reply, ends its process on another, hangs on a third, and leaves its range on a fourth."""
+    """Raises on one reply, ends its process on another, and leaves its range on a third."""
 
     @reward(within=(0, 1))
     def value(self, answer):
-        if answer == "":
-            while True:
-                time.sleep(1)
         if "٣" in answer:
             os._exit(7)
         if answer.isdigit():
             return min(1, int(answer))
         return 2.0 if answer == "inf" else 0.5
+
+
+class Stuck(Base):
+    """Never comes back from the first reply that it is tried with."""
+
+    @reward(within=(0, 1))
+    def value(self, answer):
+        while answer == "hello":
+            time.sleep(1)
+        return 0.5
 
 
 class Shuffled(Base):
@@ -83,17 +89,24 @@ def test_the_template_passes_as_it_is(
     assert "word-vowels: all 22 checks passed" in out
 
 
-def test_hostile_replies_that_raise_end_hang_or_leave_the_range_are_named_with_advice(
+def test_hostile_replies_that_raise_end_the_process_or_leave_the_range_are_named_with_advice(
     bad: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = checked(capsys, f"{bad}:Fragile", "--timeout", "1")
+    code, found = checked(capsys, f"{bad}:Fragile", "--timeout", "60")
     assert code == 1
-    assert "it hung for" in found["reply: empty"]["detail"]
+    assert found["reply: empty"]["result"] == "ok"
     assert "its process ended (exit code 7)" in found["reply: unicode"]["detail"]
     digits = found["reply: 5,000 digits"]
-    assert "ValueError" in digits["detail"] and "(bad.py:27)" in digits["detail"]
+    line = 1 + BAD.splitlines().index("            return min(1, int(answer))")
+    assert "ValueError" in digits["detail"] and f"(bad.py:{line})" in digits["detail"]
     assert "a number can be too long" in digits["advice"]
     assert "returned 2; it says within=(0, 1)" in found["reply: only infinity"]["detail"]
+
+
+def test_a_reply_that_hangs_the_process_is_cut_off(bad: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = checked(capsys, f"{bad}:Stuck", "--timeout", "0.5", "--tasks", "1")
+    assert (code, found["rewards"]["result"]) == (1, "failed")
+    assert "it hung for 3 s, and could not be interrupted" in found["rewards"]["detail"]
 
 
 def test_tasks_that_differ_between_processes_and_rewards_that_are_no_numbers_fail(
