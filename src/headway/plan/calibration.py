@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What was measured of one model on one machine, with `threads` threads each where it computes on a CPU."""
+    """Measurements of one model on one machine, with `threads` threads each where it computes on a CPU."""
 
     key: str
     model: str

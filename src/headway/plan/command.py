@@ -144,7 +144,7 @@ def _model_lines(settings: RlSettings, config: ModelConfig) -> list[str]:
 
 
 def _in_bfloat16(settings: RlSettings) -> RlSettings:
-    """What "auto" means on a GPU."""
+    """Resolve "auto" as on a GPU."""
     if settings.model.dtype != "auto":
         return settings
     return settings.model_copy(update={"model": settings.model.model_copy(update={"dtype": "bfloat16"})})

@@ -34,7 +34,7 @@ SEQUENCE_ROOM = 64
 
 @dataclass
 class Observed:
-    """What was seen of a planned run."""
+    """Observations of a planned run."""
 
     finished_at: list[float] = field(default_factory=list)
     """When the trainer ended each step."""

@@ -1,4 +1,4 @@
-"""What a worker serves, set aside in the memory of its own device before new weights come: the way back from them.
+"""The weights that a worker serves, set aside in its own device's memory before new ones come: the way back from them.
 
 Parameters are copied as the kernels have them, fused, cut among workers or quantized, so that going back is exact and
 takes no loader. This is for GPUs: on the CPU vLLM's kernels keep weights that are no parameters.
