@@ -69,7 +69,11 @@ def test_estimates_are_near_what_the_allocator_held(row: str, config: ModelConfi
 def shared_gpu() -> dict[str, Any]:
     """What ranks that shared one H200 measured, by the benchmark's step."""
     found = json.loads((ROOT / "benchmarks/results/parallel_h200.json").read_text())["results"]
-    return {name.removeprefix("parallel "): result for name, result in found.items() if "held_gib" in result}
+    return {name: found[f"parallel {name}"] for name in STEPS if f"parallel {name}" in found}
+
+
+def test_ranks_that_shared_a_gpu_measured_these_steps() -> None:
+    assert len(shared_gpu()) >= 6
 
 
 @pytest.mark.parametrize("name", sorted(shared_gpu()))
