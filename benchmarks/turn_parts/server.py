@@ -74,13 +74,13 @@ class ScriptedEngine(BaseEngine[AdapterTable]):
         return False
 
     async def pause(self, mode: Mode) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("a scripted engine is neither paused nor updated")
 
     async def resume(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("a scripted engine is neither paused nor updated")
 
     async def _load(self, update: WeightUpdate) -> int:
-        raise NotImplementedError
+        raise NotImplementedError("a scripted engine is neither paused nor updated")
 
 
 @asynccontextmanager
