@@ -1,6 +1,7 @@
 """`headway rl`: a whole run on this machine."""
 
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,30 +44,15 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
-    from headway.config.commands import write_process_settings
     from headway.config.loader import load_settings
     from headway.config.rl import RlSettings
-    from headway.launch.checks import check_locks, check_parts, check_start, warnings
-    from headway.launch.fork import fork_run, parse_checkpoint
-    from headway.launch.hosts import parse_roles, with_network_transports
-    from headway.launch.rl import run_rl
-    from headway.monitor.dry_run import with_absolute_paths, with_pinned_commits, write_dry_run
-    from headway.monitor.runs import create_run, discard_run, open_run
+    from headway.launch.checks import check_locks, check_parts, check_start
+    from headway.launch.hosts import with_network_transports
+    from headway.monitor.dry_run import with_pinned_commits, write_dry_run
+    from headway.monitor.runs import open_run
     from headway.orchestrator.environment_record import accept_changed
 
-    parser = OptionParser("rl", dash=False, resume=Path, only=str, accept_changed_envs=False)
-    parser.add_argument("--from", dest="parent")
-    options, argv = parser.parse_known_args(argv)
-    if options.resume and options.parent:
-        raise UsageError("--resume continues a run and --from starts a new one; give one of them")
-    if options.accept_changed_envs and not options.resume:
-        raise UsageError("--accept-changed-envs goes with --resume RUN: a new run takes environments as they are")
-    if options.resume:
-        argv = ["@", str(open_run(options.resume).config / "rl.toml"), *argv]
-    if options.parent:
-        origin, step = parse_checkpoint(options.parent)
-        argv = ["@", str(origin.config / "rl.toml"), "--run.name", "none", *argv]
-    roles = parse_roles(options.only)
+    options, argv = _parse(argv)
     resolved = load_settings(RlSettings, argv)
     if options.only and resolved.settings.control.host is None:
         raise UsageError("--only leaves the others to other hosts: give the address they join at, --control.host")
@@ -88,6 +74,41 @@ def run(argv: list[str]) -> int:
         return 0
     if not resolved.dry_run:  # before the run's folder is made: a model that is not there leaves nothing behind
         resolved = replace(resolved, settings=with_pinned_commits(resolved.settings))
+    return _start(resolved, options)
+
+
+def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """Return the command's own options, and the layers and settings that a resumed or forked run begins from."""
+    from headway.launch.fork import parse_checkpoint
+    from headway.launch.hosts import parse_roles
+    from headway.monitor.runs import open_run
+
+    parser = OptionParser("rl", dash=False, resume=Path, only=str, accept_changed_envs=False)
+    parser.add_argument("--from", dest="parent")
+    options, argv = parser.parse_known_args(argv)
+    if options.resume and options.parent:
+        raise UsageError("--resume continues a run and --from starts a new one; give one of them")
+    if options.accept_changed_envs and not options.resume:
+        raise UsageError("--accept-changed-envs goes with --resume RUN: a new run takes environments as they are")
+    if options.resume:
+        argv = ["@", str(open_run(options.resume).config / "rl.toml"), *argv]
+    if options.parent:
+        options.parent = parse_checkpoint(options.parent)
+        origin, _ = options.parent
+        argv = ["@", str(origin.config / "rl.toml"), "--run.name", "none", *argv]
+    options.roles = parse_roles(options.only)
+    return options, argv
+
+
+def _start(resolved: "Resolved[RlSettings]", options: Namespace) -> int:
+    """Run in a folder of its own or the resumed one; with --dry-run, write there what the processes would get."""
+    from headway.config.commands import write_process_settings
+    from headway.launch.checks import warnings
+    from headway.launch.fork import fork_run
+    from headway.launch.rl import run_rl
+    from headway.monitor.dry_run import with_absolute_paths
+    from headway.monitor.runs import create_run, discard_run, open_run
+
     paths = open_run(options.resume) if options.resume else create_run(resolved.settings.run, "rl")
     settings = with_absolute_paths(resolved.settings, paths, pin=False)
     if resolved.dry_run:
@@ -96,13 +117,13 @@ def run(argv: list[str]) -> int:
     if not options.resume and not options.parent:
         print(*(f"warning: {line}" for line in warnings(settings)), sep="\n", file=sys.stderr)
     if options.parent:
-        fork_run(origin, step, paths)
+        fork_run(*options.parent, paths)
     if options.dash:
         from headway.monitor.dashboard import start_in_thread
 
         print(f"live dashboard: {start_in_thread(paths.root.parent)}")
     try:
-        return 0 if run_rl(settings, paths, roles=roles) else STOPPED
+        return 0 if run_rl(settings, paths, roles=options.roles) else STOPPED
     except UsageError:
         if not options.resume:
             discard_run(paths)

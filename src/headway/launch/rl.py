@@ -2,7 +2,7 @@
 
 import fcntl
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
@@ -24,13 +24,16 @@ from headway.launch.supervisor import Supervisor
 from headway.launch.view import RunView
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
-from headway.monitor.attempts import recorded_attempt
+from headway.monitor.attempts import Attempt, recorded_attempt
 from headway.monitor.audit.live import LiveAudit
 from headway.monitor.cost.recorder import CostRecorder, Devices, split_devices
 from headway.monitor.prometheus import PrometheusExporter
 from headway.monitor.wandb_run import WandbRun
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import write_token
+
+Tracker = Callable[[str, dict[str, float]], None]
+"""Takes a line of metrics that a process has written."""
 
 
 def run_rl(
@@ -53,20 +56,14 @@ def run_rl(
         attempt = stack.enter_context(recorded_attempt(paths))
         exporter = _exporter(settings.tracking, paths, stack)
         wandb_run = _wandb_run(settings.tracking.wandb, paths, stack)
-        trackers = [tracker.update for tracker in (exporter, wandb_run) if tracker]
+        trackers: list[Tracker] = [tracker.update for tracker in (exporter, wandb_run) if tracker]
 
         def on_metrics(process: str, line: dict[str, float]) -> None:
             for update in trackers:
                 update(process, line)
 
         view = stack.enter_context(RunView(paths, settings.max_steps, console, on_metrics))
-        if settings.audit:
-            live_audit = LiveAudit(paths, view.event)
-            stack.callback(live_audit.close)
-            trackers.append(live_audit.update)
-        recorder = CostRecorder(paths, settings.cost, _devices(placement, settings.placement.trainer_ranks))
-        stack.callback(recorder.close)
-        trackers.append(recorder.update)
+        trackers += _own_trackers(settings, paths, placement, view, stack)
         stack.callback(trackers.clear)  # before they close: what the view reads when it leaves comes too late for them
         view.event(f"run folder: {paths.root}")
         control = FolderControl(paths)
@@ -79,28 +76,47 @@ def run_rl(
         for line in (placement.explanation, *memory.lines):
             view.event(line)
         processes = [ManagedProcess(spec, paths.logs) for spec in process_specs(settings, paths, placement, memory)]
-        processes = [process for process in processes if role_of(process.spec.name) in roles]
         supervisor = Supervisor(
-            processes,
+            [process for process in processes if role_of(process.spec.name) in roles],
             progress=lambda: view.step,
             on_tick=view.tick,
             on_event=view.event,
             stop_asked=control.stop_asked,
         )
-        finished = False
-        try:
-            finished = supervisor.run()
-        except HeadwayError as error:
-            attempt.end("failed", str(error), supervisor.failed.log.name if supervisor.failed else "")
-            raise
-        finally:
-            if host:
-                host.end(finished)
-            view.catch_up()
-        if not finished:
-            attempt.end("stopped", "asked to stop")
+        finished = _supervise(supervisor, attempt, host, view)
     for line in summary_lines(paths, finished=finished):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return finished
+
+
+def _own_trackers(
+    settings: RlSettings, paths: RunPaths, placement: Placement, view: RunView, stack: ExitStack
+) -> list[Tracker]:
+    """Start what follows a run's metrics in its own folder: the audit, unless it is off, and the costs."""
+    trackers: list[Tracker] = []
+    if settings.audit:
+        live_audit = LiveAudit(paths, view.event)
+        stack.callback(live_audit.close)
+        trackers.append(live_audit.update)
+    recorder = CostRecorder(paths, settings.cost, _devices(placement, settings.placement.trainer_ranks))
+    stack.callback(recorder.close)
+    return [*trackers, recorder.update]
+
+
+def _supervise(supervisor: Supervisor, attempt: Attempt, host: RunHost | None, view: RunView) -> bool:
+    """Keep the processes alive until the run has finished (True) or is asked to stop (False); record how it ended."""
+    finished = False
+    try:
+        finished = supervisor.run()
+    except HeadwayError as error:
+        attempt.end("failed", str(error), supervisor.failed.log.name if supervisor.failed else "")
+        raise
+    finally:
+        if host:
+            host.end(finished)
+        view.catch_up()
+    if not finished:
+        attempt.end("stopped", "asked to stop")
     return finished
 
 
