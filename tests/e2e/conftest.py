@@ -1,5 +1,7 @@
 """What whole runs share: a warmed-up tiny model, and settings for a short run from it."""
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -32,5 +34,17 @@ def run_rl(rl_flags: list[str], tmp_path: Path) -> RunRl:
 
 @pytest.fixture(scope="session")
 def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model after demonstrations of mixed quality: it reverses about every other word."""
-    return warm_up(tmp_path_factory.mktemp("warm"), reverse_text.demonstrations(10_000, seed=0, copy_share=0.5))
+    """The tiny model after demonstrations of mixed quality: it reverses about every other word.
+
+    The worker of `pytest -n 2` that needs it first makes it for both.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    made = shared / "warm_model"
+    with (shared / "warm_model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            rows = reverse_text.demonstrations(10_000, seed=0, copy_share=0.5)
+            made.symlink_to(warm_up(tmp_path_factory.mktemp("warm"), rows))
+    return made.resolve()

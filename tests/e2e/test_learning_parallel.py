@@ -25,7 +25,7 @@ def test_expert_and_context_ranks_reach_the_reward_of_one_rank(tmp_path: Path) -
     last = {}
     for name, flags in LAYOUTS.items():
         headway(
-            *("rl", "@", str(EXAMPLES / "reverse_text" / "rl.toml"), "--model.path", str(model), "--max_steps", "40"),
+            *("rl", "@", str(EXAMPLES / "reverse_text" / "rl.toml"), "--model.path", str(model), "--max_steps", "25"),
             *("--run.output_dir", str(tmp_path), "--run.name", name.replace(" ", "-")),
             *("--orchestrator.eval.at_start", "false", "--orchestrator.eval.at_end", "false"),
             *("--orchestrator.max_lag", "0", *flags),

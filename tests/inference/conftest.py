@@ -60,11 +60,12 @@ def vllm_data(vllm_ranks: dict[str, VllmServer]) -> VllmServer:
     return vllm_ranks["data"]
 
 
+ENOUGH = pytest.mark.timeout(900)
 ENGINES = [
     "embedded",
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)]),
+    pytest.param("vllm", marks=[pytest.mark.vllm, ENOUGH]),
     *(
-        pytest.param(f"vllm_{name}", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)])
+        pytest.param(f"vllm_{name}", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.alone, ENOUGH])
         for name in LAYOUTS
     ),
 ]
