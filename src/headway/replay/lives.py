@@ -58,12 +58,12 @@ class History:
 
 
 def read_history(paths: RunPaths) -> History:
-    """Read the journal of a run. Raises UsageError where there is none."""
+    """Read the journal of a run, which may be going on. Raises UsageError where there is none."""
     journal = read_journal(paths.journal)
     if not journal.events:
         raise UsageError(
-            f"{paths.journal}: there is no journal; runs keep one unless orchestrator.journal_mb is 0, since they can "
-            "be replayed"
+            f"{paths.journal}: there is no journal yet; it begins with a run's first batch, unless "
+            "orchestrator.journal_mb is 0"
         )
     history = History(list(_lives(journal.events)), {}, {}, journal)
     for event in journal.events:
@@ -72,6 +72,7 @@ def read_history(paths: RunPaths) -> History:
         elif isinstance(event, Seen) and event.fingerprint:
             history.fingerprints[event.newest] = event.fingerprint
     _mark_kept(history.lives)
+    _leave_out_unsent(paths, history)
     return history
 
 
@@ -106,3 +107,11 @@ def _mark_kept(lives: Sequence[Life]) -> None:
         formed = (event for reaction in life.reactions for event in reaction.decisions if isinstance(event, Formed))
         life.kept = frozenset(event.step for event in formed if event.step <= last)
         last = min(last, life.began.step)
+
+
+def _leave_out_unsent(paths: RunPaths, history: History) -> None:
+    """Leave out a last batch that is just being sent, or never was: its rollouts are not on disk yet."""
+    life = history.lives[-1]
+    last = max(life.kept, default=0)
+    if last and last not in history.digests and not paths.rollout_records(last).exists():
+        life.kept -= {last}

@@ -62,6 +62,9 @@ def audit_table(table: RolloutTable, course: Course) -> list[Finding]:
 
 def report_lines(paths: RunPaths, audit: Audit) -> Iterator[str]:
     """The report, line by line."""
+    if not audit.rollouts:
+        yield f"{paths.root}: no rollouts are recorded yet; those of a batch are once it is sent to the trainer"
+        return
     counts = {level: sum(found.level == level for found in audit.findings) for level in LEVELS}
     summary = ", ".join(f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count)
     yield f"{paths.root}: {summary or 'nothing found'}"

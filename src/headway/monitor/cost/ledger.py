@@ -168,6 +168,8 @@ def ledger_lines(ledger: Ledger) -> Iterator[str]:
     share = ledger.estimated_joules / ledger.joules if ledger.joules else 1.0
     how = "measured" if share == 0 else "an estimate" if share == 1 else f"{share:.0%} of it an estimate"
     yield f"{ledger.run}: {ledger.steps} steps in {ledger.seconds:,.0f} s on {ledger.devices:g} {ledger.device}s"
+    if not ledger.steps:
+        yield "  no step is trained yet: times and costs of steps follow with the first"
     yield f"  energy  {energy} ({how})"
     if ledger.priced:
         yield f"  money   {_money(ledger, ledger.money)}, of it {_money(ledger, ledger.idle_money)} idle"
