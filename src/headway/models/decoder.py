@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.adapters.apart import split_context
 from headway.models.adapters.bank import AdapterBank
+from headway.models.adapters.blocks import AdapterGate
 from headway.models.config import ModelConfig
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
@@ -55,6 +57,8 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             x_TD, experts_Tk = layer(x_TD, context, None if given_TLk is None else given_TLk[:, number])
             experts.append(experts_Tk)
+        if context.parts:
+            return torch.cat([self.norm(part) for part in torch.split(x_TD, context.part_sizes)]), experts
         return self.norm(x_TD), experts
 
 
@@ -100,9 +104,11 @@ class DecoderLM(nn.Module):
 
     def forward(self, tokens: PackedTokens) -> ModelOutput:
         rotary = [table.gather(tokens.positions_T) for table in self.rotary]
-        gate = None if self.adapters is None else self.adapters.gate(tokens.adapters_T, tokens.token_ids_T.device)
         given = None if tokens.routed_experts_TLk is None else tokens.routed_experts_TLk.long()
-        context = ForwardContext(tokens.plan, rotary, gate, tokens.chosen_positions)
+        context = ForwardContext(tokens.plan, rotary, self._gate(tokens), tokens.chosen_positions)
+        blocks = tokens.adapter_blocks
+        if blocks is not None and blocks.apart and blocks.only is None:
+            context.parts = split_context(context, blocks)
         hidden_TD, experts = self.model(tokens.token_ids_T, context, given)
         output = ModelOutput(hidden_TD)
         if self.config.experts:
@@ -110,6 +116,12 @@ class DecoderLM(nn.Module):
         if context.chosen_positions:
             output.chosen_positions = {n: at for n, at in context.chosen_positions.items() if at is not None}
         return output
+
+    def _gate(self, tokens: PackedTokens) -> AdapterGate:
+        """Choose the adapters of a pass: those that come with the tokens, or the bank's."""
+        if tokens.adapter_blocks is not None:
+            return tokens.adapter_blocks
+        return None if self.adapters is None else self.adapters.gate(tokens.adapters_T, tokens.token_ids_T.device)
 
     def head_weight(self) -> Tensor:
         """(vocab, width); the embedding's where tied."""

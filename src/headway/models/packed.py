@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headway.models import ops
+from headway.models.adapters.blocks import AdapterBlocks
 from headway.models.ops.attention import QKV
 from headway.models.ops.qk_norm_rope import Norms
 from headway.models.ops.routed_experts import expert_counts
@@ -127,7 +128,8 @@ class PackedTokens:
     """`routed_experts` (T, layers, k) tells MoE layers which experts to use; rows of -1 leave it to the router.
 
     `adapters` (T,) is each token's index into the adapter bank, -1 for none. `chosen_positions` are, by layer, the
-    positions (T, k) that sparse attention is to attend to; rows of -1 leave it to the layer.
+    positions (T, k) that sparse attention is to attend to; rows of -1 leave it to the layer. `adapter_blocks` are
+    adapters of their own for blocks of the tokens, instead of the bank's.
     """
 
     token_ids_T: Tensor
@@ -136,6 +138,7 @@ class PackedTokens:
     routed_experts_TLk: Tensor | None = None
     adapters_T: Tensor | None = None
     chosen_positions: Mapping[int, Tensor] | None = None
+    adapter_blocks: AdapterBlocks | None = None
 
 
 @dataclass(slots=True)

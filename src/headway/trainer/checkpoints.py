@@ -23,6 +23,7 @@ from headway.config.trainer import CheckpointSettings, TrainSettings
 from headway.core.errors import DamagedError, HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
+from headway.models.config import ModelConfig
 from headway.models.registry import config_to_hf
 from headway.trainer.checkpoint_reader import SafeReader
 from headway.trainer.checksums import find_damage, write_checksums
@@ -116,7 +117,7 @@ class Checkpoints:
         folder = self._paths.checkpoint(step)
         try:
             marker = msgspec.json.decode((folder / CHECKPOINT_MARKER).read_bytes(), type=Marker)
-            _check_origin(folder, marker.origin, origin_of(state, self._settings))
+            check_origin(folder, marker.origin, origin_of(state.config, self._settings))
             self._check_files(folder / FOLDER)
             load(_tensors(state), storage_reader=SafeReader(folder / FOLDER), process_group=self._group)
         except (CheckpointException, msgspec.DecodeError, OSError, pickle.UnpicklingError, EOFError) as error:
@@ -143,7 +144,7 @@ class Checkpoints:
             (folder / FOLDER).mkdir(parents=True)
         self._ranks.barrier()
         copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(state).items()}
-        origin = origin_of(state, self._settings)
+        origin = origin_of(state.config, self._settings)
         marker = Marker(state.step, state.optimizer.updates, state.bad_steps, self._settings.seed, origin)
         self._writing = self._thread.submit(self._write, copy, marker)
 
@@ -204,18 +205,18 @@ def superseded(steps: list[int], keep: CheckpointSettings) -> list[int]:
     return [step for step in steps[: -keep.keep_last] if not (interval and step % interval == 0)]
 
 
-def origin_of(state: TrainState, settings: TrainSettings) -> dict[str, Any]:
+def origin_of(config: ModelConfig, settings: TrainSettings) -> dict[str, Any]:
     """Describe what decides whether tensors of a checkpoint mean the same here, as JSON has it."""
     lora = settings.model.lora
     origin = {
-        "model": config_to_hf(state.config),
+        "model": config_to_hf(config),
         "lora": None if lora is None else lora.model_dump(include={"rank", "targets"}),
         "optimizer": settings.trainer.optim.type,
     }
     return msgspec.json.decode(msgspec.json.encode(origin))  # type: ignore[no-any-return]  # an object stays one
 
 
-def _check_origin(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+def check_origin(folder: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
     """Raise UsageError naming what differs."""
     differing = []
     for key, ours in mine.items():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from headway.models.decoder import DecoderLM
-from headway.trainer.inputs import Inputs
+from headway.trainer.inputs import Inputs, Scored
 from headway.trainer.losses.head import target_logprobs
 from headway.trainer.memory.copies import Copies
 from headway.trainer.memory.offload import offloaded
@@ -23,6 +23,21 @@ class Scores(NamedTuple):
     logprobs_N: Tensor
     entropy_N: Tensor
     expert_load_LE: Tensor | None
+
+
+def score_tokens(
+    model: DecoderLM, hidden_TD: Tensor, scored: Scored, head_chunk: int, *, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute logprobs and entropies of the M scored tokens from the hidden states of all."""
+    return target_logprobs(
+        hidden_TD[scored.predictors_M],
+        model.head_weight(),
+        scored.targets_M,
+        scored.temperatures_M,
+        head_chunk,
+        model.config.logit_softcap,
+        entropy_gradient=entropy_gradient,
+    )
 
 
 class Policy(nn.Module):
@@ -43,14 +58,7 @@ class Policy(nn.Module):
         """`inputs` is one object, so that FSDP's casting of float arguments doesn't reach the temperatures."""
         with nullcontext() if self.offload is None else offloaded(self.offload):
             output = self.model(inputs.tokens)
-        scored = inputs.scored
-        logprobs_M, entropy_M = target_logprobs(
-            output.hidden_TD[scored.predictors_M],
-            self.model.head_weight(),
-            scored.targets_M,
-            scored.temperatures_M,
-            self.head_chunk,
-            self.model.config.logit_softcap,
-            entropy_gradient=self.entropy_gradient,
+        logprobs_M, entropy_M = score_tokens(
+            self.model, output.hidden_TD, inputs.scored, self.head_chunk, entropy_gradient=self.entropy_gradient
         )
         return Scores(inputs.whole(logprobs_M), inputs.whole(entropy_M), inputs.expert_load(output))

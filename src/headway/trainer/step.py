@@ -153,9 +153,14 @@ class Stepper:
 
     def _guard(self, grad_norm: Tensor, loss: Tensor) -> StepGuard:
         """The same on every rank: the norm is that of all gradients, and any rank's loss can break the step."""
-        divisor = ((grad_norm + 1e-6) / self._trainer.max_grad_norm).clamp(min=1.0)
-        broken = (~(grad_norm.isfinite() & loss.isfinite())).float()
-        return StepGuard(divisor, self._ranks.max_on_device(broken))
+        guard = make_guard(grad_norm, loss, self._trainer.max_grad_norm)
+        return guard._replace(broken=self._ranks.max_on_device(guard.broken))
+
+
+def make_guard(grad_norm: Tensor, loss: Tensor, max_grad_norm: float) -> StepGuard:
+    """Clip gradients of this norm, and break the step where it or the loss is not finite."""
+    divisor = ((grad_norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+    return StepGuard(divisor, (~(grad_norm.isfinite() & loss.isfinite())).float())
 
 
 class AsyncScalars:

@@ -108,13 +108,18 @@ def resize_bank(model: DecoderLM, targets: Collection[str], *, rank: int, slots:
             )
             found += 1
     if not found:
-        known = sorted({weight.target for weight in adaptable_weights(model)})
-        raise UsageError(
-            f"no linear layer of the model is called any of: {', '.join(targets)}; model.lora.targets can be: "
-            f"{', '.join(known) or 'none'}"
-        )
+        raise unknown_targets(model, targets)
     scales = [] if old is None else old.scales
     model.adapters = AdapterBank(rank, scales + [0.0] * (slots - len(scales)), default)
+
+
+def unknown_targets(model: DecoderLM, targets: Collection[str]) -> UsageError:
+    """The error for targets of which the model has none."""
+    known = sorted({weight.target for weight in adaptable_weights(model)})
+    return UsageError(
+        f"no linear layer of the model is called any of: {', '.join(targets)}; model.lora.targets can be: "
+        f"{', '.join(known) or 'none'}"
+    )
 
 
 def drop_bank(model: DecoderLM) -> None:
@@ -125,10 +130,15 @@ def drop_bank(model: DecoderLM) -> None:
 
 def init_adapters(model: DecoderLM, seed: int) -> None:
     """Set A to random numbers, as PEFT spreads them, and B to zero: the model computes what it did without adapters."""
-    with torch.no_grad():
-        for weight, a, b in adapters_of(model):
-            fill_uniform(a, 1 / math.sqrt(a.shape[-1]), f"{seed}/{weight.name}.lora_A")
-            b.zero_()
+    for weight, a, b in adapters_of(model):
+        init_pair(weight, a, b, seed)
+
+
+@torch.no_grad()
+def init_pair(weight: AdaptableWeight, a: Tensor, b: Tensor, seed: int) -> None:
+    """Set the adapter of one weight as `init_adapters` does."""
+    fill_uniform(a, 1 / math.sqrt(a.shape[-1]), f"{seed}/{weight.name}.lora_A")
+    b.zero_()
 
 
 def _resized(old: nn.Parameter | None, weight: Tensor, size: int, old_rank: int, rank: int, slots: int) -> nn.Parameter:
@@ -177,11 +187,14 @@ def adapter_tensors(model: DecoderLM, slot: int = 0, rank: int | None = None) ->
     start = slot * bank.rank
     own = slice(start, start + (bank.rank if rank is None else rank))
     for weight, a, b in adapters_of(model):
-        # Of experts, PEFT has A by expert and rank, and B by rank and expert.
-        half_A, half_B = gathered(a)[..., own, :], gathered(b)[..., own, :]
-        yield f"{PREFIX}{weight.peft_name}.lora_A.weight", half_A.reshape(-1, half_A.shape[-1])
-        flipped = half_B.permute(*reversed(range(half_B.dim())))
-        yield f"{PREFIX}{weight.peft_name}.lora_B.weight", flipped.flatten(1).contiguous()
+        yield from peft_tensors(weight, gathered(a)[..., own, :], gathered(b)[..., own, :])
+
+
+def peft_tensors(weight: AdaptableWeight, half_A: Tensor, half_B: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The adapter of one weight as PEFT has it, of experts with A by expert and rank, and B by rank and expert."""
+    yield f"{PREFIX}{weight.peft_name}.lora_A.weight", half_A.reshape(-1, half_A.shape[-1])
+    flipped = half_B.permute(*reversed(range(half_B.dim())))
+    yield f"{PREFIX}{weight.peft_name}.lora_B.weight", flipped.flatten(1).contiguous()
 
 
 def load_adapter(model: DecoderLM, slot: int, tensors: Iterable[tuple[str, Tensor]], settings: LoraSettings) -> None:
@@ -189,7 +202,7 @@ def load_adapter(model: DecoderLM, slot: int, tensors: Iterable[tuple[str, Tenso
 
     Raises HeadwayError, with the bank as it was, when a tensor does not fit or a half of a pair is missing.
     """
-    pairs = _pairs(model, tensors, settings.rank)
+    pairs = adapter_pairs(model, tensors, settings.rank)
     bank = model.adapters
     adapted = {weight.name for weight, _, _ in adapters_of(model)}
     if bank is None or slot >= len(bank.scales) or settings.rank > bank.rank or not pairs.keys() <= adapted:
@@ -229,8 +242,15 @@ def merge_adapter(model: DecoderLM, slot: int = 0) -> None:
 
 def save_adapter(model: DecoderLM, folder: Path | str, settings: LoraSettings, base: str, *, slot: int = 0) -> None:
     """Write the adapter as PEFT does, whole or not at all. `base` names the model that it belongs to."""
-    tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model, slot, settings.rank)}
     targets = {weight.target for weight, _, _ in adapters_of(model)}
+    write_adapter(adapter_tensors(model, slot, settings.rank), folder, settings, base, targets)
+
+
+def write_adapter(
+    named: Iterable[tuple[str, Tensor]], folder: Path | str, settings: LoraSettings, base: str, targets: set[str]
+) -> None:
+    """Write an adapter, given under PEFT's names, and the names of the layers that it adapts."""
+    tensors = {name: tensor.detach().cpu() for name, tensor in named}
     config = {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -291,7 +311,9 @@ def read_adapter(folder: Path | str) -> tuple[LoraSettings, dict[str, Tensor]]:
     return settings, tensors
 
 
-def _pairs(model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], rank: int) -> dict[str, tuple[Tensor, Tensor]]:
+def adapter_pairs(
+    model: DecoderLM, tensors: Iterable[tuple[str, Tensor]], rank: int
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Collect A (…, rank, in) and B (…, rank, out) by layer, checked against the model."""
     weights = {weight.peft_name: weight for weight in adaptable_weights(model)}
     halves: dict[str, dict[str, Tensor]] = {}

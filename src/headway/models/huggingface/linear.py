@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from headway.models.adapters.blocks import AdapterGate
 from headway.models.layers.linear import Linear
 
 
@@ -28,7 +29,7 @@ class ModuleLinear(Linear):
         self.weight, self.bias = cast(nn.Parameter, replaced.weight), cast(nn.Parameter | None, replaced.bias)
         self._shared = shared
 
-    def forward(self, x: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
+    def forward(self, x: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
         shared = self._shared
         x_TI = x.flatten(0, -2)
         x_TI = x_TI if shared.compute_dtype is None else x_TI.to(shared.compute_dtype)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from headway.models.adapters.blocks import AdapterBlocks, AdapterGate
 from headway.models.layers.rope import Rotary
 from headway.models.packed import AttentionPlan
 
@@ -18,12 +19,21 @@ class ForwardContext:
     `given_positions` and `chosen_positions` are, by layer, the positions that sparse attention is told to attend to,
     and those that it did: layers add the latter, and later ones may share them.
 
+    `parts`: where blocks of rows are computed apart, the context of each, in order.
+
     A plain object and not bare tensors, so that FSDP, which casts a block's tensor arguments to a lower precision,
     leaves the rotary tables alone.
     """
 
     plan: AttentionPlan
     rotary: Sequence[Rotary]
-    adapter_gate: Tensor | float | None = None
+    adapter_gate: AdapterGate = None
     given_positions: Mapping[int, Tensor] | None = None
     chosen_positions: dict[int, Tensor | None] = field(default_factory=dict)
+    parts: Sequence["ForwardContext"] = ()
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """The rows of each part."""
+        gate = self.adapter_gate
+        return [block.rows for block in gate.blocks] if isinstance(gate, AdapterBlocks) else []

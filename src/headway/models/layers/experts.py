@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.adapters.blocks import AdapterBlocks, AdapterGate
 from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
@@ -277,10 +278,12 @@ class SparseMlp(FeedForward):
             out_TD = out_TD + self.shared_experts(x_TD, context)[0]
         return out_TD, experts_Tk
 
-    def _mix(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: Tensor | float | None) -> Tensor:
+    def _mix(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: AdapterGate) -> Tensor:
         experts = self.experts
-        if isinstance(experts, Experts) and experts.adapted and adapter_gate is not None:
-            return self._mix_adapted(x_TD, gates_Tk, experts_Tk, adapter_gate)
+        # Blocks have no adapters of experts.
+        gate = None if isinstance(adapter_gate, AdapterBlocks) else adapter_gate
+        if isinstance(experts, Experts) and experts.adapted and gate is not None:
+            return self._mix_adapted(x_TD, gates_Tk, experts_Tk, gate)
         if isinstance(self.dispatcher, LocalDispatcher) and isinstance(experts, Experts) and experts.plain:
             return ops.routed_experts(x_TD, gates_Tk, experts_Tk, experts.gate_up_proj, experts.down_proj)
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)

@@ -128,7 +128,7 @@ class LatentAttention(Attention):
         weight_HNR = self.kv_b_proj.weight.view(self.heads, -1, self.kv_rank)[:, : self.nope_dim]
         out_THR = torch.einsum("thn,hnr->thr", q_THN, weight_HNR.to(q_THN.dtype))
         a, b = self.kv_b_proj.lora_A, self.kv_b_proj.lora_B
-        if context.adapter_gate is None or a is None or b is None:
+        if not isinstance(context.adapter_gate, Tensor | float) or a is None or b is None:
             return out_THR
         b_AHN = b.view(len(b), self.heads, -1)[..., : self.nope_dim].to(q_THN.dtype)
         ranks = torch.einsum("thn,ahn->tha", q_THN, b_AHN) * _per_head(context.adapter_gate)
@@ -139,7 +139,7 @@ class LatentAttention(Attention):
         weight_HVR = self.kv_b_proj.weight.view(self.heads, -1, self.kv_rank)[:, self.nope_dim :]
         values_THV = torch.einsum("thr,hvr->thv", out_THR, weight_HVR.to(out_THR.dtype))
         a, b = self.kv_b_proj.lora_A, self.kv_b_proj.lora_B
-        if context.adapter_gate is None or a is None or b is None:
+        if not isinstance(context.adapter_gate, Tensor | float) or a is None or b is None:
             return values_THV
         ranks = (out_THR @ a.to(out_THR.dtype).T) * _per_head(context.adapter_gate)
         b_AHV = b.view(len(b), self.heads, -1)[..., self.nope_dim :].to(out_THR.dtype)

@@ -7,10 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.adapters.blocks import AdapterBlocks, AdapterGate
 from headway.models.ops.fp8 import Fp8Blocks
 from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears
 from headway.models.ops.linear import prefers_fused
 from headway.models.ops.registry import cast, in_triton
+
+FusedGate = float | AdapterBlocks
+"""Gates under which a layer with one adapter in training can be one operation."""
+_FUSED = (float, AdapterBlocks)
 
 
 class Linear(nn.Module):
@@ -40,10 +45,12 @@ class Linear(nn.Module):
         """The weight as products in FP8 take it: quantized once, or to be quantized in every pass."""
         return self.weight if self.quantized is None else self.quantized
 
-    def forward(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
-        if isinstance(adapter_gate, float) and (outs := _lora_linears([self], x_TI, adapter_gate)):
+    def forward(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
+        if isinstance(adapter_gate, _FUSED) and (outs := _lora_linears([self], x_TI, adapter_gate)):
             return outs[0]
         out_TO = self._fp8(x_TI) if self.fp8 else ops.linear(x_TI, self.weight, self.bias)
+        if isinstance(adapter_gate, AdapterBlocks):
+            return ops.add_lora_blocks(out_TO, x_TI, adapter_gate.of_layer(self))
         if adapter_gate is None or self.lora_A is None or self.lora_B is None:
             return out_TO
         if self.training and self.adapter_dropout:
@@ -51,9 +58,9 @@ class Linear(nn.Module):
         ranks_TR = F.linear(x_TI, self.lora_A.to(x_TI.dtype)) * adapter_gate
         return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B.to(out_TO.dtype))
 
-    def grad_only(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
+    def grad_only(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
         """The output as far as its gradients go: cheaper, where its values are known or of no interest."""
-        if isinstance(adapter_gate, float) and (outs := _lora_linears([self], x_TI, adapter_gate, grad_only=True)):
+        if isinstance(adapter_gate, _FUSED) and (outs := _lora_linears([self], x_TI, adapter_gate, grad_only=True)):
             return outs[0]
         if adapter_gate is None and self.bias is None:
             return self._fp8(x_TI, grad_only=True) if self.fp8 else ops.linear_grad_only(x_TI, self.weight)
@@ -65,44 +72,52 @@ class Linear(nn.Module):
 
 
 def _lora_linears(
-    linears: Sequence[Linear], x_TI: Tensor, scale: float, *, grad_only: bool = False
+    linears: Sequence[Linear], x_TI: Tensor, gate: FusedGate, *, grad_only: bool = False
 ) -> Sequence[Tensor] | None:
-    """The output of each as one operation, where all have an adapter to train beside a frozen weight."""
-    fused = _fp8_lora(linears, x_TI, scale, grad_only=grad_only)
+    """The output of each as one operation, where all have one adapter to train beside a frozen weight."""
+    fused = _fp8_lora(linears, x_TI, gate, grad_only=grad_only)
     if fused is not None:
         return torch.split(fused, [len(linear.weight) for linear in linears], dim=-1)
-    if (parts := _lora_parts(linears)) is None:
+    if (parts := _lora_parts(linears, gate)) is None:
         return None
-    return ops.lora_linears(x_TI, [linear.weight for linear in linears], *parts, scale, grad_only)
+    return ops.lora_linears(x_TI, [linear.weight for linear in linears], *parts, grad_only)
 
 
 def _fp8_lora(
     linears: Sequence[Linear],
     x_TI: Tensor,
-    scale: float,
+    gate: FusedGate,
     *,
     grad_only: bool = False,
     joined: Fp8Blocks | None = None,
 ) -> Tensor | None:
     """The outputs in FP8, side by side, where the layers are all in FP8 and have adapters to train."""
-    if not all(linear.fp8 for linear in linears) or (parts := _lora_parts(linears)) is None:
+    if not all(linear.fp8 for linear in linears) or (parts := _lora_parts(linears, gate)) is None:
         return None
     weights = [linear.operand for linear in linears] if joined is None else [joined]
-    return fp8_lora_linears(x_TI, weights, *parts, scale, grad_only)
+    return fp8_lora_linears(x_TI, weights, *parts, grad_only)
 
 
-def _lora_parts(linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor]] | None:
-    """A and B of each layer, where all have an adapter to train beside a frozen weight."""
+def _lora_parts(linears: Sequence[Linear], gate: FusedGate) -> tuple[list[Tensor], list[Tensor], float] | None:
+    """A and B of each layer and their scale, where all have one adapter to train beside a frozen weight."""
+    own = None
+    if isinstance(gate, AdapterBlocks):
+        if (own := gate.only) is None:
+            return None
+        scale = own.scale
+    else:
+        scale = gate
     downs, ups = list[Tensor](), list[Tensor]()
     for linear in linears:
         dropped = linear.training and linear.adapter_dropout
-        if linear.lora_A is None or linear.lora_B is None or linear.bias is not None or dropped:
+        a, b = (linear.lora_A, linear.lora_B) if own is None else own.pairs.get(linear, (None, None))
+        if a is None or b is None or linear.bias is not None or dropped:
             return None
         if linear.weight.requires_grad:
             return None
-        downs.append(linear.lora_A)
-        ups.append(linear.lora_B)
-    return downs, ups
+        downs.append(a)
+        ups.append(b)
+    return downs, ups, scale
 
 
 class FusedProjections:
@@ -117,25 +132,25 @@ class FusedProjections:
         self._sizes = [linear.weight.shape[0] for linear in linears]
         self._biased = any(linear.bias is not None for linear in linears)
 
-    def __call__(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Sequence[Tensor]:
+    def __call__(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Sequence[Tensor]:
         """The output of each."""
         if self.fp8:
             return torch.split(self.fused(x_TI, adapter_gate), self._sizes, dim=-1)
         if adapter_gate is None and (joined := self.serving()) is not None:
             return torch.split(ops.linear(x_TI, joined), self._sizes, dim=-1)
-        if isinstance(adapter_gate, float) and (outs := _lora_linears(self.linears, x_TI, adapter_gate)):
+        if isinstance(adapter_gate, _FUSED) and (outs := _lora_linears(self.linears, x_TI, adapter_gate)):
             return outs
         if adapter_gate is None and not self._biased:
             return ops.linears(x_TI, [linear.weight for linear in self.linears])
         return [linear(x_TI, adapter_gate) for linear in self.linears]
 
-    def prefers_fused(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> bool:
+    def prefers_fused(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> bool:
         """Tell if `fused` is the faster way, in training."""
         if self.fp8:
             return in_triton(x_TI) and not torch.is_inference_mode_enabled()
         return adapter_gate is None and not self._biased and prefers_fused(x_TI, self.linears[0].weight)
 
-    def fused(self, x_TI: Tensor, adapter_gate: Tensor | float | None = None) -> Tensor:
+    def fused(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
         """The outputs side by side in one tensor."""
         if not self.fp8:
             return ops.fused_linears(x_TI, [linear.weight for linear in self.linears])

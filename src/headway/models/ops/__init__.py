@@ -9,6 +9,7 @@ from headway.models.ops.gated_silu import gated_silu
 from headway.models.ops.grouped_linear import grouped_linear
 from headway.models.ops.kv_cache import qk_norm_rope_to_cache, write_cache
 from headway.models.ops.linear import fused_linears, linear, linear_grad_only, linears, lora_linears
+from headway.models.ops.lora_blocks import add_lora_blocks
 from headway.models.ops.paged_attention import paged_attention, paged_token_attention
 from headway.models.ops.qk_norm_rope import qk_norm_rope, qkv_norm_rope, rope
 from headway.models.ops.rms_norm import add_rms_norm, rms_norm
@@ -17,6 +18,7 @@ from headway.models.ops.sample import draw_tokens
 from headway.models.ops.ssd_scan import ssd_scan
 
 __all__ = [
+    "add_lora_blocks",
     "add_rms_norm",
     "causal_conv",
     "choose_experts",

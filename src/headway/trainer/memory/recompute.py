@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headway.config.trainer import ActivationSettings
+from headway.models.adapters.blocks import AdapterBlocks
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import sparse_mlp_of
@@ -110,8 +111,11 @@ class _Pass:
         return self.block.self_attn.layer
 
     def parameters(self) -> list[Tensor]:
-        """The block's trained parameters, as they are now: FSDP shows them whole only while a block runs."""
-        return [parameter for parameter in self.block.parameters() if parameter.requires_grad]
+        """The block's trained parameters, as they are now: FSDP shows them whole only while a block runs. Those of
+        adapters that are not part of the model, too."""
+        own: list[Tensor] = [parameter for parameter in self.block.parameters() if parameter.requires_grad]
+        gate = self.context.adapter_gate
+        return own + gate.parameters_of(self.block) if isinstance(gate, AdapterBlocks) else own
 
     def project(self, x_TD: Tensor) -> QKV:
         with self._same_draws("project"):
@@ -126,7 +130,9 @@ class _Pass:
 
     def portions(self, rows: int) -> list[slice]:
         """Rows to finish at a time: all, where portions would not give the same."""
-        splits = self.block.mlp.splits_rows and not isinstance(self.context.adapter_gate, Tensor)
+        gate = self.context.adapter_gate
+        many = isinstance(gate, Tensor) or (isinstance(gate, AdapterBlocks) and gate.only is None)
+        splits = self.block.mlp.splits_rows and not many
         size = ROWS if splits and not self._draws else max(1, rows)
         return [slice(start, start + size) for start in range(0, max(1, rows), size)]
 

@@ -1,0 +1,1 @@
+"""Many LoRA runs on one trainer: tenants over one frozen model."""
