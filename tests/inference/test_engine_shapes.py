@@ -210,7 +210,7 @@ def test_a_missing_package_is_named(grammars: Grammars, monkeypatch: pytest.Monk
 
 def test_a_grammar_that_fails_cuts_the_reply_short(grammars: Grammars) -> None:
     """Tokens of another engine that do not match, for one: the engine must go on, and the reply must not look whole."""
-    params = SamplingParams(max_tokens=40, response_format=FORMAT)
+    params = SamplingParams(max_tokens=40, response_format=FORMAT, logit_bias={END: 100.0})
     grammar = asyncio.run(grammars.compile(params.json_schema() or ""))
     engine = make_engine(SPELLER)
     engine.add(GenerateRequest([1, 2, 3, 4], sampling_params=params, begun=2), "r", grammar)

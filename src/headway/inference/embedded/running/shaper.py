@@ -31,6 +31,7 @@ class Shaper:
         self._added: Tensor | None = None
         self._matcher = None if sequence.grammar is None else sequence.grammar.deep_copy()
         self._free_until = params.free_until
+        self._failed = False
         for token in sequence.tokens[sequence.prompt_len - sequence.begun :]:
             self.accept(token)
 
@@ -42,14 +43,13 @@ class Shaper:
                 for token in {*self._bias, *self._counts}:
                     self._added[token] = self._added_to(token)
             logits_V += self._added
-        if self._matcher is None:
-            return
-        if self._free_until is not None:
-            logits_V[list(self._sequence.stops)] = -torch.inf
-            return
-        allowed = self._allowed(len(logits_V))
+        guided = self._matcher is not None and self._free_until is None
+        allowed = self._allowed(len(logits_V)) if guided else None
         if allowed is not None:
             logits_V.masked_fill_(torch.from_numpy(~allowed).to(logits_V.device), -torch.inf)
+        elif self._matcher is not None or self._failed:
+            # Neither reasoning nor a reply that is cut short may look like a whole one.
+            logits_V[list(self._sequence.stops)] = -torch.inf
 
     def accept(self, token: int) -> None:
         """Count a token that was drawn. What comes after the reply's end is dropped by the engine, and may be any."""
@@ -89,4 +89,4 @@ class Shaper:
         sequence = self._sequence
         logger.warning("request %s is cut short: its grammar failed: %s", sequence.request_id, reason.split("\n")[0])
         sequence.limit = min(sequence.limit, len(sequence) + sequence.ahead + 1)
-        self._matcher = None
+        self._matcher, self._failed = None, True
