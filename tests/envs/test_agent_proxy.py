@@ -9,8 +9,9 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, InternalServerError, NotFoundError
 
 from headway.core.messages import Message, Tool, ToolCall
+from headway.core.shapes import ReplyShape
 from headway.envs.agents.proxy import Endpoint, Proxy
-from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ScriptedPolicy
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ScriptedPolicy, ShapeRefused
 
 WEATHER = Tool("weather", "Tell the weather.", {"type": "object", "properties": {"city": {"type": "string"}}})
 
@@ -135,10 +136,11 @@ TOOLS = [WEATHER.to_openai()]
         ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
         ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": False}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
-        ("logit_bias", {"logit_bias": {"5": 1}}),
-        ("frequency_penalty", {"frequency_penalty": 0.5}),
-        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": {"type": "json_object"}, "tools": TOOLS}),
+        ("logit_bias", {"logit_bias": {"5": 101}}),
+        ("frequency_penalty", {"frequency_penalty": 2.5}),
+        ("presence_penalty", {"presence_penalty": -2.5}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("logprobs", {"logprobs": True}),
         ("modalities", {"modalities": ["text", "audio"]}),
@@ -154,6 +156,49 @@ def test_nothing_that_would_change_the_reply_is_ignored(param: str, more: dict[s
         assert endpoint.calls == 0
 
     with_endpoint(ScriptedPolicy([]), use)
+
+
+class Shaped(ScriptedPolicy):
+    """Remembers the shapes that were asked for."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__(answers)
+        self.shapes: list[ReplyShape | None] = []
+
+    async def chat(self, *messages: Any, shape: ReplyShape | None = None, **fields: Any) -> Message:
+        self.shapes.append(shape)
+        if shape is not None and shape.logit_bias.get(5) == 99:
+            raise ShapeRefused("there is no token 5", "logit_bias")
+        return await super().chat(*messages, **fields)
+
+
+def test_shapes_reach_the_policy_from_both_apis_and_its_refusals_the_agent() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+    async def use(client: AsyncOpenAI, endpoint: Endpoint) -> None:
+        form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+        await client.chat.completions.create(**asked)
+        await client.chat.completions.create(
+            **asked, response_format=form, presence_penalty=0.5, frequency_penalty=-1, logit_bias={"7": 3}
+        )
+        text: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+        reply = await client.responses.create(model="m", input="x", text=text)
+        assert reply.text.format.name == "n"
+        with pytest.raises(BadRequestError) as refused:
+            await client.chat.completions.create(**asked, logit_bias={"5": 99})
+        assert refused.value.param == "logit_bias"
+        endpoint.check()
+
+    policy = Shaped(*"{}" * 3)
+    with_endpoint(policy, use)
+    plain, both, format_alone, _ = policy.shapes
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert plain is None and format_alone == ReplyShape(response_format=form)
+    assert both == ReplyShape(
+        frequency_penalty=-1, presence_penalty=0.5, logit_bias={7: 3}, response_format=both and both.response_format
+    )
+    assert both.response_format == form
 
 
 def test_fields_that_say_nothing_about_the_reply_are_taken() -> None:

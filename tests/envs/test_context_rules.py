@@ -60,9 +60,7 @@ class TreePolicy(Policy):
         self.reply, self.context = reply, context
         self.prompts: list[list[Message]] = []
 
-    async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
-    ) -> Message:
+    async def chat(self, messages: Messages, tools: Tools = (), **_sampling: object) -> Message:
         said = as_messages(messages)
         prompt = self.tree.prompt(said, [describe(tool) for tool in tools])
         if len(prompt.token_ids) >= self.context:

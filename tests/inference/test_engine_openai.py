@@ -134,6 +134,16 @@ def test_n_and_seed(client: openai.OpenAI) -> None:
     assert len(set(texts)) > 1
 
 
+def test_penalties_and_biases_change_what_is_drawn(client: openai.OpenAI) -> None:
+    fields = {"model": "policy", "messages": ASK, "max_tokens": 24, "seed": 3}
+    forced = client.chat.completions.create(**fields, logit_bias={str(ord("z")): 100})
+    assert forced.choices[0].message.content == "z" * 24
+    twice = client.chat.completions.create(**fields, logit_bias={str(ord(c)): 60 for c in "yz"}, presence_penalty=2)
+    assert set(twice.choices[0].message.content or "") == {"y", "z"}
+    again = client.chat.completions.create(**fields, frequency_penalty=2, temperature=0)
+    assert again.choices[0].message.content != GREETING[:24]
+
+
 def test_completions_stream(client: openai.OpenAI) -> None:
     fields = {"model": "policy", "prompt": "Hello there, dear", "max_tokens": 12, "temperature": 0}
     whole = client.completions.create(**fields).choices[0].text
@@ -143,7 +153,7 @@ def test_completions_stream(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(
     ("param", "value"),
-    [("echo", True), ("suffix", "x"), ("best_of", 3), ("logit_bias", {"5": 1}), ("frequency_penalty", 0.5)],
+    [("echo", True), ("suffix", "x"), ("best_of", 3), ("logit_bias", {"5": 101}), ("frequency_penalty", -2.5)],
 )
 def test_completions_refuse_what_they_would_ignore(client: openai.OpenAI, param: str, value: object) -> None:
     with pytest.raises(openai.BadRequestError) as refused:

@@ -217,3 +217,42 @@ def test_parts_of_a_reply_add_up_and_aborted_ones_do_not_count() -> None:
     assert merge_runs([(1, 2)], [(1, 0)]) == [(1, 2)]
     with pytest.raises(ValueError, match="no logprob"):
         reply.extend(GenerateChunkChoice(0, [7]), 0)
+
+
+class ScriptedSampler(EngineSampler):
+    """Engines by script: the first dies after three tokens, the second cannot continue shaped replies."""
+
+    bodies: list[GenerateRequest]
+
+    async def _stream(self, url: str, body: GenerateRequest, reply: PartialReply) -> None:
+        self.bodies = [*getattr(self, "bodies", ()), body]
+        reply.begin()
+        if len(self.bodies) == 1:
+            reply.extend(chunk([1, 2, 3], [(4, 3)]), 0)
+            raise EngineError(0, "it died", retryable=True)
+        if body.begun:
+            raise EngineError(409, "send the prompt alone", retryable=False, param="begun")
+        reply.extend(chunk([7, 8], [(5, 2)], "stop"), 0)
+
+
+@pytest.mark.parametrize("shaped", [True, False])
+def test_a_shaped_reply_says_how_much_of_it_there_is_and_starts_anew_where_that_is_refused(shaped: bool) -> None:
+    sampling = SamplingParams(max_tokens=9, frequency_penalty=0.5 if shaped else 0.0)
+    request = EpisodeRequest("e", "g", Task("0", {}), ["http://a", "http://b"], sampling=sampling)
+    engines = Engines()
+    sampler = ScriptedSampler(request, engines, [])
+
+    async def main() -> Reply:
+        try:
+            return await sampler.sample(as_prompt([5, 6]), None, None)
+        finally:
+            await engines.close()
+
+    reply = asyncio.run(main())
+    asked = [(list(body.token_ids), body.begun, body.sampling_params.max_tokens) for body in sampler.bodies]
+    if shaped:
+        assert asked == [([5, 6], 0, 9), ([5, 6, 1, 2, 3], 3, 6), ([5, 6], 0, 9)]
+        assert (reply.token_ids, reply.versions) == ([7, 8], [(5, 2)])
+    else:
+        assert asked == [([5, 6], 0, 9), ([5, 6, 1, 2, 3], 0, 6)]
+        assert (reply.token_ids, reply.versions) == ([1, 2, 3, 7, 8], [(4, 3), (5, 2)])

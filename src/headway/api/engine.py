@@ -17,6 +17,7 @@ from headway.core.messages import Message, as_messages
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.serve import load_engine
 from headway.models.tiny import resolve_model
+from headway.rendering.base import Renderer, reasoning_end
 from headway.rendering.load import load_renderer
 
 Conversation = Sequence[Mapping[str, Any] | Message]
@@ -74,11 +75,13 @@ class Engine:
         """Answer a prompt, or each of a list of them at once.
 
         A prompt is a text or a conversation: a list of messages, `[{"role": "user", "content": "Hello"}]`, is one.
-        `sampling` is temperature, top_p, top_k, min_p, max_tokens, seed, stop_token_ids. Raises HeadwayError.
+        `sampling` is temperature, top_p, top_k, min_p, max_tokens, seed, stop_token_ids, frequency_penalty,
+        presence_penalty, logit_bias, response_format. Raises HeadwayError.
         """
         if self._closed:
             raise UsageError("this engine was closed; make a new one")
-        params = _sampling({"max_tokens": 256} | sampling, self._renderer.stop_token_ids)
+        params = _sampling({"max_tokens": 256} | sampling, self._renderer)
+        params.check_shape(self._engine.vocab_size)
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping | Message))
         requests = [self._request(each, params) for each in ([prompt] if one else prompt)]
 
@@ -129,8 +132,10 @@ class Engine:
         self._loop.close()
 
 
-def _sampling(given: Mapping[str, Any], stops: Sequence[int]) -> SamplingParams:
-    known = set(SamplingParams.__struct_fields__) - {"n", "prompt_logprobs", "logprobs"}
+def _sampling(given: Mapping[str, Any], renderer: Renderer) -> SamplingParams:
+    known = set(SamplingParams.__struct_fields__) - {"n", "prompt_logprobs", "logprobs", "free_until"}
     if unknown := set(given) - known:
         raise UsageError(f"generate() does not know {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}")
-    return SamplingParams(**{**given, "stop_token_ids": (*stops, *given.get("stop_token_ids", ()))})
+    stops = (*renderer.stop_token_ids, *given.get("stop_token_ids", ()))
+    free_until = reasoning_end(renderer) if given.get("response_format") else None
+    return SamplingParams(**{**given, "stop_token_ids": stops, "free_until": free_until})

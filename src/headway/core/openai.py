@@ -14,6 +14,7 @@ import msgspec
 from headway.core.errors import HeadwayError
 from headway.core.messages import Message, Tool, as_messages
 from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.core.shapes import ReplyShape, ShapeError
 
 Body = TypeVar("Body")
 Json = dict[str, Any]
@@ -25,7 +26,7 @@ CONTEXT_EXCEEDED = "context_length_exceeded"
 """The code by which agents tell that a conversation has become too long."""
 MODEL_NOT_FOUND = "model_not_found"
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 503: "overloaded_error"}
-_FIELD = re.compile(r" - at `\$\.?(.*?)`$")
+_FIELD = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)`$")
 
 
 class RequestError(HeadwayError):
@@ -49,7 +50,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     accepted and have no effect. Those in `UNSUPPORTED` would, and can't be honoured.
     """
 
-    UNSUPPORTED: ClassVar[tuple[str, ...]] = ("frequency_penalty", "presence_penalty", "logit_bias")
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
 
     model: str = "policy"
     temperature: float | None = None
@@ -68,13 +69,28 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     priority: int = 0
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[int, float] | None = None
+    response_format: Json | None = None
 
     def check(self) -> None:
         """Raise RequestError on what would be ignored in silence otherwise."""
         for name in self.UNSUPPORTED:
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported: leave it out", name)
+        check_shape(self.shape())
+
+    @property
+    def wants_json(self) -> bool:
+        return self.response_format is not None and self.response_format.get("type") != "text"
+
+    def shape(self) -> ReplyShape:
+        """The shape of the reply that these fields ask for."""
+        return ReplyShape(
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=self.logit_bias or {},
+            response_format=self.response_format if self.wants_json else None,
+        )
 
     def stops(self) -> list[str]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -96,8 +112,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         max_tokens: int | None,
         logprobs: int | None,
         stop_ids: Sequence[int] = (),
+        free_until: int | None = None,
     ) -> GenerateRequest:
         """The same request in the inference protocol."""
+        shape = self.shape()
         sampling = SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -109,6 +127,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             logprobs=logprobs,
             n=1 if self.n is None else self.n,
             ignore_eos=self.ignore_eos,
+            frequency_penalty=shape.frequency_penalty,
+            presence_penalty=shape.presence_penalty,
+            logit_bias=shape.logit_bias,
+            response_format=shape.response_format,
+            free_until=free_until,
         )
         stream = bool(self.stream or self.stops())
         return GenerateRequest(token_ids, self.model, sampling, self.cache_salt, self.priority, request_id, stream)
@@ -125,7 +148,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: Json | None = None
     modalities: list[str] | None = None
     audio: Json | None = None
     functions: list[Json] | None = None
@@ -139,8 +161,9 @@ class ChatRequest(SamplingFields, kw_only=True):
         if self.tools and self.parallel_tool_calls is False:
             message = "parallel_tool_calls can't be false: a reply may hold several calls"
             raise RequestError(message, "parallel_tool_calls")
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise RequestError('response_format must be {"type": "text"}', "response_format")
+        if self.wants_json and self.tools and self.tool_choice != "none":
+            message = "response_format can't go with tools, which such a reply could not call: set tool_choice to none"
+            raise RequestError(message, "response_format")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.modalities is not None and self.modalities != ["text"]:
@@ -190,6 +213,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+
+def check_shape(shape: ReplyShape, vocab_size: int | None = None) -> None:
+    """Raise RequestError that names the field where `shape` can't be had."""
+    try:
+        shape.check_shape(vocab_size)
+    except ShapeError as error:
+        raise RequestError(str(error), error.param) from None
 
 
 def read_messages(messages: Sequence[Json]) -> list[Message]:

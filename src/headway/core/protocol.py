@@ -9,10 +9,13 @@ from numpy.typing import NDArray
 from headway.core.byte_planes import pack, unpack
 from headway.core.prefixes import PrefixSummary
 from headway.core.routing import Role
+from headway.core.shapes import ReplyShape
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class SamplingParams(ReplyShape, frozen=True, omit_defaults=True):
     """Parameters of sampling. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 switch their filters off.
+
+    Logits get the reply's shape first, then they are divided by the temperature, then filtered.
 
     `logprobs` asks for the sampled token's (0) or also the `logprobs` most likely ones; None for neither.
     `prompt_logprobs` likewise for the prompt. `max_tokens` None means up to the end of the context.
@@ -55,7 +58,9 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     `may_migrate`, the client can continue a reply elsewhere: it gets what there is, with finish reason "migrate", when
     the server is told to stop, or is there for prompts alone. `kv_ticket` is what came with that: it names the engine
     that has the KV of these tokens. A request that `continues` what the server has `kept` sends in `token_ids` only
-    what comes after it; a server that has it no longer answers 409, and gets all tokens then."""
+    what comes after it; a server that has it no longer answers 409, and gets all tokens then. The last `begun` tokens
+    are not the prompt's but of the reply, which is continued here: penalties and formats count them. An engine that
+    can't answers 409, and gets the prompt alone then."""
 
     token_ids: list[int]
     model: str = "policy"
@@ -69,6 +74,7 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     may_migrate: bool = False
     kv_ticket: str | None = None
     continues: Continued | None = None
+    begun: int = 0
 
 
 def chunk_tokens(interval: int, sent: int) -> int:

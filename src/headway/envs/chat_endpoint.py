@@ -10,6 +10,7 @@ import msgspec
 from headway.core.episodes import EpisodeRequest, Trace
 from headway.core.messages import Message, Tool
 from headway.core.openai import Json, chat_body, read_reply
+from headway.core.shapes import ReplyShape
 from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy, turn_limit
 
 RETRIES = 5
@@ -30,7 +31,12 @@ class ChatClient:
         self.seconds = 0.0
 
     async def reply(
-        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        temperature: float | None,
+        shape: ReplyShape | None = None,
     ) -> tuple[Message, str]:
         """The message and why it ended. Raises EpisodeFailure of kind "engine" or "timeout"."""
         sampling = self._request.sampling
@@ -42,6 +48,7 @@ class ChatClient:
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens if max_tokens is None else max_tokens,
             seed=sampling.seed,
+            **({} if shape is None else shape.openai_fields()),
         )
         started = time.perf_counter()
         try:
@@ -78,9 +85,14 @@ class ChatPolicy(MessagePolicy):
         self._client = client
 
     async def reply(
-        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        temperature: float | None,
+        shape: ReplyShape | None,
     ) -> Message:
-        message, reason = await self._client.reply(messages, tools, max_tokens, temperature)
+        message, reason = await self._client.reply(messages, tools, max_tokens, temperature, shape)
         self.trace.truncated |= reason == "length"
         return message
 

@@ -15,12 +15,13 @@ from headway.core.messages import Message, Messages, as_messages
 from headway.core.prefixes import PromptNames
 from headway.core.protocol import Continued, GenerateRequest, SamplingParams
 from headway.core.routing import rank_by_role
+from headway.core.shapes import SHAPE_FIELDS, ReplyShape
 from headway.envs.engine_reports import EngineReport
 from headway.envs.partial_reply import PartialReply
-from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, Tools, turn_limit
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ShapeRefused, Tools, turn_limit
 from headway.envs.tools import describe
 from headway.envs.tree import KeptBy, Prompt, Reply, TraceTree
-from headway.rendering.base import Renderer
+from headway.rendering.base import Renderer, reasoning_end
 from headway.transport.inference import EngineError, InferenceClient
 from headway.transport.tls import client_context
 
@@ -114,10 +115,12 @@ class EngineSampler:
         self._calls = 0
         self.seconds = 0.0
 
-    async def sample(self, prompt: Prompt, max_tokens: int | None, temperature: float | None) -> Reply:
-        """Sample a reply. Raises ContextLimit, or EpisodeFailure: of kind "engine" when no engine answers, of kind
-        "timeout" when it takes too long."""
-        sampling = self._params(max_tokens, temperature)
+    async def sample(
+        self, prompt: Prompt, max_tokens: int | None, temperature: float | None, shape: ReplyShape | None = None
+    ) -> Reply:
+        """Sample a reply. Raises ContextLimit, ShapeRefused, or EpisodeFailure: of kind "engine" when no engine
+        answers, of kind "timeout" when it takes too long."""
+        sampling = self._params(max_tokens, temperature, shape)
         started = time.perf_counter()
         reply = PartialReply(prompt.routed)
         try:
@@ -136,10 +139,14 @@ class EngineSampler:
             reply.kept_by,
         )
 
-    def _params(self, max_tokens: int | None, temperature: float | None) -> SamplingParams:
+    def _params(
+        self, max_tokens: int | None, temperature: float | None, shape: ReplyShape | None = None
+    ) -> SamplingParams:
         sampling = self._sampling
         asked = {"max_tokens": max_tokens, "temperature": temperature}
         changes = {name: value for name, value in asked.items() if value is not None}
+        if shape is not None:
+            changes |= msgspec.structs.asdict(shape)
         if sampling.seed is not None:  # calls of one episode must not repeat each other's draws
             changes["seed"] = sampling.seed + self._calls
         self._calls += 1
@@ -164,6 +171,8 @@ class EngineSampler:
                 pause = 0.0
             except EngineError as error:
                 if not error.retryable:
+                    if error.status == 400 and error.param in SHAPE_FIELDS:
+                        raise ShapeRefused(error.message, error.param) from error
                     raise EpisodeFailure("engine", str(error)) from error
                 if len(reply) > before:
                     wait, give_up = FIRST_WAIT, None
@@ -190,9 +199,13 @@ class EngineSampler:
             try:
                 await self._stream(url, self._body(known, fitted, reply, prompt.kept_by, kept), reply)
             except EngineError as error:
-                if not kept or error.param != "continues":
+                if len(reply) and error.param == "begun":
+                    reply.restart()
+                    await self._once(url, prompt, sampling, reply)
+                elif kept and error.param == "continues":
+                    await self._stream(url, self._body(known, fitted, reply), reply)
+                else:
                     raise
-                await self._stream(url, self._body(known, fitted, reply), reply)
         except EngineError as error:
             if error.status not in (400, 413, 422) or url in self._engines.context:
                 raise
@@ -220,6 +233,7 @@ class EngineSampler:
             may_migrate=True,
             kv_ticket=reply.kv_ticket,
             continues=Continued(kept_by.name, kept) if kept_by is not None and kept else None,
+            begun=len(reply) if sampling.shaped else 0,
         )
 
     async def _stream(self, url: str, body: GenerateRequest, reply: PartialReply) -> None:
@@ -268,10 +282,18 @@ class EnginePolicy(Policy):
         self._sampler = sampler
 
     async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        shape: ReplyShape | None = None,
     ) -> Message:
         prompt = self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools])
-        reply = await self._sampler.sample(prompt, max_tokens, temperature)
+        if shape is not None and shape.response_format is not None:
+            shape = msgspec.structs.replace(shape, free_until=reasoning_end(self._renderer))
+        reply = await self._sampler.sample(prompt, max_tokens, temperature, shape)
         return self.tree.record(prompt, reply)
 
     def count_tokens(self, messages: Messages, tools: Tools = ()) -> int:

@@ -7,6 +7,7 @@ from typing import TextIO
 
 from headway.core.episodes import Trace
 from headway.core.messages import Message, Tool, ToolCall
+from headway.core.shapes import ReplyShape
 from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy
 from headway.envs.transcript import Paint, message_text
 
@@ -25,7 +26,12 @@ class HandPolicy(MessagePolicy):
         self._seen: list[Message] = []
 
     async def reply(
-        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        temperature: float | None,
+        shape: ReplyShape | None,
     ) -> Message:
         seen = self._seen
         for message in messages[len(seen) :] if messages[: len(seen)] == seen else messages:

@@ -22,6 +22,7 @@ class PartialReply:
         """Names the engine that has the KV of what has come so far, where the next one is to fetch it."""
         self.kept_by: KeptBy | None = None
         self.routed = routed
+        self._first_routed = routed
         self._records: list[RoutedExperts] = []
         self._earlier: tuple[int, list[tuple[int, int]]] = (0, [])
 
@@ -37,6 +38,13 @@ class PartialReply:
         count, self.versions = self._earlier
         del self.token_ids[count:], self.logprobs[count:]
         self._earlier = count, list(self.versions)
+
+    def restart(self) -> None:
+        """Drop all tokens, because the engine at hand cannot continue those of another."""
+        self._earlier = 0, []
+        self.undo()
+        self._records.clear()
+        self.routed, self.kv_ticket = self._first_routed, None
 
     def extend(self, choice: GenerateChunkChoice, version: int) -> None:
         """Add a chunk of the call. `version` is that of tokens whose engine does not say. Raises ValueError where the

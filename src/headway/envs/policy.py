@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.core.episodes import ErrorKind, Node, Trace
 from headway.core.messages import Message, Messages, Tool, as_messages
+from headway.core.shapes import ReplyShape
 from headway.envs.tools import ToolFunction, describe
 
 Tools = Sequence[Tool | ToolFunction | Callable[..., Any]]
@@ -37,6 +38,14 @@ class ContextLimit(EpisodeFailure):
         super().__init__("context", message)
 
 
+class ShapeRefused(EpisodeFailure):
+    """The engine can't draw a reply of the shape that was asked for; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__("engine", message)
+        self.param = param
+
+
 @asynccontextmanager
 async def turn_limit(seconds: float | None) -> AsyncIterator[None]:
     """Bound the time of one reply. Raises EpisodeFailure of kind "timeout"."""
@@ -62,13 +71,19 @@ class Policy(ABC):
 
     @abstractmethod
     async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        shape: ReplyShape | None = None,
     ) -> Message:
         """The agent's reply to a conversation. Pass the whole of it each time, earlier replies included.
 
-        `max_tokens` and `temperature` replace the request's for this reply. Raises `EpisodeFailure` where no
-        reply can be had, `ContextLimit` where the conversation is too long; let them through unless the episode
-        can go on without.
+        `max_tokens` and `temperature` replace the request's for this reply; `shape` asks for penalties, biases or a
+        format. Raises `EpisodeFailure` where no reply can be had, `ContextLimit` where the conversation is too long,
+        `ShapeRefused` where the shape can't be had; let them through unless the episode can go on without.
         """
 
     @abstractmethod
@@ -112,16 +127,27 @@ class MessagePolicy(Policy):
     """A policy whose trace holds messages without tokens: nothing that could be trained on."""
 
     async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        shape: ReplyShape | None = None,
     ) -> Message:
         said = as_messages(messages)
-        reply = await self.reply(said, [describe(tool) for tool in tools], max_tokens, temperature)
+        reply = await self.reply(said, [describe(tool) for tool in tools], max_tokens, temperature, shape)
         self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
         return reply
 
     @abstractmethod
     async def reply(
-        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        temperature: float | None,
+        shape: ReplyShape | None,
     ) -> Message:
         """Answer a conversation. The trace is written by `chat`."""
 
@@ -146,7 +172,12 @@ class ScriptedPolicy(MessagePolicy):
             self._answer = lambda _name, _messages: next(script)
 
     async def reply(
-        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        temperature: float | None,
+        shape: ReplyShape | None,
     ) -> Message:
         answer = self._answer(self.trace.agent, messages)
         return answer if isinstance(answer, Message) else Message("assistant", answer)

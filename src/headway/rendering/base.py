@@ -104,6 +104,14 @@ class TokenizerRenderer:
         return self.decode(ids)
 
 
+def reasoning_end(renderer: Renderer) -> int | None:
+    """The token that ends the reasoning where the prompt opens it; None where a reply begins with its content."""
+    if not getattr(renderer, "thinking", False):
+        return None
+    token_ids = renderer.encode("</think>")
+    return token_ids[0] if len(token_ids) == 1 else None
+
+
 def template_message(message: Message) -> dict[str, Any]:
     """Write a message as OpenAI does, except that calls' arguments are objects, as chat templates expect."""
     plain = message.to_openai()

@@ -30,7 +30,8 @@ from headway.config.shared import (
     WeightTransport,
 )
 from headway.core.errors import UsageError
-from headway.core.protocol import GenerateRequest
+from headway.core.openai import RequestError
+from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
 from headway.inference.vllm import internals, processes
@@ -40,10 +41,12 @@ from headway.inference.vllm.processes import SERVER, vllm_environment
 from headway.inference.vllm.requests import (
     ActiveRequest,
     add_run,
+    check_shaped,
     finish_of,
     logprobs_of,
     prompt_logprobs_of,
     runs_of,
+    sampling_of,
 )
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.weights import StagedFile, Stager
@@ -403,3 +406,34 @@ def test_weights_that_were_set_aside_come_back_as_they_were() -> None:
     kept.restore(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+SHAPE: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -1.0, "logit_bias": {5: 2.0}}
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+
+
+@pytest.mark.vllm
+def test_shapes_are_passed_on() -> None:
+    request = GenerateRequest([1], sampling_params=SamplingParams(**SHAPE, response_format=FORMAT))
+    given = sampling_of(request, eos=[2], room=9, stream=False)
+    assert (given.frequency_penalty, given.presence_penalty, given.logit_bias) == (0.5, -1.0, {5: 2.0})
+    assert given.structured_outputs.json == '{"type":"integer"}'
+    plain = sampling_of(GenerateRequest([1]), eos=[2], room=9, stream=False)
+    assert plain.structured_outputs is None and plain.logit_bias is None
+
+
+def test_shapes_that_vllm_does_not_know_are_refused() -> None:
+    shaped, formatted = SamplingParams(**SHAPE), SamplingParams(response_format=FORMAT)
+    reasoning = msgspec.structs.replace(formatted, free_until=3)
+    refused = [
+        (GenerateRequest([1, 2], sampling_params=shaped, begun=1), True, "begun", 409),
+        (GenerateRequest([1], sampling_params=formatted), False, "response_format", 400),
+        (GenerateRequest([1], sampling_params=reasoning), True, "response_format", 400),
+    ]
+    for request, formats, param, status in refused:
+        with pytest.raises(RequestError) as error:
+            check_shaped(request, formats=formats)
+        assert (error.value.param, error.value.status) == (param, status)
+    for params in (SamplingParams(), shaped):
+        check_shaped(GenerateRequest([1], sampling_params=params), formats=False)
+    check_shaped(GenerateRequest([1], sampling_params=formatted), formats=True)

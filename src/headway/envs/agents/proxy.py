@@ -2,7 +2,8 @@
 tokens.
 
 Each episode has a base URL of its own, whose path is a secret. What is asked there is answered by the episode's
-policy, token for token as the engine sampled it; how tokens are drawn stays the run's decision.
+policy, token for token as the engine sampled it. How tokens are drawn stays the run's decision, except for the shape
+of a reply that the agent asks for: penalties, biases and formats.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from headway.envs.agents.apis.anthropic import MessagesCall
 from headway.envs.agents.apis.call import Call, Kept
 from headway.envs.agents.apis.chat import ChatCall
 from headway.envs.agents.apis.responses import ResponsesCall
-from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
+from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ShapeRefused
 
 CALLS: dict[str, type[Call]] = {"chat/completions": ChatCall, "responses": ResponsesCall, "messages": MessagesCall}
 """The APIs by their routes."""
@@ -174,7 +175,12 @@ class Proxy:
         policy = endpoint.speaker(request.headers.get("X-Session-ID", ""))
         endpoint.calls += 1
         try:
-            message = await policy.chat(messages, tools, max_tokens=call.chat.token_limit)
+            shape = call.chat.shape()
+            message = await policy.chat(
+                messages, tools, max_tokens=call.chat.token_limit, shape=shape if shape.shaped else None
+            )
+        except ShapeRefused as failure:
+            return _error(kind, 400, failure.message, param=failure.param)
         except ContextLimit as failure:
             endpoint.failure = failure
             policy.trace.truncated = True

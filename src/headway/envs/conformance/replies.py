@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from headway.core.episodes import Trace
 from headway.core.messages import Message, Tool, ToolCall
+from headway.core.shapes import ReplyShape
 from headway.envs.policy import ContextLimit, MessagePolicy, Policy
 
 LONGEST_CONVERSATION = 4_000_000
@@ -33,7 +34,12 @@ class ProbePolicy(MessagePolicy):
         self._turns = 0
 
     async def reply(
-        self, messages: list[Message], tools: list[Tool], max_tokens: int | None, temperature: float | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        temperature: float | None,
+        shape: ReplyShape | None,
     ) -> Message:
         self._turns += 1
         if self._turns > MOST_TURNS or sum(len(message.content) for message in messages) > LONGEST_CONVERSATION:

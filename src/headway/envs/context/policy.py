@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from headway.config.context import ContextRule, DropOld, KeepLast, TokenBudget
 from headway.core.growing import Growing
 from headway.core.messages import Message, Messages, as_messages
+from headway.core.shapes import ReplyShape
 from headway.envs.context import rules
 from headway.envs.policy import ContextLimit, Policy, Tools
 from headway.envs.tree import repeats
@@ -31,7 +32,13 @@ class ManagedPolicy(Policy):
         self._shortened: list[Shortened] = []
 
     async def chat(
-        self, messages: Messages, tools: Tools = (), *, max_tokens: int | None = None, temperature: float | None = None
+        self,
+        messages: Messages,
+        tools: Tools = (),
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        shape: ReplyShape | None = None,
     ) -> Message:
         whole = as_messages(messages)
         earlier = self._find(whole)
@@ -43,7 +50,7 @@ class ManagedPolicy(Policy):
                 self._shortened = [known for known in self._shortened if known is not earlier]
                 self._shortened.append(Shortened(Growing(whole), shown))
                 self.metric("context_rewrites", self.trace.metrics.get("context_rewrites", 0.0) + 1)
-        return await self._inner.chat(shown, tools, max_tokens=max_tokens, temperature=temperature)
+        return await self._inner.chat(shown, tools, max_tokens=max_tokens, temperature=temperature, shape=shape)
 
     def another(self, name: str) -> Policy:
         return ManagedPolicy(self._inner.another(name), self._rule)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from headway.models.family import NO_KEYS, KvCache
 from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
 from headway.models.recurrent import RecurrentState
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +116,9 @@ class EmbeddedEngine:
         """True when every request that had started has finished."""
         return not self.scheduler.running and not any(s.preemptions for s in self.scheduler.waiting)
 
-    def add(self, request: GenerateRequest, request_id: str) -> ActiveRequest:
-        """Queue a validated request. Raise RequestError if its adapter is gone or its id is taken."""
+    def add(self, request: GenerateRequest, request_id: str, grammar: "LLMatcher | None" = None) -> ActiveRequest:
+        """Queue a validated request, whose replies must match `grammar`. Raise RequestError if its adapter is gone or
+        its id is taken."""
         if request_id in self.active:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
         adapter = request.model if request.model in self.adapters else None
@@ -122,6 +127,7 @@ class EmbeddedEngine:
         sequences = [self._sequence(request, request_id, index, adapter) for index in range(request.sampling_params.n)]
         self._arrivals += 1
         for sequence in sequences:
+            sequence.grammar = grammar
             self.scheduler.add(sequence)
         active = self.active[request_id] = ActiveRequest(request_id, sequences, len(sequences))
         return active
@@ -210,6 +216,7 @@ class EmbeddedEngine:
             salt=request.cache_salt,
             adapter=adapter,
             experts_start=request.routed_experts_start,
+            begun=request.begun,
         )
 
     def _root_of(self, sequence: Sequence) -> bytes:

@@ -70,6 +70,7 @@ def load_service(
         lora=settings.model.lora,
         tls=settings.tls,
         on_death=on_death,
+        folder=folder,
     )
 
 

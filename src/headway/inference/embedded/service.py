@@ -3,6 +3,8 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.config.shared import LoraSettings, TlsSettings
 from headway.core.errors import HeadwayError
@@ -11,10 +13,14 @@ from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
 from headway.inference.embedded import handover
 from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.grammars import Grammars
 from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, Result
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 ResultQueue = asyncio.Queue[Item]
 
@@ -23,7 +29,8 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
     """Implements `inference.engine.Engine` in the event loop, over an engine that steps in a thread of its own.
 
     All results of a step reach the event loop in one call. `lora` gives the scale of adapters whose update names none.
-    `on_death` is called once when no step succeeds any more and the process should be restarted.
+    `on_death` is called once when no step succeeds any more and the process should be restarted. `folder` has the
+    tokenizer, which replies in JSON need.
     """
 
     def __init__(
@@ -35,6 +42,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         lora: LoraSettings | None = None,
         tls: TlsSettings | None = None,
         on_death: Callable[[str], None] | None = None,
+        folder: Path | None = None,
     ) -> None:
         super().__init__(engine.adapters, engine.version, fingerprint)
         self.max_model_len = engine.limits.max_model_len
@@ -44,6 +52,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         self._thread = EngineThread(engine, self._send, self._die)
         self._on_death = on_death
         self._updater = Updater(engine, lora, tls)
+        self._grammars = Grammars(folder, engine.model.config)
         self._max_waiting = max_waiting
         self._updating: str | None = None
         self._queues: dict[str, ResultQueue] = {}
@@ -66,7 +75,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     async def generate(self, request: GenerateRequest) -> Result:
         item: Item | None = None
-        request_id, queue = self._submit(request)
+        request_id, queue = self._submit(request, await self._grammar(request))
         try:
             item = await queue.get()
         finally:
@@ -78,7 +87,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         ended = False
-        request_id, queue = self._submit(request)
+        request_id, queue = self._submit(request, await self._grammar(request))
         try:
             while not ended:
                 item = await queue.get()
@@ -143,7 +152,19 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
     async def resume(self) -> None:
         await self._thread.call(lambda: self._set_paused(False))
 
-    def _submit(self, request: GenerateRequest) -> tuple[str, ResultQueue]:
+    async def _grammar(self, request: GenerateRequest) -> "LLMatcher | None":
+        """The grammar of the format that a request asks for. Raises RequestError where it can't be had."""
+        params = request.sampling_params
+        schema = params.json_schema()
+        if schema is None:
+            return None
+        if not params.stop_token_ids and not self._engine.model.config.eos_ids:
+            raise RequestError(
+                "response_format needs a token that ends the reply: set stop_token_ids", "stop_token_ids"
+            )
+        return await self._grammars.compile(schema)
+
+    def _submit(self, request: GenerateRequest, grammar: "LLMatcher | None") -> tuple[str, ResultQueue]:
         if down := self._down or self._thread.failure:
             raise FailedError(f"the engine does not serve: {down}")
         sequences = request.sampling_params.n
@@ -155,7 +176,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         queue: ResultQueue = asyncio.Queue()
         self._queues[request_id] = queue
         self._in_line += sequences
-        self._thread.post(lambda: self._add(request, request_id))
+        self._thread.post(lambda: self._add(request, request_id, grammar))
         return request_id, queue
 
     def _forget(self, request_id: str, request: GenerateRequest, *, ended: bool) -> None:
@@ -200,9 +221,9 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         if self._on_death is not None:
             self._loop.call_soon_threadsafe(self._on_death, reason)
 
-    def _add(self, request: GenerateRequest, request_id: str) -> None:
+    def _add(self, request: GenerateRequest, request_id: str, grammar: "LLMatcher | None") -> None:
         try:
-            self._engine.add(request, request_id)
+            self._engine.add(request, request_id, grammar)
         except HeadwayError as error:
             self._send([(request_id, error)])
 

@@ -12,6 +12,7 @@ from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.replies import ReplyStream, whole_message
 from headway.inference.server.requests import check_request, read_prompt_body
 from headway.inference.server.stops import StopStrings
+from headway.rendering.base import reasoning_end
 from headway.rendering.external import ExternalRenderer
 
 
@@ -40,6 +41,7 @@ def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> Ge
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stop_ids=context.renderer.stop_token_ids,
+        free_until=reasoning_end(context.renderer) if body.wants_json else None,
     )
 
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from headway.core.openai import CONTEXT_EXCEEDED, MODEL_NOT_FOUND, RequestError, decode
+from headway.core.openai import CONTEXT_EXCEEDED, MODEL_NOT_FOUND, RequestError, check_shape, decode
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.engine import Engine
 
@@ -82,6 +82,8 @@ def check_request(request: GenerateRequest, engine: Engine, known: int = 0) -> N
         )
     if not 1 <= request.stream_interval <= MAX_INTEGER:
         raise RequestError(f"stream_interval must be 1 to {MAX_INTEGER}", "stream_interval")
+    if not 0 <= request.begun < len(tokens):
+        raise RequestError("begun must be 0 or more, and leave a token to the prompt", "begun")
     if not -(2**31) <= request.priority < 2**31:
         raise RequestError("priority must fit into 32 bits", "priority")
     check_sampling(request.sampling_params, engine.vocab_size)
@@ -102,6 +104,10 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be 0 to {MAX_LOGPROBS}")
     valid = all(0 <= token < vocab_size for token in params.stop_token_ids)
     _require(valid, "stop_token_ids", f"must be 0 to {vocab_size - 1}")
+    if params.shaped:
+        check_shape(params, vocab_size)
+        endless = params.response_format is not None and params.ignore_eos
+        _require(not endless, "ignore_eos", "must be false with a response_format, whose end is the reply's")
 
 
 def _require(holds: bool, param: str, rule: str) -> None:

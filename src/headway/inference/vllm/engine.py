@@ -21,7 +21,7 @@ from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, Faile
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
 from headway.inference.vllm.probe import Probation
-from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, sampling_of
+from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_shaped, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.weights import LoadedWeights, LostError, Stager
@@ -187,6 +187,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
                 "the server without --inference.vllm.enable_chunked_prefill",
                 "seed",
             )
+        check_shaped(request, formats=self._limits.formats)
         request_id = request.request_id or new_id("gen")
         active = ActiveRequest(request, request_id, lambda: self.models().get(request.model, 0))
         self._requests.add(active)

@@ -22,7 +22,8 @@ class VllmLimits:
     """Capacity and abilities of a started engine.
 
     `counts_versions`: it says itself which weights sampled a token. `seeds`: requests may have one. `priorities`: it
-    heeds them. `engines`: how many data-parallel ones there are.
+    heeds them. `engines`: how many data-parallel ones there are. `formats`: it has a tokenizer, which replies in JSON
+    need.
     """
 
     max_running: int
@@ -33,6 +34,7 @@ class VllmLimits:
     adapters: bool = False
     priorities: bool = True
     engines: int = 1
+    formats: bool = False
 
 
 def argument_names() -> list[str]:
@@ -127,7 +129,7 @@ def iteration_counts(stats: Any) -> tuple[int, int]:
 def read_limits(llm: Any, max_waiting: int) -> VllmLimits:
     """Read what a started engine takes from its configuration.
 
-    vLLM 0.26 to 0.32: fields of `AsyncLLM.vllm_config`: its scheduler, cache, LoRA and parallel configs.
+    vLLM 0.26 to 0.32: fields of `AsyncLLM.vllm_config`: its scheduler, cache, LoRA, parallel and model configs.
     """
     config = llm.vllm_config
     scheduler, cache = config.scheduler_config, config.cache_config
@@ -140,6 +142,7 @@ def read_limits(llm: Any, max_waiting: int) -> VllmLimits:
         adapters=config.lora_config is not None,
         priorities=scheduler.policy == "priority",
         engines=config.parallel_config.data_parallel_size,
+        formats=not config.model_config.skip_tokenizer_init,
     )
 
 

@@ -132,6 +132,10 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
     known: dict[str, Any] = {}
     if request.routed_experts_start and "routed_experts_prompt_start" in SamplingParams.__struct_fields__:
         known["routed_experts_prompt_start"] = request.routed_experts_start
+    if (schema := params.json_schema()) is not None:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        known["structured_outputs"] = StructuredOutputsParams(json=schema)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
     return SamplingParams(
         n=params.n,
@@ -139,6 +143,9 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
         min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=params.logit_bias or None,
         seed=None if params.seed is None else params.seed % _SEEDS,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         stop_token_ids=sorted(stops),
@@ -150,6 +157,22 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         **known,
     )
+
+
+def check_shaped(request: GenerateRequest, *, formats: bool) -> None:
+    """Raise RequestError on shapes that vLLM can't give a reply. `formats`: it has the tokenizer that formats need."""
+    params = request.sampling_params
+    if not params.shaped:
+        return
+    if request.begun:
+        raise RequestError("vLLM can't continue a shaped reply: send the prompt alone", "begun", 409)
+    if params.response_format is not None and not formats:
+        raise RequestError(
+            "response_format needs vLLM's tokenizer: start the server with --inference.vllm.skip_tokenizer_init false",
+            "response_format",
+        )
+    if params.response_format is not None and params.free_until is not None:
+        raise RequestError("response_format of a model that reasons first needs --engine embedded", "response_format")
 
 
 def finish_of(reason: str | None) -> FinishReason:

@@ -21,6 +21,7 @@ EXTRAS = {
     "plot": "reward curves as images",
     "data": "Parquet files",
     "gguf": "GGUF checkpoints",
+    "guided": "replies in JSON by the embedded engine",
     "tracking": "TensorBoard and W&B",
 }
 

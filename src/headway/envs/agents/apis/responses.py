@@ -9,6 +9,7 @@ import msgspec
 from headway.core.growing import Growing
 from headway.core.messages import Message
 from headway.core.openai import ChatRequest, Completion, Json, RequestError, decode, named_event, new_id
+from headway.core.shapes import ReplyShape, ShapeError
 from headway.envs.agents.apis.call import Call, Kept, Recall, call_json, plain_text, tool_json
 
 _TEXT = ("input_text", "output_text", "text")
@@ -41,11 +42,19 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         for name in _UNSUPPORTED:
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported: leave it out", name)
-        form = (self.text or {}).get("format")
-        if isinstance(form, dict) and form.get("type") != "text":
-            raise RequestError('text.format must be {"type": "text"}', "text.format")
+        try:
+            ReplyShape(response_format=self.response_format()).check_shape()
+        except ShapeError as error:
+            raise RequestError(f"text.format: {error}", "text.format") from None
         if self.truncation == "auto":
             raise RequestError('truncation must be "disabled": what the model saw is what is trained', "truncation")
+
+    def response_format(self) -> Json | None:
+        """The format in the chat API's shape, which has a schema under a name of its own."""
+        form = (self.text or {}).get("format")
+        if not isinstance(form, dict) or form.get("type") != "json_schema":
+            return form if isinstance(form, dict) else None
+        return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
 
 
 class ResponsesCall(Call):
@@ -74,6 +83,7 @@ class ResponsesCall(Call):
             parallel_tool_calls=asked.parallel_tool_calls,
             max_tokens=asked.max_output_tokens,
             stream=asked.stream,
+            response_format=asked.response_format(),
         )
         return cls(asked, chat, kept)
 
@@ -102,7 +112,7 @@ class ResponsesCall(Call):
             "parallel_tool_calls": True,
             "tool_choice": self._asked.tool_choice or "auto",
             "tools": self._asked.tools or [],
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | (self._asked.text or {}),
             "metadata": {},
         }
         if self._asked.store is not False:

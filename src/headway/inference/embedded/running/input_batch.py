@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.inference.embedded.cpu.sampling import Sampling
+from headway.inference.embedded.running.shaper import Shaper
 from headway.inference.embedded.scheduling.sequence import Sequence
 
 Ints = NDArray[np.int64]
@@ -33,7 +34,10 @@ class InputBatch:
         self.scored = np.zeros(max_running, dtype=np.bool_)
         """Rows that want prompt logprobs."""
         self.special = np.zeros(max_running, dtype=np.bool_)
-        """Rows that want filters or top logprobs, not just a sample at a temperature."""
+        """Rows that want filters, a shape or top logprobs, not just a sample at a temperature."""
+        self.shaped = np.zeros(max_running, dtype=np.bool_)
+        self.shapers: dict[int, Shaper] = {}
+        """Those of rows that are shaped."""
         self.adapter: Ints = np.full(max_running, -1, dtype=np.int64)
         self.sampling = Sampling(self.seed, self.temperature, self.greedy)
         self._filled = [0] * max_running
@@ -52,7 +56,13 @@ class InputBatch:
         self.seed[row] = sequence.seed
         self.top_logprobs[row] = params.logprobs or 0
         self.scored[row] = sequence.wants_prompt_logprobs
-        self.special[row] = self.filtered[row] or self.top_logprobs[row]
+        self.shaped[row] = params.shaped
+        if params.shaped:
+            # After a preemption, too: the tokens so far tell the state.
+            self.shapers[row] = Shaper(sequence)
+        else:
+            self.shapers.pop(row, None)
+        self.special[row] = self.filtered[row] or self.top_logprobs[row] or self.shaped[row]
         self.adapter[row] = adapter
         self._filled[row] = 0
 

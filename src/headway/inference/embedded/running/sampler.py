@@ -31,13 +31,17 @@ def sample(logits_NV: Tensor, rows: InputBatch, which: Ints, positions: Ints) ->
 
     `positions[i]` is where the token will stand in its sequence. The draw depends on (seed, position) and the
     row's own distribution alone, so it is the same in any batch. Logprobs are those of the distribution that
-    was drawn from: after temperature and filters; of the plain one where decoding is greedy. Raises
+    was drawn from: after shape, temperature and filters; where decoding is greedy, after the shape alone. Raises
     FloatingPointError where no row's logits are finite, as those of a model that has diverged; where single rows' are
     not, their logprobs are NaN.
     """
     if in_c(logits_NV) and not rows.special[which].any():
         return _checked(*rows.sampling.draw(logits_NV, which, positions), None)
     logits = logits_NV
+    shaped = np.flatnonzero(rows.shaped[which]).tolist()
+    for i in shaped:
+        logits = logits.clone() if logits is logits_NV else logits
+        rows.shapers[int(which[i])].apply(logits[i])
     if rows.tempered[which].any():
         logits = logits / torch.from_numpy(rows.temperature[which]).to(logits.device)[:, None]
     if rows.filtered[which].any():
@@ -46,7 +50,10 @@ def sample(logits_NV: Tensor, rows: InputBatch, which: Ints, positions: Ints) ->
     tokens, logprobs = ops.draw_tokens(logits, None, torch.from_numpy(noise).to(logits.device))
     most = rows.top_logprobs[which]
     top = top_logprobs(torch.log_softmax(logits, dim=-1), most) if most.any() else None
-    return _checked(tokens.tolist(), logprobs.tolist(), top)
+    drawn = tokens.tolist()
+    for i in shaped:
+        rows.shapers[int(which[i])].accept(drawn[i])
+    return _checked(drawn, logprobs.tolist(), top)
 
 
 def _checked(tokens: list[int], logprobs: list[float], top: list[TopLogprobs] | None) -> Sampled:

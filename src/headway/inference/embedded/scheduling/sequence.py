@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.protocol import FinishReason, SamplingParams, chunk_tokens
 from headway.inference.engine import TopLogprobs
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +21,8 @@ class Sequence:
     `order` is (priority, arrival, index), lower first. `root` starts its chain of block hashes. `row` is its row of the
     input batch while it runs, else -1. `limit` is the length at which it ends. `ahead` counts tokens sampled in steps
     still in flight. `experts` are those of the tokens from `experts_start` on. `mixed`: its KV was computed by
-    weights of several versions, so that no other sequence may use it.
+    weights of several versions, so that no other sequence may use it. The last `begun` tokens of the prompt are the
+    reply's already; `grammar` is what all of the reply must match.
 
     In models with recurrent layers, it starts from the state in slot `snapshot` (None: from the beginning); states are
     saved at the positions `saves_at`, whose prefixes are called `awaited`. `unnamed` is the slot of a saved state whose
@@ -39,6 +44,8 @@ class Sequence:
     root: bytes = b""
     mixed: bool = False
     adapter: str | None = None
+    begun: int = 0
+    grammar: "LLMatcher | None" = None
     computed: int = 0
     ahead: int = 0
     cached: int = 0
