@@ -20,6 +20,7 @@ _TABLE = {
     "math": (f"{_HERE}.math:Math", "problems whose answers are compared as mathematics (single turn)"),
     "needle": (f"{_HERE}.needle:Needle", "find a fact in a long text (long context)"),
     "search": ("headway.envs.search.search:Search", "research in Python's documentation, with citations (tool use)"),
+    "browser": ("headway.envs.browser.browser:Browser", "tasks on local web sites in a real Chromium (tool use)"),
     "agent": ("headway.envs.agents.agent:AgentProgram", "a program of yours that speaks OpenAI's chat API"),
     "reasoning-gym": (f"{_ADAPTERS}.reasoning_gym:ReasoningGym", "any family of the reasoning-gym package"),
     "textarena": (f"{_ADAPTERS}.textarena:TextArena", "any game of the textarena package"),

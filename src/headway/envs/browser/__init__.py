@@ -1,0 +1,1 @@
+"""Tasks on local web sites, in a real Chromium that reaches nothing else."""

@@ -1,0 +1,138 @@
+"""One Chromium for all episodes of a worker: in a sandbox, without a network, a browser context for each page."""
+
+import asyncio
+import contextlib
+import logging
+import shlex
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headway.core.errors import HeadwayError
+from headway.envs.browser.cdp import BrowserGoneError, CommandError, Connection
+from headway.envs.browser.page import Page
+from headway.envs.browser.site import Site
+from headway.sandboxes.pool import SandboxPool
+from headway.sandboxes.recipe import Recipe
+from headway.sandboxes.sandbox import Limits
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_REAL = {"/usr/bin/chromium": "/usr/lib/chromium/chromium"}
+"""Debian's launcher is a script that reads files which a sandbox does not have."""
+
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",  # Chromium's own needs namespaces or root's rights, which a sandbox of ours does not grant
+    "--remote-debugging-pipe",
+    "--block-new-web-contents",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-background-timer-throttling",
+    "--disable-backgrounding-occluded-windows",
+    "--disable-renderer-backgrounding",
+    "--disable-component-update",
+    "--disable-breakpad",
+    "--disable-extensions",
+    "--disable-sync",
+    "--disable-features=HttpsUpgrades,HttpsFirstBalancedModeAutoEnable,Translate,OptimizationHints,MediaRouter",
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--mute-audio",
+    "--password-store=basic",
+    # Requests are answered before any name is looked up. These hold for whatever the browser itself may ask for.
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--proxy-server=socks5://127.0.0.1:9",
+    "--proxy-bypass-list=<-loopback>",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--force-webrtc-ip-handling-policy",
+)
+_FONTS = b"<fontconfig><dir>/usr/share/fonts</dir><cachedir>/tmp/fontconfig</cachedir></fontconfig>"
+
+
+def find_chromium(path: str | None = None) -> str:
+    """Return the program's path. Raises HeadwayError, with what to do, where there is none."""
+    found = next((place for name in ([path] if path else NAMES) if (place := shutil.which(name))), None)
+    if found is None:
+        sought = f'there is no program "{path}"' if path else f"none of {', '.join(NAMES)} is in PATH"
+        raise HeadwayError(
+            f"browser: no Chromium was found: {sought}. Install it (apt-get install chromium), or name the program "
+            'with args = { chromium = "/path/to/chrome" }'
+        )
+    real = _REAL.get(found, found)
+    return real if Path(real).exists() else found
+
+
+class Chromium:
+    """Starts at the first page and again after it ended. At most `pages` are open at once; others wait."""
+
+    def __init__(self, program: str | None, sandbox: str, limits: Limits, pages: int) -> None:
+        self._program, self._kind, self._limits = program, sandbox, limits
+        self._places = asyncio.Semaphore(pages)
+        self._starting = asyncio.Lock()
+        self._pool: SandboxPool | None = None
+        self._connection: Connection | None = None
+        self._running = contextlib.AsyncExitStack()
+
+    async def start(self) -> Connection:
+        """Connect to the browser that runs, or start one. Raises HeadwayError where that fails."""
+        async with self._starting:
+            if self._connection is None or self._connection.closed:
+                await self._running.aclose()
+                self._connection = await self._launch()
+            return self._connection
+
+    async def close(self) -> None:
+        await self._running.aclose()
+        self._connection = None
+        if self._pool is not None:
+            await self._pool.close()
+            self._pool = None
+
+    @asynccontextmanager
+    async def page(self, site: Site) -> AsyncIterator[Page]:
+        """Open a site in a browser context of its own: no cookies, storage or cache are shared with another."""
+        async with self._places:
+            connection = await self.start()
+            context = (await connection.call("Target.createBrowserContext"))["browserContextId"]
+            try:
+                target = await connection.call("Target.createTarget", url="about:blank", browserContextId=context)
+                attached = await connection.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+                opened = Page(connection, attached["sessionId"], site)
+                try:
+                    await opened.open()
+                    yield opened
+                finally:
+                    opened.close()
+            finally:
+                with contextlib.suppress(BrowserGoneError, CommandError, TimeoutError):
+                    await asyncio.shield(connection.call("Target.disposeBrowserContext", browserContextId=context))
+
+    async def _launch(self) -> Connection:
+        program = find_chromium(self._program)
+        if self._pool is None:
+            self._pool = SandboxPool(self._kind, most=1)
+        recipe = Recipe(files={"fonts.conf": _FONTS}, readable=_folder_of(program))
+        box = await self._running.enter_async_context(self._pool.sandbox(recipe, self._limits, owner="browser"))
+        words = [program, *_FLAGS, f"--user-data-dir={box.resolve('profile')}", "about:blank"]
+        # The protocol's two pipes are the descriptors 3 and 4; stdin and stdout are those that cross the wall.
+        script = f"exec {shlex.join(words)} 3<&0 4>&1 </dev/null >&2"
+        process = await box.open_process(["sh", "-c", script], env={"FONTCONFIG_FILE": box.resolve("fonts.conf")})
+        connection = Connection(process)
+        self._running.push_async_callback(connection.close)
+        try:
+            await connection.greet()
+            await connection.call("Browser.setDownloadBehavior", behavior="deny")
+        except (HeadwayError, TimeoutError) as error:
+            await self._running.aclose()
+            raise HeadwayError(f"browser: {program} did not start: {error}") from error
+        return connection
+
+
+def _folder_of(program: str) -> tuple[Path, ...]:
+    """Folders that a sandbox must show besides the system's, which has /usr."""
+    folder = Path(program).resolve().parent
+    return () if folder.is_relative_to("/usr") else (folder,)

@@ -1,0 +1,39 @@
+"""A conversation in which the model may call the tools of an MCP server."""
+
+from abc import abstractmethod
+from contextvars import ContextVar
+from typing import Any
+
+from headway.core.episodes import Task
+from headway.core.messages import Message
+from headway.envs.base import MultiTurn, Policy, State
+from headway.envs.mcp.server import McpServer, McpTools
+
+_tools: ContextVar[McpTools] = ContextVar("headway_mcp_tools")
+
+
+class McpToolUse(MultiTurn):
+    """Like `ToolUse`, with the tools of `server`, to which each episode has a connection of its own.
+
+    The episode ends with a reply that calls nothing.
+    """
+
+    @abstractmethod
+    def server(self, task: Task) -> McpServer:
+        """The server of an episode."""
+
+    async def run(self, task: Task, policy: Policy) -> State:
+        async with self.server(task).connect() as tools:
+            token = _tools.set(tools)
+            try:
+                return await super().run(task, policy)
+            finally:
+                _tools.reset(token)
+
+    async def ask(self, state: State, policy: Policy) -> Message:
+        return await policy.chat(state.messages, _tools.get().tools)
+
+    async def respond(self, state: State, reply: Message) -> Any:
+        if not reply.tool_calls:
+            return None
+        return [await _tools.get().call(call) for call in reply.tool_calls]
