@@ -39,7 +39,7 @@ class Connection:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._listeners: dict[str, Event] = {}
         self._said = b""
-        self._reading = [asyncio.create_task(self._read()), asyncio.create_task(self._keep_stderr())]
+        self._reading = [asyncio.create_task(work) for work in (self._read(), self._keep_stderr(), self._watch())]
         self.closed = False
 
     async def greet(self) -> None:
@@ -114,6 +114,11 @@ class Connection:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(BrowserGoneError(self.crash_report()))
+
+    async def _watch(self) -> None:
+        """Notice the end of the browser itself: processes that it started may hold its pipes open for longer."""
+        await self._process.wait()
+        self._lost()
 
     async def _keep_stderr(self) -> None:
         while chunk := await self._process.stderr.read(1 << 16):
