@@ -117,7 +117,8 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace) -> int:
     if not options.resume and not options.parent:
         print(*(f"warning: {line}" for line in warnings(settings)), sep="\n", file=sys.stderr)
     if options.parent:
-        fork_run(*options.parent, paths)
+        origin, step = options.parent
+        fork_run(origin, step, paths)
     if options.dash:
         from headway.monitor.dashboard import start_in_thread
 
