@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +17,8 @@ from headway.envs.browser.site import Request, Response, Site, page
 from headway.envs.browser.sites import SITES
 from headway.envs.policy import EpisodeFailure, ScriptedPolicy
 from headway.envs.rewards import score
+from headway.sandboxes.kinds import available_kinds
+from headway.sandboxes.local.cgroups import Cgroups
 
 
 def missing() -> str | None:
@@ -26,7 +27,9 @@ def missing() -> str | None:
         find_chromium()
     except HeadwayError as error:
         return str(error)
-    return None if shutil.which("bwrap") else "bubblewrap is not installed"
+    if problem := Cgroups().problem:
+        return f"Chromium does not start where address space is limited instead of control groups: {problem}"
+    return available_kinds()["bubblewrap"] or None
 
 
 real = pytest.mark.skipif(missing() is not None, reason=str(missing()))
