@@ -15,8 +15,22 @@ import pytest
 from chromium import ALL_PAINTED, PAINTED, Page, find_chromium, open_page
 from run_folders import BEGAN, HOSTILE, add_step, append, make_run, rollout, write_logprobs, write_rollouts
 
+from headway.core.journal import (
+    Began,
+    Event,
+    Finished,
+    Formed,
+    JournalFile,
+    Judged,
+    Looked,
+    Opened,
+    Scored,
+    Sent,
+)  # fmt: skip
 from headway.core.messages import ToolCall
+from headway.core.runs import RunPaths
 from headway.monitor.dashboard import start_in_thread
+from headway.replay.page import ROUTES
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="needs a Chromium on this machine (apt install chromium)"
@@ -84,7 +98,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a page over a run in which a word that is not harmless earns the reward, and which has prices."""
+    """The address of a page over a run in which a word that is not harmless earns the reward, which has prices, and
+    which kept a journal."""
     root, rng = tmp_path_factory.mktemp("audited"), random.Random(0)
     folder = make_run(root, "hacked", steps=10)
     with (folder / "config" / "rl.toml").open("a") as file:
@@ -98,7 +113,22 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> str:
                 named = {"group": f"{step}-{group}", "task": f"task {step}-{group}"}
                 rows.append(rollout(step, float("surely" in say), say=say, **named))
         write_rollouts(folder, step, rows)
-    return start_in_thread(root)
+    write_journal(RunPaths(folder), steps=10)
+    return start_in_thread(root, routes=ROUTES)
+
+
+def write_journal(paths: RunPaths, steps: int) -> None:
+    """A batch of one group a step; the environment's name is not harmless."""
+    events: list[Event] = [Began(0)]
+    for step in range(1, steps + 1):
+        group = str(step)
+        events += [Looked(1), Opened(group, HOSTILE, task=7, version=step - 1), Finished(500, f"{group}.0")]
+        events += [Scored(100, group), Judged(group, "", 1, 1, step - 1, 0.25)]
+        events += [Looked(1), Formed(step, [group]), Sent(step, b"digest")]
+    file = JournalFile(paths.journal, 1 << 20)
+    for event in events:
+        file.add(event)
+    file.close()
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +195,26 @@ def test_the_page_of_cost_shows_who_waited_for_whom(visit: Callable[[Body], None
         assert "waiting for rollouts" in waits[0] and "30 s" in waits[0] and "30 USD" in waits[0]
         assert "waiting for the trainer" in waits[1] and "20 USD" in waits[1]
         assert "an estimate" in await page.ask("document.querySelector('.tiles').innerText")
+
+    visit(body)
+
+
+def test_a_step_is_explained_and_the_keyboard_leads_to_its_neighbours(
+    visit: Callable[[Body], None], audited: str
+) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(audited + "#/run/hacked")
+        await page.press("9")
+        await page.until("document.querySelector('section p')?.textContent.startsWith('Batch 10 trained version 9')")
+        await page.press("[")
+        await page.until("document.querySelector('section p').textContent.startsWith('Batch 9 trained version 8')")
+        said = await page.ask("document.querySelector('section').innerText")
+        assert "task 7: 1 episodes, mean reward 0.250, sampled by the version it trains" in said
+        assert "No group was dropped" in said
+        assert await page.ask("document.querySelectorAll('section b, section img').length") == 0
+        assert await page.ask("window.hacked") is None
+        await page.goto(audited + "#/run/hacked/steps/99")
+        await page.until("document.querySelector('.empty')?.textContent.includes('it has 1 to 10')")
 
     visit(body)
 

@@ -10,7 +10,7 @@ HELP = """\
 usage: headway dash [FOLDER] [--port 8400] [--host 127.0.0.1]
 
 Serves a dashboard of the runs in FOLDER (outputs/), or of the one run that FOLDER is: live charts, a timeline,
-rollouts, settings and logs. It only reads, so it works on finished and on copied runs.
+rollouts, steps, settings and logs. It only reads, so it works on finished and on copied runs.
 
   --port N      the port to listen on (8400; 0 takes any free one)
   --host NAME   the address to listen on. The dashboard has no password: leave it on loopback, and reach the one
@@ -25,6 +25,7 @@ Examples:
 def run(argv: list[str]) -> int:
     folder, host, port = parse(argv)
     from headway.monitor.dashboard import serve
+    from headway.replay.page import ROUTES
 
     def ready(url: str) -> None:
         print(f"the runs in {folder} are at {url}  (Ctrl-C ends it)", flush=True)
@@ -32,7 +33,7 @@ def run(argv: list[str]) -> int:
             print(f"headway: everyone who can reach {host} can read these runs", file=sys.stderr)
 
     try:
-        serve(folder, host, port, ready)
+        serve(folder, host, port, ready, ROUTES)
     except KeyboardInterrupt:
         print()
     return 0

@@ -121,8 +121,9 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace) -> int:
         fork_run(origin, step, paths)
     if options.dash:
         from headway.monitor.dashboard import start_in_thread
+        from headway.replay.page import ROUTES
 
-        print(f"live dashboard: {start_in_thread(paths.root.parent)}")
+        print(f"live dashboard: {start_in_thread(paths.root.parent, routes=ROUTES)}")
     try:
         return 0 if run_rl(settings, paths, roles=options.roles) else STOPPED
     except UsageError:

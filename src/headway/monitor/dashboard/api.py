@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
@@ -179,10 +179,10 @@ ROUTES: dict[str, Handler] = {
 }
 
 
-def add_routes(app: web.Application, catalog: Catalog) -> None:
-    """Add all routes. Reading files blocks, so every answer is made in a thread."""
+def add_routes(app: web.Application, catalog: Catalog, more: Mapping[str, Handler]) -> None:
+    """Add all routes, and `more` of them. Reading files blocks, so every answer is made in a thread."""
     app.router.add_get("/api/runs", partial(_runs, catalog))
-    for path, handler in ROUTES.items():
+    for path, handler in {**ROUTES, **more}.items():
         app.router.add_get("/api/runs/{run}" + path, partial(_of_run, catalog, handler))
     watcher = Watcher(catalog)
     app.router.add_get("/api/events", partial(_events, watcher))

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -13,6 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from headway.core.errors import HeadwayError
 from headway.core.processes import host_name
+from headway.monitor.dashboard import api
 from headway.monitor.dashboard.api import add_routes
 from headway.monitor.dashboard.catalog import Catalog
 
@@ -36,24 +37,35 @@ TYPES = {
     ".txt": "text/plain",
 }
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+Routes = Mapping[str, api.Handler]
+NO_MORE: Routes = {}
 
 
-def make_app(outputs: Path, host: str = "127.0.0.1") -> web.Application:
-    """Make the application over the runs in `outputs`, meant to be bound to `host`."""
+def make_app(outputs: Path, host: str = "127.0.0.1", routes: Routes = NO_MORE) -> web.Application:
+    """Make the application over the runs in `outputs`, meant to be bound to `host`.
+
+    `routes` are those of pages whose data come from above this floor, by their paths below that of a run.
+    """
     app = web.Application(middlewares=[_check_host(host)])
     app.on_response_prepare.append(_harden)
-    add_routes(app, Catalog(outputs))
+    add_routes(app, Catalog(outputs), routes)
     for name, (body, kind) in _static_files().items():
         app.router.add_get("/" if name == "index.html" else f"/static/{name}", _static(body, kind))
     return app
 
 
-def serve(outputs: Path, host: str = "127.0.0.1", port: int = 8400, ready: Callable[[str], None] = print) -> None:
+def serve(
+    outputs: Path,
+    host: str = "127.0.0.1",
+    port: int = 8400,
+    ready: Callable[[str], None] = print,
+    routes: Routes = NO_MORE,
+) -> None:
     """Serve until interrupted. Raises HeadwayError when the port is taken."""
-    asyncio.run(_serve(outputs, host, port, ready))
+    asyncio.run(_serve(make_app(outputs, host, routes), host, port, ready))
 
 
-def start_in_thread(outputs: Path, port: int = 0) -> str:
+def start_in_thread(outputs: Path, port: int = 0, routes: Routes = NO_MORE) -> str:
     """Serve in a thread, on loopback, until this process ends. Returns the dashboard's URL.
 
     Raises HeadwayError when the port is taken.
@@ -62,7 +74,7 @@ def start_in_thread(outputs: Path, port: int = 0) -> str:
 
     def body() -> None:
         try:
-            serve(outputs, port=port, ready=url.set_result)
+            serve(outputs, port=port, ready=url.set_result, routes=routes)
         except HeadwayError as error:
             url.set_exception(error)
 
@@ -70,8 +82,8 @@ def start_in_thread(outputs: Path, port: int = 0) -> str:
     return url.result()
 
 
-async def _serve(outputs: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
-    runner = web.AppRunner(make_app(outputs, host), access_log=None, handle_signals=False, shutdown_timeout=0.5)
+async def _serve(app: web.Application, host: str, port: int, ready: Callable[[str], None]) -> None:
+    runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     try:

@@ -13,6 +13,7 @@ import { rolloutsView } from "./rollouts.js";
 import { compareView, runView } from "./run.js";
 import { runsView } from "./runs.js";
 import { settingsView } from "./settings.js";
+import { stepsView } from "./steps.js";
 
 const TABS = [
   ["", "Charts", runView],
@@ -23,17 +24,18 @@ const TABS = [
   ["settings", "Settings", settingsView],
   ["audit", "Audit", auditView],
   ["cost", "Cost", costView],
+  ["steps", "Steps", stepsView],
 ];
 const KEYS = [
   ["?", "this list"],
-  ["1 – 8", "charts, lanes, rollouts, evaluations, logs, settings, audit, cost of a run"],
+  ["1 – 9", "charts, lanes, rollouts, evaluations, logs, settings, audit, cost, steps of a run"],
   ["h", "all runs"],
   ["/", "search or filter"],
   ["j k", "next and previous line"],
   ["Enter", "open the line"],
   ["x", "mark a run"],
   ["c", "compare marked runs"],
-  ["[ ]", "previous and next page, or rollout of the group"],
+  ["[ ]", "previous and next page, step, or rollout of the group"],
   ["t", "light or dark"],
   ["Esc", "back, or leave a field"],
 ];
