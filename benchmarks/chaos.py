@@ -43,6 +43,8 @@ DAMAGES = ("checkpoint", "batch", "weights", "disk")
 LONGEST_STOP = 8.0
 FULL_SECONDS = 6.0
 CHECKPOINT_STEPS = 3
+ENDLESS = 1_000_000
+"""Steps of a run under attack: a fast machine would finish any smaller number before the attack is over."""
 ENVIRONMENT = """
 from headway.envs.base import SingleTurn, Task, reward
 
@@ -58,7 +60,10 @@ class Lottery(SingleTurn):
 
 
 class AttackedRun:
-    """One `headway rl` and its folder. Every batch is copied as it appears, for the undisturbed trainer."""
+    """One `headway rl` and its folder. Every batch is copied as it appears, for the undisturbed trainer.
+
+    It makes at least `steps`, and goes on until the attack is over.
+    """
 
     def __init__(self, folder: Path, steps: int, placement: PlacementSettings) -> None:
         self.folder, self.steps, self.placement = folder, steps, placement
@@ -67,7 +72,7 @@ class AttackedRun:
         self.resumes = 0
         (folder / "lottery.py").write_text(ENVIRONMENT)
         self.process = self._start(
-            *("--model.path", "tiny", "--seq_len", "128", "--max_steps", str(steps)),
+            *("--model.path", "tiny", "--seq_len", "128", "--max_steps", str(ENDLESS)),
             *("--trainer.checkpoints.interval", str(CHECKPOINT_STEPS)),
             *("--placement.engines", str(placement.engines), "--placement.trainer_ranks", str(placement.trainer_ranks)),
             *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4"),
@@ -92,9 +97,16 @@ class AttackedRun:
                 raise TimeoutError(f"still running after the supervisor was killed: {self.left()}")
             time.sleep(0.1)
 
-    def resume(self) -> None:
+    def resume(self, *flags: str) -> None:
         self.resumes += 1
-        self.process = self._start("--resume", str(self.paths.root))
+        self.process = self._start("--resume", str(self.paths.root), *flags)
+
+    def conclude(self) -> None:
+        """Leave the run in peace, with a last step that is a few beyond its last batch."""
+        self.kill()
+        sent = max(self.paths.spooled_batches(), default=self.step())
+        self.steps = max(self.steps, sent + CHECKPOINT_STEPS)
+        self.resume("--max_steps", str(self.steps))
 
     def step(self) -> int:
         return max((int(line["step"]) for line in self.metrics("trainer")), default=0)
@@ -314,6 +326,7 @@ def run_attacked(run: AttackedRun, events: int, damages: list[str], seed: int) -
         for what in attack(run, events, damages, random.Random(seed)):
             done[what] += 1
             print(f"{time.monotonic() - began:6.1f} s  step {run.step():3}  {what}", flush=True)
+        run.conclude()
         run.process.wait(600)
     except (TimeoutError, subprocess.TimeoutExpired) as error:
         found.append(str(error))
@@ -340,7 +353,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=40, help="signals")
     parser.add_argument("--damages", default=",".join(DAMAGES), help="kinds of damage, separated by commas")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="at least; it goes on until the attack is over")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the trainer")
     parser.add_argument("--seed", type=int, default=1)
