@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +25,12 @@ CUT_SECONDS = 30
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """Four nodes for the run, and two to spare."""
-    with slurm(tmp_path / "slurm", nodes=6) as running:
+def cluster() -> Iterator[Cluster]:
+    """Four nodes for the run, and two to spare, in a folder with a short name: Slurm makes sockets in it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder,
+        slurm(Path(folder), nodes=6) as running,
+    ):
         yield running
 
 
