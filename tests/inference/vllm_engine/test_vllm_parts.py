@@ -408,6 +408,32 @@ def test_weights_that_were_set_aside_come_back_as_they_were() -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
+def test_weights_are_loaded_beside_those_that_are_served() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    model[1].bias = model[2].bias  # one tensor under two names
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    kept = KeptWeights(model)
+
+    def serves(expected: dict[str, torch.Tensor]) -> bool:
+        assert [parameter.data_ptr() for parameter in model.parameters()] == places
+        return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+    with kept.loading(model), torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(number)
+    assert serves(before)
+    kept.exchange(model)
+    after = before | {name: torch.full_like(p, number) for number, (name, p) in enumerate(model.named_parameters())}
+    assert serves(after | {"2.bias": after["1.bias"]})
+    kept.exchange(model)
+    assert serves(before)
+    with pytest.raises(ValueError, match="half"), kept.loading(model), torch.no_grad():
+        next(model.parameters()).zero_()
+        raise ValueError("half")
+    assert serves(before)
+
+
 SHAPE: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -1.0, "logit_bias": {5: 2.0}}
 FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
 

@@ -238,11 +238,14 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         """Load new weights and count their bytes. Raises UpdateError, with the old weights in place."""
         self._loaded.forget_previous()
         staged = None if self._loaded.takes(update) else await asyncio.to_thread(self._stager.weights, update)
-        before = self._weights
+        before, loaded = self._weights, self._loaded
+        received = await loaded.prepare(update, staged)
         async with self._scheduler.stopped(update.mode, for_probe=update.probe is not None):
             try:
-                loaded = self._loaded
-                received = await (loaded.receive(update) if staged is None else loaded.load(staged))
+                if received is None:
+                    received = await loaded.load(update, staged)
+                else:
+                    await loaded.exchange()
                 await self._serve_as(WeightState(update.version, update.fingerprint, time.time()))
                 if not self._scheduler.paused:
                     await self._probation.check(update, lambda: self._revert(before))

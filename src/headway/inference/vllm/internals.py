@@ -246,6 +246,28 @@ def reload_weights(model_runner: Any, model_config: Any, **source: Any) -> None:
         raise
 
 
+def loads_aside(model: nn.Module) -> bool:
+    """Tell whether all that the model's loaders write are its parameters, in the layout of its kernels: then a load
+    needs none of the steps around a reload. Experts and quantized layers are rearranged after loading.
+
+    vLLM 0.26 to 0.32: `quant_method` of layers, `UnquantizedLinearMethod`, `UnquantizedEmbeddingMethod`.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return all(isinstance(getattr(module, "quant_method", None), plain) for module in model.modules())
+
+
+def load_tensors(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Let the model's own loaders write tensors, under the names of its checkpoint, to where its parameters are.
+
+    vLLM 0.26 to 0.32: `load_weights` of its models.
+    """
+    loading: Any = model
+    loading.load_weights(tensors)
+
+
 @contextmanager
 def _quiet(*loggers: str) -> Iterator[None]:
     """Silence warnings of layers that have no weights of their own and of names that vLLM joins, at every reload.

@@ -1,10 +1,11 @@
-"""The weights that a worker serves, set aside in its own device's memory before new ones come: the way back from them.
+"""A second copy of a worker's weights in its own device's memory: the way back from new ones, or their way in.
 
 Parameters are copied as the kernels have them, fused, cut among workers or quantized, so that going back is exact and
 takes no loader. This is for GPUs: on the CPU vLLM's kernels keep weights that are no parameters.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -17,6 +18,7 @@ _ROOM = 1.05
 class KeptWeights:
     def __init__(self, model: nn.Module) -> None:
         self._copies = [torch.empty_like(tensor) for tensor in _tensors(model)]
+        self._copy_of = {tensor.data_ptr(): copy for copy, tensor in zip(self._copies, _tensors(model), strict=True)}
 
     @classmethod
     def where_there_is_room(cls, model: nn.Module, device: torch.device) -> Self | None:
@@ -34,6 +36,25 @@ class KeptWeights:
     def restore(self, model: nn.Module) -> None:
         for copy, tensor in zip(self._copies, _tensors(model), strict=True):
             tensor.copy_(copy)
+
+    @contextmanager
+    def loading(self, model: nn.Module) -> Iterator[None]:
+        """Let parameters stand for the copies: what vLLM's loaders write meanwhile is not served before `exchange`."""
+        served = [(parameter, parameter.data) for parameter in model.parameters()]
+        for parameter, data in served:
+            parameter.data = self._copy_of[data.data_ptr()]
+        try:
+            yield
+        finally:
+            for parameter, data in served:
+                parameter.data = data
+
+    def exchange(self, model: nn.Module) -> None:
+        """Serve the parameters' copies and keep what was served, each number at the other's address."""
+        for parameter in model.parameters():  # buffers never come with an update
+            copy, before = self._copy_of[parameter.data_ptr()], parameter.detach().clone()
+            parameter.detach().copy_(copy)
+            copy.copy_(before)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -127,52 +127,75 @@ class LoadedWeights:
     """The weights in the workers, and the way back to those before.
 
     That is a copy in host memory, where None is the checkpoint that vLLM was started with; or, on GPUs that have room
-    for it, a copy in each worker. Then versions can also come straight from the trainer's GPU. Call everything while
-    the scheduler is paused.
+    for it, a copy in each worker. Then versions can also come straight from the trainer's GPU; and where a model's
+    loaders allow it, they are loaded into that copy, beside what is served, and exchanged with it. Call `prepare`
+    before the scheduler is paused and everything else while it is.
     """
 
     def __init__(self, llm: Any, stager: Stager) -> None:
         self._llm, self._stager = llm, stager
-        self._kept_by_workers = False
+        self._kept_by_workers = self._loads_aside = False
         self._current: StagedFile | None = None
         self._previous: StagedFile | None = None
 
     async def start(self) -> None:
         self._kept_by_workers = all(await self._llm.collective_rpc("headway_keeps"))
+        self._loads_aside = all(await self._llm.collective_rpc("headway_loads_aside"))
 
     def takes(self, update: WeightUpdate) -> bool:
         """Tell whether workers can fetch this version themselves."""
         return self._kept_by_workers and update.transport.get("type") == "shared_memory"
 
-    async def receive(self, update: WeightUpdate) -> int:
-        """Let workers fetch a version that they take; returns its bytes. Raises what `load` raises."""
-        self._stager.check_model()
+    async def prepare(self, update: WeightUpdate, staged: StagedFile | None) -> int | None:
+        """Load a version beside what is served, where workers can; returns its bytes, or None where they can't. What is
+        served stays. Raises UpdateError."""
+        if not self._loads_aside:
+            return None
+        try:
+            return await self._fetch(update, staged, aside=True)
+        except Exception as error:
+            raise UpdateError(f"version {update.version} was refused: {last_line(error)}") from error
+        finally:
+            if staged is not None:
+                staged.close()
+
+    async def exchange(self) -> None:
+        """Serve what was prepared. Raises LostError."""
+        try:
+            await self._llm.collective_rpc("headway_exchange")
+        except Exception as error:
+            raise LostError(f"vLLM lost its weights: {last_line(error)}") from error
+
+    async def load(self, update: WeightUpdate, staged: StagedFile | None) -> int:
+        """Make a version what is served, from `staged` or fetched by workers; returns its bytes. Raises UpdateError,
+        with the old weights back in place, or LostError."""
         await self._keep()
         try:
-            workers = await self._llm.collective_rpc("headway_receive", args=(msgspec.json.encode(update),))
-            for came, _ in workers:
-                self._stager.check(came)
+            received = await self._fetch(update, staged)
         except Exception as error:
+            if staged is not None:
+                staged.close()
             await self._restore()
             raise UpdateError(f"version {update.version} was refused: {last_line(error)}") from error
-        return int(workers[0][1])
-
-    async def load(self, staged: StagedFile) -> int:
-        """Make `staged` what is served; returns its bytes. Raises UpdateError with the old weights back in place, or
-        LostError."""
-        await self._keep()
-        try:
-            await self._load(staged)
-        except Exception as error:
-            staged.close()
-            await self._restore()
-            raise UpdateError(f"vLLM could not load the weights: {last_line(error)}") from error
+        if staged is None:
+            return received
         if self._kept_by_workers:
             staged.close()
         else:
             self.forget_previous()
             self._previous, self._current = self._current, staged
-        return staged.bytes
+        return received
+
+    async def _fetch(self, update: WeightUpdate, staged: StagedFile | None, *, aside: bool = False) -> int:
+        """Load into all workers, from `staged` or by their own means; returns the bytes."""
+        if staged is not None:
+            await self._load(staged, aside)
+            return staged.bytes
+        self._stager.check_model()
+        workers = await self._llm.collective_rpc("headway_receive", args=(msgspec.json.encode(update), aside))
+        for came, _ in workers:
+            self._stager.check(came)
+        return int(workers[0][1])
 
     async def revert(self) -> None:
         """Go back to what was served before the last load. Raises LostError."""
@@ -203,7 +226,9 @@ class LoadedWeights:
     async def _restore(self) -> None:
         """Serve again what is kept by workers, or else the current version."""
         try:
-            if self._kept_by_workers:
+            if self._loads_aside:
+                await self.exchange()
+            elif self._kept_by_workers:
                 await self._llm.collective_rpc("headway_restore")
             else:
                 await self._load(self._current)
@@ -211,11 +236,12 @@ class LoadedWeights:
             logger.exception("vLLM could not load the previous weights again", exc_info=error)
             raise LostError(f"vLLM lost its weights: {last_line(error)}") from error
 
-    async def _load(self, staged: StagedFile | None) -> None:
+    async def _load(self, staged: StagedFile | None, aside: bool = False) -> None:
         if staged is None:
             await self._llm.collective_rpc("headway_load_checkpoint")
         else:
-            await self._llm.collective_rpc("headway_load", args=(staged.path, [list(span) for span in staged.spans]))
+            spans = [list(span) for span in staged.spans]
+            await self._llm.collective_rpc("headway_load", args=(staged.path, spans, aside))
 
 
 def last_line(error: Exception) -> str:

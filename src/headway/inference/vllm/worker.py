@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from headway.core.protocol import WeightUpdate
 from headway.inference.vllm.internals import (
     device_type,
+    load_tensors,
+    loads_aside,
     pack_experts,
     pack_heads,
     reload_weights,
@@ -64,9 +66,19 @@ class HeadwayWorker(StreamWatch):
         assert self._headway_kept is not None
         self._headway_kept.restore(self.model_runner.get_model())
 
-    def headway_receive(self, update: bytes) -> tuple[list[tuple[str, list[int]]], int]:
-        """Load a version from the trainer's memory straight into the model. Returns the names and shapes that came, and
-        their bytes. Raises HeadwayError, with the model half loaded, where it is not whole or not what was announced.
+    def headway_loads_aside(self) -> bool:
+        """Tell whether new weights can be loaded beside those that are served."""
+        return self.headway_keeps() and loads_aside(self.model_runner.get_model())
+
+    def headway_exchange(self) -> None:
+        """Serve what was loaded beside, and set aside what was served; a second time, the other way round."""
+        assert self._headway_kept is not None
+        self._headway_kept.exchange(self.model_runner.get_model())
+
+    def headway_receive(self, update: bytes, aside: bool = False) -> tuple[list[tuple[str, list[int]]], int]:
+        """Load a version from the trainer's memory straight into the model, or beside what it serves. Returns the names
+        and shapes that came, and their bytes. Raises HeadwayError, with the model or what is beside it half loaded,
+        where it is not whole or not what was announced.
         """
         if self._headway_receiver is None:
             self._headway_receiver = make_receiver(str(self.device))
@@ -79,16 +91,25 @@ class HeadwayWorker(StreamWatch):
                 sizes.append(tensor.nbytes)
                 yield name, tensor
 
-        self._headway_reload(weights_iterator=tensors(self._headway_receiver))
+        load = self._headway_load_aside if aside else self._headway_reload
+        load(weights_iterator=tensors(self._headway_receiver))
         return came, sum(sizes)
 
-    def headway_load(self, path: str, spans: list[list[Any]]) -> None:
-        """Load the tensors of a staged file into the model, in place."""
-        self._headway_reload(weights_iterator=read_staged(path, [TensorSpan(*span) for span in spans]))
+    def headway_load(self, path: str, spans: list[list[Any]], aside: bool = False) -> None:
+        """Load the tensors of a staged file into the model, in place, or beside what it serves."""
+        load = self._headway_load_aside if aside else self._headway_reload
+        load(weights_iterator=read_staged(path, [TensorSpan(*span) for span in spans]))
 
     def headway_load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
         self._headway_reload()
+
+    def _headway_load_aside(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        assert self._headway_kept is not None
+        model = self.model_runner.get_model()
+        plain = without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext()
+        with plain, self._headway_kept.loading(model):
+            load_tensors(model, weights_iterator)
 
     def _headway_reload(self, **source: Any) -> None:
         model = self.model_runner.get_model()

@@ -174,8 +174,8 @@ class GatedAttention(SelfAttention):
 
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         gate_TO = self.get_submodule(self.gate_name)(x_TD, context.adapter_gate)
-        gate = self.activation(gate_TO.float()).to(x_TD.dtype).view(len(x_TD), self.heads, -1)
-        return self.output(self.attend(x_TD, context) * gate, context)
+        gate = self.activation(gate_TO.float()).view(len(x_TD), self.heads, -1)
+        return self.output((self.attend(x_TD, context) * gate).to(x_TD.dtype), context)
 
 
 class QueryGatedAttention(SelfAttention):
@@ -201,4 +201,4 @@ class QueryGatedAttention(SelfAttention):
             attended_THD = context.plan.attend(*self._normed((q_THD, k_TKD, v_TKD)), self.layer)
         else:
             attended_THD = context.plan.attend_pre_rope(q_THD, k_TKD, v_TKD, rope, self.layer)
-        return self.output(attended_THD * torch.sigmoid(gate_THD), context)
+        return self.output((attended_THD * torch.sigmoid(gate_THD.float())).to(x_TD.dtype), context)

@@ -305,7 +305,8 @@ class SigmoidGatedMlp(GatedMlp):
         self.gate = Linear(width, 1)
 
     def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, None]:
-        return self.gate(x_TD).sigmoid() * super().forward(x_TD, context)[0], None
+        gated_TD = self.gate(x_TD).float().sigmoid() * super().forward(x_TD, context)[0]
+        return gated_TD.to(x_TD.dtype), None
 
     def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
         """The gate needs the values that it scales, so nothing is saved."""

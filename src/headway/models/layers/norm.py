@@ -31,10 +31,10 @@ class RMSNorm(nn.Module):
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """The factor is 1 + weight (Gemma, Qwen3-Next)."""
+    """The factor is 1 + weight (Gemma, Qwen3-Next), in float32: next to 1, bfloat16 would drop most of a weight."""
 
     neutral = 0.0
 
     @property
     def scale(self) -> Tensor:
-        return 1 + self.weight
+        return 1 + self.weight.float()

@@ -13,14 +13,20 @@ from headway.models.ops.registry import Op, cast, in_c, in_triton, in_triton_ser
 @Op
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight` may be of a higher precision than `x`, and then so is its gradient."""
-    return F.rms_norm(x, weight.shape, cast(weight, x.dtype), eps)
+    return _normed(x, weight, eps)
 
 
 @Op
 def add_rms_norm(stream_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The stream with `delta` added to it, and the norm of that: between two stages of a block."""
     stream_TD = stream_TD + delta_TD
-    return stream_TD, F.rms_norm(stream_TD, weight.shape, cast(weight, stream_TD.dtype), eps)
+    return stream_TD, _normed(stream_TD, weight, eps)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Computed in the higher of both precisions, and rounded once."""
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    return cast(F.rms_norm(cast(x, wide), weight.shape, cast(weight, wide), eps), x.dtype)
 
 
 @rms_norm.backend("c", takes=lambda x, *_: x.dim() == 2 and in_c(x))
