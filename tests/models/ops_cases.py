@@ -65,6 +65,17 @@ def adapters(f: Call, x: Tensor, *tensors: Tensor) -> Any:
     return f(x, frozen, tensors[:2], tensors[2:], 0.5, False)
 
 
+def several_adapters(f: Call, x: Tensor, *tensors: Tensor) -> Any:
+    """Two tokens in three have one of the ranks each."""
+    frozen = [torch.linspace(-1, 1, n * x.shape[1]).view(n, -1).to(x) for n in (9, 5)]
+    gate = torch.tensor([[0.5, 0.0], [0.0, 2.0], [0.0, 0.0]], device=x.device).repeat(4, 1)[: len(x)]
+    return f(x, frozen, tensors[:2], tensors[2:], gate, False)
+
+
+def gated_ranks(f: Call, out: Tensor, ranks: Tensor, gate: Tensor, *ups: Tensor) -> Any:
+    return f(out.clone(), ranks, gate.float(), ups)
+
+
 def groups(f: Call, rows: Tensor, weight: Tensor) -> Any:
     return f(rows, weight, torch.tensor([4, 4, 11], dtype=torch.int32, device=rows.device))
 
@@ -209,10 +220,24 @@ CASES = [
     Case(ops.linear, [(9, 20), (5, 20)], plain, only=("torch",), mixed=True),
     Case(ops.linear, [(9, 20), (5, 20), (5,)], plain, only=("torch",), mixed=True),
     *(Case(ops.linears, [(9, 20), (5, 20), (3, 20)], two_weights, mixed=mixed) for mixed in (False, True)),
+    *(Case(ops.wide_linears, [(9, 20), (5, 20), (3, 20)], two_weights, mixed=mixed) for mixed in (False, True)),
     *(Case(ops.fused_linears, [(9, 20), (5, 20), (3, 20)], two_weights, mixed=mixed) for mixed in (False, True)),
     *(
         Case(ops.lora_linears, [(11, 8), (2, 8), (2, 8), (2, 9), (2, 5)], adapters, mixed=mixed)
         for mixed in (False, True)
+    ),
+    *(
+        Case(ops.lora_linears, [(11, 8), (2, 8), (2, 8), (2, 9), (2, 5)], several_adapters, mixed=mixed)
+        for mixed in (False, True)
+    ),
+    *(
+        Case(
+            ops.add_gated_ranks,
+            [(n, sum(sizes)), (n, 80 * len(sizes)), (n, 80), *((80, size) for size in sizes)],
+            gated_ranks,
+        )
+        for n in (5, 70)
+        for sizes in ((64,), (128, 64), (128, 64, 64))
     ),
     Case(ops.linear_grad_only, [(9, 20), (5, 20)], plain, mixed=True, valued=False),
     *(Case(ops.grouped_linear, [(11, 16), (3, 8, 16)], groups, mixed=mixed) for mixed in (False, True)),

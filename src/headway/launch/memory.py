@@ -74,7 +74,7 @@ def kv_limits(inference: InferenceSettings, config: ModelConfig, seq_len: int, n
     the recurrent states of all running sequences."""
     blocks = -(-min(seq_len, config.max_len) // inference.block_size)
     one = blocks * inference.block_size * kv_bytes_per_token(config, number)
-    states = inference.max_running * state_bytes_per_sequence(config, number)
+    states = inference.max_running * state_bytes_per_sequence(config)
     return one + states, inference.max_running * one + (1 + MOST_SNAPSHOTS * inference.prefix_cache) * states
 
 

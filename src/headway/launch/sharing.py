@@ -113,7 +113,7 @@ def _explain(
 ) -> str:
     engine = engine_shares(settings, config)
     number = compute_bytes(settings.model.dtype)
-    states = settings.inference.max_running * state_bytes_per_sequence(config, number)
+    states = settings.inference.max_running * state_bytes_per_sequence(config)
     tokens = (kv - states) // max(1, kv_bytes_per_token(config, number))
     left = memory.free - trainer.total - engines * (engine.total + kv)
     who = f"trainer ~{gib(trainer.total)} ({trainer.explain()}), " if trainer.parts else ""

@@ -55,9 +55,9 @@ def kv_bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
     return number_bytes * sum(cache.numbers for cache in layer_caches(config) if isinstance(cache, KvCache))
 
 
-def state_bytes_per_sequence(config: ModelConfig, number_bytes: int) -> int:
+def state_bytes_per_sequence(config: ModelConfig) -> int:
     """Bytes that the recurrent states of one sequence take, over all layers."""
-    return sum(cache.bytes(number_bytes) for cache in layer_caches(config) if isinstance(cache, RecurrentState))
+    return sum(cache.bytes for cache in layer_caches(config) if isinstance(cache, RecurrentState))
 
 
 def kept_numbers(config: ModelConfig, block: BlockShape, recompute: Literal["off", "selective", "full"]) -> int:

@@ -7,14 +7,15 @@ from math import prod
 @dataclass(frozen=True)
 class RecurrentState:
     """The state that a layer keeps of a whole sequence while serving, whatever its length: the inputs of its short
-    convolution (tokens, channels), in the model's precision, and a matrix per head (heads, keys, values) in float32."""
+    convolution (tokens, channels), and a matrix per head (heads, keys, values). All in float32."""
 
     tail: tuple[int, int]
     matrix: tuple[int, int, int]
 
-    def bytes(self, number_bytes: int) -> int:
+    @property
+    def bytes(self) -> int:
         """Bytes per sequence."""
-        return number_bytes * prod(self.tail) + 4 * prod(self.matrix)
+        return 4 * (prod(self.tail) + prod(self.matrix))
 
 
 @dataclass(frozen=True)

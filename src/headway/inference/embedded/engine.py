@@ -379,7 +379,7 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
     rows = InputBatch(limits.max_running, -(-limits.max_model_len // limits.block_size))
     if recurrent:
         slots = limits.max_running + limits.snapshots
-        states = StateStore(recurrent, slots, dtype=weight.dtype, device=weight.device)
+        states = StateStore(recurrent, slots, weight.device)
         return Runner(model, store, rows, ahead=ahead, states=states)
     if not on_device or not store.of_equal_heads:
         return Runner(model, store, rows, ahead=ahead)

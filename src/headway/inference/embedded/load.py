@@ -100,7 +100,7 @@ def size_engine(
     per_token = kv_bytes_per_token(config, dtype.itemsize)
     budget = memory if settings.kv_memory_gb is None else int(settings.kv_memory_gb * 1e9)
     per_sequence = -(-max_len // size)
-    state = state_bytes_per_sequence(config, dtype.itemsize)
+    state = state_bytes_per_sequence(config)
     states = settings.max_running * state
     num_snapshots = _num_snapshots(settings, state, budget - states)
     room = max(0, budget - states - num_snapshots * state)

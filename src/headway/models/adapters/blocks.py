@@ -1,14 +1,19 @@
 """Blocks of rows in one forward pass, each with an adapter that is not part of the model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
+from headway.models.ops.linear import Scale
 from headway.models.ops.lora_blocks import LoraBlock
 
 Pair = tuple[Tensor, Tensor]
 """A (rank, in) and B (rank, out)."""
+
+_MOST_RANKS = 512
+"""Ranks of all blocks up to which one product over all rows, with zeros for those of other blocks, is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,36 @@ class AdapterBlocks:
 
     blocks: Sequence[AdapterBlock]
     apart: bool
+    _gates: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @property
     def only(self) -> AdapterBlock | None:
         """The block, where there is one alone. It has all rows of what a layer gets, which may be a portion."""
         return self.blocks[0] if len(self.blocks) == 1 else None
+
+    def joined(self, linears: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor], Scale] | None:
+        """The adapters of these layers as one adapter each, A and B of all blocks one below the other, and what scales
+        its ranks. None where a block has no adapter in one of them, or where ranks are many: block by block then.
+        """
+        pairs = [[block.pairs.get(linear) for block in self.blocks] for linear in linears]
+        found = [[pair for pair in row if pair is not None] for row in pairs]
+        if any(len(row) < len(self.blocks) for row in found):
+            return None
+        if self.only is not None:
+            return [a for ((a, _),) in found], [b for ((_, b),) in found], self.only.scale
+        ranks = tuple(len(a) for a, _ in found[0])
+        if self.apart or sum(ranks) > _MOST_RANKS or any(tuple(len(a) for a, _ in row) != ranks for row in found):
+            return None
+        downs, ups = ([torch.cat([pair[half] for pair in row]) for row in found] for half in (0, 1))
+        return downs, ups, self._gate(ranks, downs[0].device)
+
+    def _gate(self, ranks: tuple[int, ...], device: torch.device) -> Tensor:
+        """(rows, all ranks): a block's scale at its own rows and ranks, 0 elsewhere. Made once in a pass."""
+        if ranks not in self._gates:
+            each = zip(self.blocks, ranks, strict=True)
+            own = [torch.full((block.rows, rank), block.scale, device=device) for block, rank in each]
+            self._gates[ranks] = torch.block_diag(*own)
+        return self._gates[ranks]
 
     def of_layer(self, linear: nn.Module) -> list[LoraBlock]:
         """The adapters of one linear layer, as `ops.add_lora_blocks` takes them."""

@@ -16,6 +16,8 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
-    def forward(self, x_TC: Tensor, lengths: Sequence[int], tails_SWC: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_TC: Tensor, lengths: Sequence[int], tails_SWC: Tensor | None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run `ops.causal_conv`."""
-        return ops.causal_conv(x_TC, self.weight, self.bias, lengths, tails_SWC)
+        return ops.causal_conv(x_TC, self.weight, self.bias, lengths, tails_SWC, dtype)

@@ -11,6 +11,7 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.convolution import ShortConvolution
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
+from headway.models.ops.chunks import precision
 from headway.models.packed import States
 from headway.models.recurrent import DeltaNetShape
 
@@ -37,7 +38,8 @@ class GatedDeltaNet(nn.Module):
         # In float32, whatever the model's precision: decays multiply over a whole sequence, and the norm magnifies
         # what is rounded before it.
         decay_TH = -self.A_log.float().exp() * F.softplus(step_TH.float() + self.dt_bias.float())
-        out_THV = context.plan.recur(self.index, self._recur, (qkv_TC, decay_TH, write_TH.float().sigmoid()))
+        beta_TH = write_TH.float().sigmoid().to(precision(x_TD))
+        out_THV = context.plan.recur(self.index, self._recur, (qkv_TC, decay_TH, beta_TH))
         normed_THV = self.norm(out_THV) * F.silu(gate_THV.float())
         out_TD: Tensor = self.out_proj(normed_THV.to(x_TD.dtype).flatten(1), context.adapter_gate)
         return out_TD
@@ -52,13 +54,13 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = Linear(width, shape.values)
         self.in_proj_b = Linear(width, shape.value_heads)
         self.in_proj_a = Linear(width, shape.value_heads)
-        self.projections = FusedProjections(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        self.projections = FusedProjections(self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, wide=True)
 
     def _recur(self, inputs: Sequence[Tensor], lengths: Sequence[int], states: States | None) -> tuple[Tensor, States]:
         """From the plan's tokens and states to outputs and new states: the convolution's tail and the matrices."""
         (qkv_TC, decay_TH, beta_TH), shape = inputs, self.shape
         tail, matrix = (None, None) if states is None else states
-        qkv_TC, tail = self.conv1d(qkv_TC, lengths, tail)
+        qkv_TC, tail = self.conv1d(qkv_TC, lengths, tail, beta_TH.dtype)
         keys = shape.key_heads * shape.key_dim
         q, k, v = qkv_TC.split([keys, keys, shape.values], -1)
         q_TKD, k_TKD = (x.view(len(x), -1, shape.key_dim) for x in (q, k))
@@ -84,4 +86,4 @@ class GroupedDeltaNet(GatedDeltaNet):
         shape = self.shape
         self.in_proj_qkvz = Linear(width, shape.channels + shape.values)
         self.in_proj_ba = Linear(width, 2 * shape.value_heads)
-        self.projections = FusedProjections(self.in_proj_qkvz, self.in_proj_ba)
+        self.projections = FusedProjections(self.in_proj_qkvz, self.in_proj_ba, wide=True)

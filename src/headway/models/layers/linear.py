@@ -10,7 +10,7 @@ from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks, AdapterGate
 from headway.models.ops.fp8 import Fp8Blocks
 from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears
-from headway.models.ops.linear import prefers_fused
+from headway.models.ops.linear import Scale, prefers_fused
 from headway.models.ops.registry import cast, in_triton
 
 FusedGate = float | AdapterBlocks
@@ -55,8 +55,10 @@ class Linear(nn.Module):
             return out_TO
         if self.training and self.adapter_dropout:
             x_TI = F.dropout(x_TI, self.adapter_dropout)
-        ranks_TR = F.linear(x_TI, self.lora_A.to(x_TI.dtype)) * adapter_gate
-        return torch.addmm(out_TO, ranks_TR.to(out_TO.dtype), self.lora_B.to(out_TO.dtype))
+        ranks_TR = F.linear(x_TI, cast(self.lora_A, x_TI.dtype))
+        if isinstance(adapter_gate, Tensor):
+            return ops.add_gated_ranks(out_TO, ranks_TR, adapter_gate, [self.lora_B])
+        return torch.addmm(out_TO, ranks_TR * adapter_gate, cast(self.lora_B, out_TO.dtype))
 
     def grad_only(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
         """The output as far as its gradients go: cheaper, where its values are known or of no interest."""
@@ -98,34 +100,27 @@ def _fp8_lora(
     return fp8_lora_linears(x_TI, weights, *parts, grad_only)
 
 
-def _lora_parts(linears: Sequence[Linear], gate: FusedGate) -> tuple[list[Tensor], list[Tensor], float] | None:
+def _lora_parts(linears: Sequence[Linear], gate: FusedGate) -> tuple[list[Tensor], list[Tensor], Scale] | None:
     """A and B of each layer and their scale, where all have one adapter to train beside a frozen weight."""
-    own = None
-    if isinstance(gate, AdapterBlocks):
-        if (own := gate.only) is None:
-            return None
-        scale = own.scale
-    else:
-        scale = gate
-    downs, ups = list[Tensor](), list[Tensor]()
     for linear in linears:
-        dropped = linear.training and linear.adapter_dropout
-        a, b = (linear.lora_A, linear.lora_B) if own is None else own.pairs.get(linear, (None, None))
-        if a is None or b is None or linear.bias is not None or dropped:
+        if linear.bias is not None or linear.weight.requires_grad or (linear.training and linear.adapter_dropout):
             return None
-        if linear.weight.requires_grad:
-            return None
-        downs.append(a)
-        ups.append(b)
-    return downs, ups, scale
+    if isinstance(gate, AdapterBlocks):
+        return gate.joined(linears)
+    downs, ups = ([getattr(linear, half) for linear in linears] for half in ("lora_A", "lora_B"))
+    return None if any(half is None for half in (*downs, *ups)) else (downs, ups, gate)
 
 
 class FusedProjections:
     """Linear layers over one input, each with its own parameters. `join` lays these side by side in memory, and
-    then a serving pass is one matrix product. Not a module: the parameters belong to the layers."""
+    then a serving pass is one matrix product. Not a module: the parameters belong to the layers.
 
-    def __init__(self, *linears: Linear) -> None:
+    `wide`: outputs in float32 where neither adapters nor FP8 are in the way, for what magnifies what is rounded."""
+
+    def __init__(self, *linears: Linear, wide: bool = False) -> None:
+        self.wide = wide
         self.joined: Tensor | None = None
+        self.joined_A: Tensor | None = None
         self.fp8 = False
         self.quantized: Fp8Blocks | None = None
         self.linears = linears
@@ -137,11 +132,15 @@ class FusedProjections:
         if self.fp8:
             return torch.split(self.fused(x_TI, adapter_gate), self._sizes, dim=-1)
         if adapter_gate is None and (joined := self.serving()) is not None:
-            return torch.split(ops.linear(x_TI, joined), self._sizes, dim=-1)
+            out_TO = ops.wide_linears(x_TI, [joined])[0] if self.wide else ops.linear(x_TI, joined)
+            return torch.split(out_TO, self._sizes, dim=-1)
         if isinstance(adapter_gate, _FUSED) and (outs := _lora_linears(self.linears, x_TI, adapter_gate)):
             return outs
+        if isinstance(adapter_gate, Tensor) and (outs := self._adapted(x_TI, adapter_gate)):
+            return outs
         if adapter_gate is None and not self._biased:
-            return ops.linears(x_TI, [linear.weight for linear in self.linears])
+            products = ops.wide_linears if self.wide else ops.linears
+            return products(x_TI, [linear.weight for linear in self.linears])
         return [linear(x_TI, adapter_gate) for linear in self.linears]
 
     def prefers_fused(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> bool:
@@ -172,6 +171,30 @@ class FusedProjections:
         self.joined = torch.cat([linear.weight.data for linear in self.linears])
         for linear, part in zip(self.linears, torch.split(self.joined, self._sizes), strict=True):
             linear.weight.data = part
+
+    def join_adapters(self) -> None:
+        """Move the first halves of the layers' adapters together, unless they are, or some layer has none."""
+        downs = [linear.lora_A for linear in self.linears]
+        if any(down is None for down in downs) or self._adapters_joined:
+            return
+        self.joined_A = torch.cat([down.data for down in downs if down is not None])
+        for down, part in zip(downs, torch.split(self.joined_A, len(self.joined_A) // len(downs)), strict=True):
+            assert down is not None
+            down.data = part
+
+    @property
+    def _adapters_joined(self) -> bool:
+        first = self.linears[0].lora_A
+        return self.joined_A is not None and first is not None and self.joined_A.data_ptr() == first.data_ptr()
+
+    def _adapted(self, x_TI: Tensor, gate_TR: Tensor) -> Sequence[Tensor] | None:
+        """The outputs of layers whose weights and whose adapters were joined for serving: three products in all."""
+        joined = self.serving()
+        ups = [linear.lora_B for linear in self.linears if linear.lora_B is not None]
+        if joined is None or self.joined_A is None or not self._adapters_joined or len(ups) < len(self.linears):
+            return None
+        out_TO, ranks_TN = ops.linear(x_TI, joined), ops.linear(x_TI, self.joined_A)
+        return torch.split(ops.add_gated_ranks(out_TO, ranks_TN, gate_TR, ups), self._sizes, dim=-1)
 
     def serving(self) -> Tensor | None:
         """All weights, one below the other. None where they were not joined or were moved since, as `nn.Module.to`

@@ -5,10 +5,11 @@ from headway.models.ops.attention import packed_attention, packed_attention_back
 from headway.models.ops.causal_conv import causal_conv
 from headway.models.ops.choose_experts import choose_experts
 from headway.models.ops.gated_delta_rule import gated_delta_rule
+from headway.models.ops.gated_ranks import add_gated_ranks
 from headway.models.ops.gated_silu import gated_silu
 from headway.models.ops.grouped_linear import grouped_linear
 from headway.models.ops.kv_cache import qk_norm_rope_to_cache, write_cache
-from headway.models.ops.linear import fused_linears, linear, linear_grad_only, linears, lora_linears
+from headway.models.ops.linear import fused_linears, linear, linear_grad_only, linears, lora_linears, wide_linears
 from headway.models.ops.lora_blocks import add_lora_blocks
 from headway.models.ops.paged_attention import paged_attention, paged_token_attention
 from headway.models.ops.qk_norm_rope import qk_norm_rope, qkv_norm_rope, rope
@@ -18,6 +19,7 @@ from headway.models.ops.sample import draw_tokens
 from headway.models.ops.ssd_scan import ssd_scan
 
 __all__ = [
+    "add_gated_ranks",
     "add_lora_blocks",
     "add_rms_norm",
     "causal_conv",
@@ -43,5 +45,6 @@ __all__ = [
     "rope",
     "routed_experts",
     "ssd_scan",
+    "wide_linears",
     "write_cache",
 ]

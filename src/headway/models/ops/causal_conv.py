@@ -14,35 +14,42 @@ from headway.models.ops.registry import Op
 
 @Op
 def causal_conv(
-    x_TC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None, lengths: Sequence[int], tails_SWC: Tensor | None = None
+    x_TC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor | None,
+    lengths: Sequence[int],
+    tails_SWC: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The SiLU of each channel's weighted sum over a token and the W - 1 tokens before it, within samples of `lengths`,
     end to end. `tails` (S, W - 1, C) are the tokens before each sample (None: zeros). Returns outputs in the precision
-    that the recurrence behind it computes in, and the samples' own tails, for a sample that goes on.
+    that the recurrence behind it computes in (`dtype`; None: the one behind such inputs), and the samples' own tails,
+    for a sample that goes on.
     """
+    dtype = dtype or precision(x_TC)
     before = weight_C1W.shape[-1] - 1
     if tails_SWC is None:
         tails_SWC = x_TC.new_zeros(len(lengths), before, x_TC.shape[1])
     weight, bias = weight_C1W.float(), None if bias_C is None else bias_C.float()
     if len(lengths) == len(x_TC):
         window_SWC = torch.cat((tails_SWC, x_TC.unsqueeze(1)), 1)
-        return _activated(window_SWC.unbind(1), weight, bias), window_SWC[:, 1:]
+        return _activated(window_SWC.unbind(1), weight, bias, dtype), window_SWC[:, 1:]
     joined, outs, tails = _layout(tuple(lengths), before, x_TC.device)
     # Every sample behind its tail, so that one convolution of the whole axis serves all. What it computes between a
     # sample and the next one's tail is left out.
     rows_RC = torch.cat((tails_SWC.flatten(0, 1), x_TC)).index_select(0, joined)
     count = len(rows_RC) - before
-    out_RC = _activated([rows_RC[at : at + count] for at in range(before + 1)], weight, bias)
+    out_RC = _activated([rows_RC[at : at + count] for at in range(before + 1)], weight, bias, dtype)
     return out_RC.index_select(0, outs), rows_RC.index_select(0, tails).view(tails_SWC.shape)
 
 
-def _activated(rows: Sequence[Tensor], weight_C1W: Tensor, bias_C: Tensor | None) -> Tensor:
+def _activated(rows: Sequence[Tensor], weight_C1W: Tensor, bias_C: Tensor | None, dtype: torch.dtype) -> Tensor:
     """In float32 and not rounded, in the same order for whole samples and token by token: norms behind the recurrence
     magnify a difference."""
     out = rows[0].float() * weight_C1W[:, 0, 0]
     for number, each in enumerate(rows[1:], 1):
         out = torch.addcmul(out, each.float(), weight_C1W[:, 0, number])
-    return F.silu(out if bias_C is None else out + bias_C).to(precision(rows[0]))
+    return F.silu(out if bias_C is None else out + bias_C).to(dtype)
 
 
 @lru_cache(maxsize=32)

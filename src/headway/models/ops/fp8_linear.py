@@ -26,7 +26,7 @@ from headway.models.ops.fp8 import (
     quantize_columns,
     transpose_blocks,
 )
-from headway.models.ops.linear import rank_parts, scaled_product, stacked
+from headway.models.ops.linear import Scale, rank_parts, scaled_product, stacked
 from headway.models.ops.registry import cast
 
 Tensors = Sequence[Tensor]
@@ -44,7 +44,7 @@ def fp8_linears(x_TI: Tensor, weights: Weights, grad_only: bool = False) -> Tens
 
 
 def fp8_lora_linears(
-    x_TI: Tensor, weights: Weights, downs: Tensors, ups: Tensors, scale: float, grad_only: bool = False
+    x_TI: Tensor, weights: Weights, downs: Tensors, ups: Tensors, scale: Scale, grad_only: bool = False
 ) -> Tensor:
     """Compute x @ weight.T + scale * (x @ down.T) @ up of each layer's weight, down (rank, in) and up (rank, out),
     side by side. The weights get no gradient."""
@@ -72,7 +72,7 @@ class _Fp8Linears(torch.autograd.Function):
 
 class _Fp8LoraLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, weights: Weights, scale: float, grad_only: bool, *adapters: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TI: Tensor, weights: Weights, scale: Scale, grad_only: bool, *adapters: Tensor) -> Tensor:
         downs, ups = _halves(adapters)
         ranks_TR = scaled_product(x_TI, stacked(downs).T, scale)
         ctx.save_for_backward(x_TI, ranks_TR, *adapters)

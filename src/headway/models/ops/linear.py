@@ -21,6 +21,8 @@ from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.registry import Op, cast, in_c, in_triton
 
 Tensors = Sequence[Tensor]
+Scale = float | Tensor
+"""The factor of an adapter's ranks: one number, or one for each token and rank (T, rank), the same in all layers."""
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 _SMALL = 2**17
@@ -40,6 +42,12 @@ def linears(x_TI: Tensor, weights: Tensors) -> Tensors:
 
 
 @Op
+def wide_linears(x_TI: Tensor, weights: Tensors) -> Tensors:
+    """`linears` in float32, sums that are not rounded to the precision of their factors."""
+    return [F.linear(x_TI.float(), weight.float()) for weight in weights]
+
+
+@Op
 def fused_linears(x_TI: Tensor, weights: Tensors) -> Tensor:
     """`linears` side by side in one tensor."""
     return torch.cat([linear(x_TI, weight) for weight in weights], -1)
@@ -47,14 +55,16 @@ def fused_linears(x_TI: Tensor, weights: Tensors) -> Tensor:
 
 @Op
 def lora_linears(
-    x_TI: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scale: float, grad_only: bool = False
+    x_TI: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scale: Scale, grad_only: bool = False
 ) -> Tensors:
     """x @ weight.T + scale * (x @ down.T) @ up for each weight (out, in), down (rank, in) and up (rank, out).
 
-    The weights get no gradient. With `grad_only` the results may hold anything, but have their gradients.
+    Weights and scale get no gradient. With `grad_only` the results may hold anything, but have their gradients.
     """
-    each = zip(weights, downs, ups, strict=True)
-    return [linear(x_TI, w.detach()) + scale * linear(x_TI, down) @ cast(up, x_TI.dtype) for w, down, up in each]
+    dtype = x_TI.dtype
+    ranks = [cast(scale * linear(x_TI, down), dtype) for down in downs]
+    each = zip(weights, ranks, ups, strict=True)
+    return [linear(x_TI, weight.detach()) + own_TR @ cast(up, dtype) for weight, own_TR, up in each]
 
 
 @Op
@@ -110,6 +120,12 @@ def _linears(x_TI: Tensor, weights: Tensors) -> Tensors:
     return outs
 
 
+@wide_linears.backend("cuda", takes=lambda x, weights: x.dtype.itemsize == 2, trains=True)
+def _wide_linears(x_TI: Tensor, weights: Tensors) -> Tensors:
+    outs: tuple[Tensor, ...] = _WideLinears.apply(x_TI, *weights)  # type: ignore[no-untyped-call]  # as above
+    return outs
+
+
 @fused_linears.backend("torch", takes=lambda x, weights: True, trains=True)
 def _fused_linears(x_TI: Tensor, weights: Tensors) -> Tensor:
     out: Tensor = _Linears.apply(x_TI, True, False, *weights)[0]  # type: ignore[no-untyped-call]  # as above
@@ -118,7 +134,7 @@ def _fused_linears(x_TI: Tensor, weights: Tensors) -> Tensor:
 
 @lora_linears.backend("torch", takes=lambda *_: True, trains=True)
 def _lora_linears(
-    x_TI: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scale: float, grad_only: bool = False
+    x_TI: Tensor, weights: Tensors, downs: Tensors, ups: Tensors, scale: Scale, grad_only: bool = False
 ) -> Tensors:
     adapters = (cast(adapter, x_TI.dtype) for adapter in (*downs, *ups))
     outs: tuple[Tensor, ...] = _LoraLinears.apply(  # type: ignore[no-untyped-call]  # as above
@@ -136,7 +152,7 @@ def _linear_grad_only(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, scale: float, grad_only: bool, count: int, *tensors: Tensor
+        ctx: Any, x_TI: Tensor, scale: Scale, grad_only: bool, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         weights, downs, ups = (tensors[n * count : (n + 1) * count] for n in range(3))
         ranks_TR = scaled_product(x_TI, stacked(downs).T, scale)
@@ -185,6 +201,24 @@ class _Linears(torch.autograd.Function):
         return grad_x, None, None, *grad_weights
 
 
+class _WideLinears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        tables = [cast(weight, x_TI.dtype) for weight in weights]
+        ctx.save_for_backward(x_TI, *tables)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        return tuple(torch.mm(x_TI, table.T, out_dtype=torch.float32) for table in tables)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, *tables = ctx.saved_tensors
+        wants_x, *wanted = ctx.needs_input_grad
+        grads = tuple(grad.to(x_TI.dtype) for grad in grads)
+        each = zip(grads, ctx.dtypes, wanted, strict=True)
+        grad_weights = [_weight_gradient(grad, x_TI, dtype) if wants else None for grad, dtype, wants in each]
+        return _summed_products(grads, tables) if wants_x else None, *grad_weights
+
+
 def _summed_products(grads: Tensors, weights: Tensors, total: Tensor | None = None) -> Tensor:
     """Σ grad @ weight, added to `total` in place."""
     for grad, weight in zip(grads, weights, strict=True):
@@ -194,10 +228,14 @@ def _summed_products(grads: Tensors, weights: Tensors, total: Tensor | None = No
     return total
 
 
-def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
-    """scale * left @ right, also into some columns of a wider matrix: no pass over the result by itself."""
+def scaled_product(left: Tensor, right: Tensor, scale: Scale, out: Tensor | None = None) -> Tensor:
+    """scale * left @ right, also into some columns of a wider matrix; with one number, no pass over the result by
+    itself."""
     if out is None:
         out = left.new_empty(len(left), right.shape[1])
+    if isinstance(scale, Tensor):
+        torch.mm(left, right, out=out).unflatten(1, (-1, scale.shape[1])).mul_(scale.unsqueeze(1))
+        return out
     return torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
 
 

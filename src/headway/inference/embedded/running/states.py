@@ -16,15 +16,10 @@ from headway.models.recurrent import RecurrentState
 class StateStore:
     """States of the layers that have one, by layer: tensors with a row per slot."""
 
-    def __init__(
-        self, states: Mapping[int, RecurrentState], slots: int, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, states: Mapping[int, RecurrentState], slots: int, device: torch.device) -> None:
         self.device = device
         self._layers: dict[int, States] = {
-            layer: (
-                torch.zeros((slots, *state.tail), dtype=dtype, device=device),
-                torch.zeros((slots, *state.matrix), dtype=torch.float32, device=device),
-            )
+            layer: tuple(torch.zeros((slots, *size), device=device) for size in (state.tail, state.matrix))
             for layer, state in states.items()
         }
 
