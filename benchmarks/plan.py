@@ -152,11 +152,12 @@ def measure(shape: RunShape, engines: int, options: argparse.Namespace) -> dict[
             sys.exit(done.stdout[-3000:])
         paths = RunPaths(Path(folder) / "run")
         times = [line["time"] for line in read_metrics(paths.metrics / "trainer.jsonl")]
-        settled = times[len(times) // 4 :]
+        # At the end the trainer works off what is queued, while engines have nothing left to do.
+        settled = times[len(times) // 4 : len(times) - min(shape.max_lag, len(times) // 4)]
         own = msgspec.to_builtins(measured(paths))
         tokens = [line.get("batch/tokens", 0.0) for line in read_metrics(paths.metrics / "orchestrator.jsonl")]
     own["step_seconds"] = (settled[-1] - settled[0]) / (len(settled) - 1)
-    return {"steps": options.steps, "tokens": fmean(tokens), **own}
+    return {"steps": options.steps, "tokens": fmean(tokens), **own, "times": [time - times[0] for time in times]}
 
 
 def merged(found: Sequence[Calibration]) -> Calibration:
