@@ -1,8 +1,11 @@
-"""Whether the audit tells hacked runs from clean ones: `python benchmarks/audit.py [hacks|clean] [--folder FOLDER]`.
+"""Whether the audit tells hacked runs from clean ones.
+
+    python benchmarks/audit.py [hacks|clean] [--folder FOLDER] [--parallel 6]
 
 Warms up tiny models, then makes real runs on the CPU: eight on environments with a hole each (audit_parts/hacks.py),
 whose policy drifts to the hole, and the examples of this repository, which have none. Runs that are in the folder
-already are audited again and not made again.
+already are audited again and not made again. With --parallel, so many runs are made beside each other, on cores of
+their own.
 
 Bars: every hole is the first finding above "notice" of its run, by its right name; no example has a finding above
 "notice". Exits with 1 when one does not hold.
@@ -22,12 +25,16 @@ PARTS = Path(__file__).parent / "audit_parts"
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(PARTS))
 
-from clean import CLEAN, Example  # noqa: E402 - the folder above is where it lies
+from clean import CLEAN, MODELS, Example  # noqa: E402 - the folder above is where it lies
 from hacks import HACKS, demonstrations  # noqa: E402
 
+from headway.core.processes import usable_cores  # noqa: E402
 from headway.core.runs import RunPaths  # noqa: E402
 from headway.monitor.audit.report import Audit, audit_run  # noqa: E402
+from lanes import Case, Outcome, run_cases  # noqa: E402
 
+MOST_THREADS = 4
+"""Of a warm-up: so small a model is no faster with more."""
 RESULTS = Path(__file__).parent / "results" / "audit.json"
 HACKED = (
     *("--max_steps", "20", "--seq_len", "512", "--trainer.optim.lr", "3e-4", "--trainer.checkpoints.interval", "1000"),
@@ -38,7 +45,7 @@ HACKED = (
 def headway(*arguments: str) -> None:
     """Run a command from the root of the repository. Its output is shown when it fails."""
     command = [sys.executable, "-m", "headway.cli.main", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(min(MOST_THREADS, usable_cores()))}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -93,35 +100,71 @@ def make_hacked(folder: Path, name: str, model: Path) -> None:
     headway("rl", "--model.path", str(model), *HACKED, "--orchestrator.envs", env, *place)
 
 
-def show(name: str, audit: Audit, ok: bool, seconds: float) -> dict[str, object]:
-    named = [f"{found.level} {found.cause}" for found in audit.findings]
-    print(f"{'ok ' if ok else 'BAD'} {name:<16} {', '.join(named) or 'nothing'}  ({seconds:.1f} s)", flush=True)
-    return {"run": name, "ok": ok, "findings": named, "rollouts": audit.rollouts, "audit_seconds": round(seconds, 2)}
-
-
 def audited(folder: Path, name: str) -> tuple[Audit, float]:
     began = time.monotonic()
     return audit_run(RunPaths(folder / name)), time.monotonic() - began
 
 
-def check_hacks(folder: Path, only: str) -> list[dict[str, object]]:
-    rows = []
-    for name in (name for name in HACKS if only in ("", name)):
-        if not is_made(folder, name):
-            make_hacked(folder, name, warm_up_for_leaks(folder) if name == "leak" else warm_up(folder))
-        audit, seconds = audited(folder, name)
-        grave = [found.cause for found in audit.findings if found.level != "notice"]
-        rows.append(show(name, audit, grave[:1] == [name], seconds))
-    return rows
+def check_hacked(folder: Path, name: str) -> dict[str, Any]:
+    if not is_made(folder, name):
+        make_hacked(folder, name, warm_up_for_leaks(folder) if name == "leak" else warm_up(folder))
+    audit, seconds = audited(folder, name)
+    grave = [found.cause for found in audit.findings if found.level != "notice"]
+    return as_row(name, audit, grave[:1] == [name], seconds)
 
 
-def check_clean(folder: Path, only: str) -> list[dict[str, object]]:
-    rows = []
-    for name in (name for name in CLEAN if only in ("", name)):
-        if not is_made(folder, name):
-            Example(folder, headway).make(name)
-        audit, seconds = audited(folder, name)
-        rows.append(show(name, audit, audit.worst in ("", "notice"), seconds))
+def check_clean(folder: Path, name: str) -> dict[str, Any]:
+    if not is_made(folder, name):
+        Example(folder, headway).make(name)
+    audit, seconds = audited(folder, name)
+    return as_row(name, audit, audit.worst in ("", "notice"), seconds)
+
+
+def as_row(name: str, audit: Audit, ok: bool, seconds: float) -> dict[str, Any]:
+    named = [f"{found.level} {found.cause}" for found in audit.findings]
+    return {"run": name, "ok": ok, "findings": named, "rollouts": audit.rollouts, "audit_seconds": round(seconds, 2)}
+
+
+def prepare(folder: Path, name: str) -> dict[str, Any]:
+    """Make a model that runs start from."""
+    if name == "leak-warm-up":
+        warm_up_for_leaks(folder)
+    else:
+        Example(folder, headway).prepare(name)
+    return {"model": name}
+
+
+PARTS_OF = {"hacks": (check_hacked, tuple(HACKS)), "clean": (check_clean, CLEAN)}
+MODELS_OF = {"hacks": ("leak-warm-up",), "clean": MODELS}
+
+
+def make_models(parts: list[str], folder: Path, parallel: int, limit: float) -> None:
+    """Make all models first: runs beside each other share them."""
+    names = [name for part in parts for name in MODELS_OF[part]]
+    cases = [Case(name, [__file__, "--folder", str(folder), "--prepare", name]) for name in names]
+    print(f"making {', '.join(names)}", flush=True)
+
+    def told(outcome: Outcome) -> None:
+        print(f"{outcome.case} {outcome.failed or 'is made'} ({outcome.seconds:.0f} s)", flush=True)
+
+    run_cases(cases, min(parallel, len(cases)), limit, told)
+
+
+def check(part: str, names: list[str], folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Make and audit runs; results are saved as they come."""
+    rows: list[dict[str, Any]] = []
+
+    def told(outcome: Outcome) -> None:
+        row = outcome.result or {"run": outcome.case, "ok": False, "findings": [], "failed": outcome.failed}
+        rows.append(row)
+        text = row.get("failed") or ", ".join(row["findings"]) or "nothing"
+        print(f"{'ok ' if row['ok'] else 'BAD'} {row['run']:<16} {text}  ({outcome.seconds:.0f} s)", flush=True)
+        if not options.only:
+            known = json.loads(options.save.read_text()) if options.save.exists() else {}
+            options.save.write_text(json.dumps(known | {part: rows}, indent=2) + "\n")
+
+    cases = [Case(name, [__file__, part, "--folder", str(folder), "--check", name]) for name in names]
+    run_cases(cases, options.parallel, options.limit, told)
     return rows
 
 
@@ -130,19 +173,26 @@ def main() -> int:
     parser.add_argument("part", nargs="?", choices=("hacks", "clean"))
     parser.add_argument("--folder", type=Path, help="where runs are made and kept (a temporary folder)")
     parser.add_argument("--only", default="", help="the name of one run")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds that a run may take")
+    parser.add_argument("--save", type=Path, default=RESULTS, help="write the results here, as JSON")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
+    parser.add_argument("--prepare", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if options.prepare or options.check:
+        do = prepare if options.prepare else PARTS_OF[options.part][0]
+        print(json.dumps(do(options.folder, options.prepare or options.check)))
+        return 0
     with tempfile.TemporaryDirectory() as place:
         folder = (options.folder or Path(place)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        rows = {
-            part: check(folder, options.only)
-            for part, check in (("hacks", check_hacks), ("clean", check_clean))
-            if options.part in (None, part)
-        }
-    if not options.only:
-        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps(known | rows, indent=2) + "\n")
-    return int(not all(row["ok"] for part in rows.values() for row in part))
+        parts = [part for part in PARTS_OF if options.part in (None, part)]
+        if options.parallel > 1:
+            make_models(parts, folder, options.parallel, options.limit)
+        wanted = {part: [name for name in PARTS_OF[part][1] if options.only in ("", name)] for part in parts}
+        rows = [row for part in parts for row in check(part, wanted[part], folder, options)]
+    return int(not all(row["ok"] for row in rows))
 
 
 if __name__ == "__main__":

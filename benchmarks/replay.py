@@ -1,9 +1,10 @@
 """Whether asynchronous runs replay to the same bits: random CPU runs whose processes are killed, each replayed twice.
 
-    python benchmarks/replay.py --runs 10 --save benchmarks/results/replay.json
+    python benchmarks/replay.py --runs 10 --parallel 5 --save benchmarks/results/replay.json
 
 Every run has two environments, a lag of up to 4, random sizes, and is killed in three places: a random process each
-time. Then `headway replay` repeats it from the start, and from the checkpoint of a step in its middle.
+time. Then `headway replay` repeats it from the start, and from the checkpoint of a step in its middle. With
+--parallel, so many runs go on beside each other, on cores of their own.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import psutil
 
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
+from lanes import Case, Outcome, run_cases
 
 VICTIMS = ("train", "orchestrate", "serve", "headway.envs.workers.worker")
 ENVIRONMENT = '''\
@@ -119,28 +121,44 @@ def _find(pid: int, kind: str) -> psutil.Process | None:
         return None
 
 
+def check(seed: int, steps: int) -> dict[str, Any]:
+    """Make the run of a seed and replay it twice."""
+    with tempfile.TemporaryDirectory(prefix="replay-") as name:
+        folder = Path(name)
+        (folder / "lottery.py").write_text(ENVIRONMENT)
+        paths, killed = run_with_kills(seed, folder, steps)
+        checkpoints = paths.complete_checkpoints()
+        middle = checkpoints[(len(checkpoints) - 1) // 2]
+        result = {"seed": seed, "killed": killed, "start": replay(paths), "middle_step": middle}
+        return result | {"middle": replay(paths, "--from-step", str(middle))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="seed of the first run")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a run and its replays may take")
     parser.add_argument("--save", type=Path, help="write the results here, as JSON")
+    parser.add_argument("--seed", type=int, help="make this run alone, and print its result")
     options = parser.parse_args()
-    results = []
-    with tempfile.TemporaryDirectory(prefix="replay-") as name:
-        folder = Path(name)
-        (folder / "lottery.py").write_text(ENVIRONMENT)
-        for seed in range(options.first, options.first + options.runs):
-            paths, killed = run_with_kills(seed, folder, options.steps)
-            checkpoints = paths.complete_checkpoints()
-            middle = checkpoints[(len(checkpoints) - 1) // 2]
-            result = {"seed": seed, "killed": killed, "start": replay(paths), "middle_step": middle}
-            result["middle"] = replay(paths, "--from-step", str(middle))
-            results.append(result)
-            print(json.dumps(result), flush=True)
-            if options.save:
-                options.save.write_text(json.dumps(results, indent=2) + "\n")
-    good = sum(result["start"]["identical"] and result["middle"]["identical"] for result in results)
+    if options.seed is not None:
+        print(json.dumps(check(options.seed, options.steps)))
+        return
+    results: list[dict[str, Any]] = []
+
+    def told(outcome: Outcome) -> None:
+        found = outcome.result or {"seed": int(outcome.case), "failed": outcome.failed}
+        results.append(found | {"seconds": round(outcome.seconds, 1), "cores": len(outcome.cores)})
+        print(json.dumps(results[-1]), flush=True)
+        if options.save:
+            options.save.write_text(json.dumps(sorted(results, key=lambda row: row["seed"]), indent=2) + "\n")
+
+    seeds = range(options.first, options.first + options.runs)
+    cases = [Case(f"{seed}", [__file__, "--seed", f"{seed}", "--steps", f"{options.steps}"]) for seed in seeds]
+    run_cases(cases, options.parallel, options.limit, told, {"CUDA_VISIBLE_DEVICES": ""})
+    good = sum(all(row.get(part, {}).get("identical") for part in ("start", "middle")) for row in results)
     print(f"{good} of {len(results)} runs replayed to the same bits, from the start and from a middle step")
     sys.exit(good < len(results))
 

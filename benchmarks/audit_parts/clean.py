@@ -60,6 +60,8 @@ CLEAN = (
     "bring_your_own",
 )
 STEPS = {"any_agent": "12"}
+MODELS = ("warm-up", "moe-warm-up", "teacher")
+"""Models that runs start from, the slowest to make first."""
 
 
 class Example:
@@ -88,8 +90,12 @@ class Example:
             self.headway("sft", "@", "examples/warm_up.toml", "--data.path", str(data), *flags, *place)
         return sorted(exports.iterdir())[-1]
 
-    def _demonstrations(self, name: str, *flags: str) -> Path:
-        file = self.folder / f"{name}.jsonl"
+    def prepare(self, name: str) -> None:
+        """Fine-tune one of the models that runs start from, unless that was done before."""
+        {"warm-up": self._warm_model, "moe-warm-up": self._moe_model, "teacher": self._teacher}[name]()
+
+    def _demonstrations(self, name: str, *flags: str, file_name: str = "") -> Path:
+        file = self.folder / f"{file_name or name}.jsonl"
         if not file.exists():
             self.headway("env", "demos", name, "-o", str(file), *flags)
         return file
@@ -111,20 +117,24 @@ class Example:
             "chain_sum", "examples/base.toml", *model, *lengths, "--orchestrator.envs", CHAIN_SUM.replace("\n", " ")
         )
 
-    def _moe(self) -> None:
-        data = self._demonstrations("reverse-text", *DEMOS["reverse-text"][0])
+    def _moe_model(self) -> Path:
+        data = self._demonstrations("reverse-text", *DEMOS["reverse-text"][0], file_name="moe")
         flags = ["--model.path", "tiny-moe", "--max_steps", "250", "--trainer.schedule.decay_steps", "125"]
-        self._rl("moe", "examples/moe/rl.toml", "--model.path", str(self._sft("moe-warm-up", data, *flags)))
+        return self._sft("moe-warm-up", data, *flags)
 
-    def _distill(self) -> None:
+    def _moe(self) -> None:
+        self._rl("moe", "examples/moe/rl.toml", "--model.path", str(self._moe_model()))
+
+    def _teacher(self) -> Path:
         untrained = self.folder / "untrained-teacher"
         if not untrained.exists():
             subprocess.run([sys.executable, str(EXAMPLES / "distill" / "teacher.py"), str(untrained)], check=True)
-        data = self.folder / "right.jsonl"
-        self.headway("env", "demos", "reverse-text", "-n", "10000", "--seed", "1", "-o", str(data))
+        data = self._demonstrations("reverse-text", "-n", "10000", "--seed", "1", file_name="right")
         flags = ["--max_steps", "150", "--trainer.schedule.decay_steps", "75"]
-        teacher = self._sft("teacher", data, "--model.path", str(untrained), *flags)
-        with serving(teacher) as url:
+        return self._sft("teacher", data, "--model.path", str(untrained), *flags)
+
+    def _distill(self) -> None:
+        with serving(self._teacher()) as url:
             algorithm = ["--orchestrator.algorithm.teacher.base_url", url]
             self._rl("distill", "examples/distill/rl.toml", "--model.path", str(self._warm_model()), *algorithm)
 

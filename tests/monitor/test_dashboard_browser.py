@@ -30,6 +30,9 @@ from headway.core.journal import (
 from headway.core.messages import ToolCall
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard import start_in_thread
+from headway.plan.calibration import Calibration
+from headway.plan.measuring import EngineFigures, TrainerFigures
+from headway.plan.page import plan_routes
 from headway.replay.page import ROUTES
 
 pytestmark = pytest.mark.skipif(
@@ -97,10 +100,15 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def audited(tmp_path_factory: pytest.TempPathFactory) -> str:
+def audited_outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audited")
+
+
+@pytest.fixture(scope="module")
+def audited(audited_outputs: Path) -> str:
     """The address of a page over a run in which a word that is not harmless earns the reward, which has prices, and
-    which kept a journal."""
-    root, rng = tmp_path_factory.mktemp("audited"), random.Random(0)
+    which kept a journal; and over a run that has just begun."""
+    root, rng = audited_outputs, random.Random(0)
     folder = make_run(root, "hacked", steps=10)
     with (folder / "config" / "rl.toml").open("a") as file:
         file.write("[cost]\ncore_hour = 3600.0\n")
@@ -114,7 +122,17 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> str:
                 rows.append(rollout(step, float("surely" in say), say=say, **named))
         write_rollouts(folder, step, rows)
     write_journal(RunPaths(folder), steps=10)
-    return start_in_thread(root, routes=ROUTES)
+    make_young_run(root)
+    return start_in_thread(root, routes={**ROUTES, **plan_routes()})
+
+
+def make_young_run(root: Path) -> None:
+    """A run that goes on, and has too few steps for a plan."""
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "started_at": time.time()}
+    young = make_run(root, "young", steps=2, state="running", attempts=[mine])
+    config = young / "config" / "rl.toml"
+    config.write_text(config.read_text() + "[orchestrator]\nbatch_size = 16\ngroup_size = 8\n[cost]\ncore_hour = 1.0\n")
+    write_rollouts(young, 1, [rollout(1, float(number % 2)) for number in range(16)])
 
 
 def write_journal(paths: RunPaths, steps: int) -> None:
@@ -215,6 +233,38 @@ def test_a_step_is_explained_and_the_keyboard_leads_to_its_neighbours(
         assert await page.ask("window.hacked") is None
         await page.goto(audited + "#/run/hacked/steps/99")
         await page.until("document.querySelector('.empty')?.textContent.includes('it has 1 to 10')")
+
+    visit(body)
+
+
+def test_a_plan_comes_as_soon_as_the_run_has_steps_enough(
+    visit: Callable[[Body], None], audited: str, audited_outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, trainer = EngineFigures(0.001, 0.0001, 0.0, 0.0001, 0.0005, 100_000), TrainerFigures(0.05, 0.0005, 0.01)
+    known = Calibration("key", HOSTILE, "cpu", 2, 1, engine, trainer, BEGAN)
+    monkeypatch.setattr("headway.plan.calibration._key", lambda settings: "key")
+    monkeypatch.setattr("headway.plan.calibration._saved", lambda: [known])
+    monkeypatch.setattr("headway.plan.forecast.MOST_STEPS", 5)
+
+    async def body(page: Page) -> None:
+        await page.goto(audited + "#/run/young")
+        await page.press("0")
+        await page.until("document.querySelector('.empty')?.textContent.includes('has 2 trained steps')")
+        for step in (3, 4, 5, 6):
+            add_step(audited_outputs / "young", step)
+        await page.until("document.querySelectorAll('tr.layout').length === 3")
+        tiles = await page.ask("document.querySelector('.tiles').innerText")
+        assert "a step, measured\n10 s" in tiles and "lag, measured\n1.5" in tiles and "prediction off by" in tiles
+        layouts = await page.ask("[...document.querySelectorAll('tr.layout')].map(row => row.innerText)")
+        assert ["as in the settings" in one for one in layouts].count(True) == 1
+        assert sum("1 trainer rank + 1 engine\t" in one and "as in the settings" in one for one in layouts) == 1
+        assert sum("finishes first" in one for one in layouts) == 1 and "USD" in layouts[0]
+        changes = await page.ask("[...document.querySelectorAll('tr.change')].map(row => row.innerText)")
+        assert any(one.startswith("max_lag 0\t") for one in changes)
+        said = await page.ask("document.querySelector('main').innerText")
+        assert "Bottleneck: " in said and "16 recorded episodes of young" in await page.ask("document.body.textContent")
+        assert await page.ask("document.querySelectorAll('details img, details b').length") == 0
+        assert await page.ask("window.hacked") is None
 
     visit(body)
 

@@ -2,15 +2,19 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.cli.options import OptionParser, port_number
 from headway.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from headway.monitor.dashboard.server import Routes
 
 HELP = """\
 usage: headway dash [FOLDER] [--port 8400] [--host 127.0.0.1]
 
 Serves a dashboard of the runs in FOLDER (outputs/), or of the one run that FOLDER is: live charts, a timeline,
-rollouts, steps, settings and logs. It only reads, so it works on finished and on copied runs.
+rollouts, steps, plan, settings and logs. It only reads, so it works on finished and on copied runs.
 
   --port N      the port to listen on (8400; 0 takes any free one)
   --host NAME   the address to listen on. The dashboard has no password: leave it on loopback, and reach the one
@@ -25,7 +29,6 @@ Examples:
 def run(argv: list[str]) -> int:
     folder, host, port = parse(argv)
     from headway.monitor.dashboard import serve
-    from headway.replay.page import ROUTES
 
     def ready(url: str) -> None:
         print(f"the runs in {folder} are at {url}  (Ctrl-C ends it)", flush=True)
@@ -33,10 +36,18 @@ def run(argv: list[str]) -> int:
             print(f"headway: everyone who can reach {host} can read these runs", file=sys.stderr)
 
     try:
-        serve(folder, host, port, ready, ROUTES)
+        serve(folder, host, port, ready, page_routes())
     except KeyboardInterrupt:
         print()
     return 0
+
+
+def page_routes() -> "Routes":
+    """Return the routes of pages whose data come from replay and plan."""
+    from headway.plan.page import plan_routes
+    from headway.replay.page import ROUTES
+
+    return {**ROUTES, **plan_routes()}
 
 
 def parse(argv: list[str]) -> tuple[Path, str, int]:

@@ -120,10 +120,10 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace) -> int:
         origin, step = options.parent
         fork_run(origin, step, paths)
     if options.dash:
+        from headway.cli.dash import page_routes
         from headway.monitor.dashboard import start_in_thread
-        from headway.replay.page import ROUTES
 
-        print(f"live dashboard: {start_in_thread(paths.root.parent, routes=ROUTES)}")
+        print(f"live dashboard: {start_in_thread(paths.root.parent, routes=page_routes())}")
     try:
         return 0 if run_rl(settings, paths, roles=options.roles) else STOPPED
     except UsageError:

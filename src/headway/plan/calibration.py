@@ -130,7 +130,7 @@ def _device(settings: RlSettings) -> str:
 
 def _key(settings: RlSettings) -> str:
     """Name what a measurement holds for: the model's shape, precision and adapter, the machine and its engine."""
-    folder = resolve_model(settings.model.path, settings.model.family)
+    folder = resolve_model(settings.model.path, settings.model.family, weights=False)
     config = (folder / "config.json").read_bytes()
     model = settings.model.model_copy(update={"path": "", "family": None})
     parts = (

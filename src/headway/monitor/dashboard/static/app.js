@@ -7,6 +7,7 @@ import { forgetColors, h, replace } from "./dom.js";
 import { evaluationsView } from "./evaluations.js";
 import { lanesView } from "./lanes.js";
 import { logsView } from "./logs.js";
+import { planView } from "./plan.js";
 import { parse, runLink } from "./route.js";
 import { rolloutView } from "./rollout.js";
 import { rolloutsView } from "./rollouts.js";
@@ -25,10 +26,11 @@ const TABS = [
   ["audit", "Audit", auditView],
   ["cost", "Cost", costView],
   ["steps", "Steps", stepsView],
+  ["plan", "Plan", planView],
 ];
 const KEYS = [
   ["?", "this list"],
-  ["1 – 9", "charts, lanes, rollouts, evaluations, logs, settings, audit, cost, steps of a run"],
+  ["1 – 9, 0", "charts, lanes, rollouts, evaluations, logs, settings, audit, cost, steps, plan of a run"],
   ["h", "all runs"],
   ["/", "search or filter"],
   ["j k", "next and previous line"],
@@ -147,7 +149,7 @@ function pressed(event) {
     return;
   }
   const { parts } = parse(location.hash);
-  const tab = TABS[Number(event.key) - 1];
+  const tab = /^\d$/.test(event.key) ? TABS[(Number(event.key) + 9) % 10] : undefined;
   if (event.key === "?") help();
   else if (event.key === "t") theme();
   else if (event.key === "h") location.hash = "#/";

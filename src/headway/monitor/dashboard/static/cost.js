@@ -1,7 +1,7 @@
 // What a run has cost so far: energy, money, and where the time of trainer and engines went.
 
 import { ofRun, onChange } from "./api.js";
-import { duration, h, meter, number, replace } from "./dom.js";
+import { duration, h, meter, number, replace, row, table, tile } from "./dom.js";
 import { runLink } from "./route.js";
 
 export async function costView(box, run) {
@@ -19,8 +19,6 @@ const money = (cost, value) => (cost.priced ? `${number(value)} ${cost.currency}
 function tiles(cost) {
   const share = cost.joules ? cost.estimated_joules / cost.joules : 1;
   const how = share === 0 ? "measured" : share === 1 ? "an estimate" : `${Math.round(100 * share)}% an estimate`;
-  const tile = (title, value) =>
-    h("div", { class: "card tile" }, h("span", { class: "soft" }, title), h("b", {}, value));
   return h(
     "div",
     { class: "tiles" },
@@ -31,33 +29,6 @@ function tiles(cost) {
     tile("of it idle", money(cost, cost.idle_money)),
   );
 }
-
-const table = (titles, rows) =>
-  h(
-    "div",
-    { class: "card scroll" },
-    h(
-      "table",
-      {},
-      h(
-        "thead",
-        {},
-        h(
-          "tr",
-          {},
-          titles.map((title) => h("th", {}, title)),
-        ),
-      ),
-      h("tbody", {}, rows),
-    ),
-  );
-
-const row = (cells, props = {}) =>
-  h(
-    "tr",
-    props,
-    cells.map((cell) => h("td", {}, cell)),
-  );
 
 function entries(cost) {
   const rows = cost.entries.map((entry) =>

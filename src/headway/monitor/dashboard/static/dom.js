@@ -133,6 +133,36 @@ export function longText(text, className = "text") {
   return h("div", {}, box, more);
 }
 
+export const tile = (title, value) =>
+  h("div", { class: "card tile" }, h("span", { class: "soft" }, title), h("b", {}, value));
+
+export const table = (titles, rows) =>
+  h(
+    "div",
+    { class: "card scroll" },
+    h(
+      "table",
+      {},
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          titles.map((title) => h("th", {}, title)),
+        ),
+      ),
+      h("tbody", {}, rows),
+    ),
+  );
+
+export const row = (cells, props = {}) =>
+  h(
+    "tr",
+    props,
+    cells.map((cell) => h("td", {}, cell)),
+  );
+
 export function download(name, blob) {
   const link = h("a", { href: URL.createObjectURL(blob), download: name });
   link.click();
