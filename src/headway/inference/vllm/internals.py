@@ -187,6 +187,15 @@ def sampled_tokens(llm: Any) -> Mapping[str, Mapping[int, int]]:
     return found
 
 
+async def pause_scheduler(llm: Any, mode: str, *, clear_cache: bool) -> None:
+    """Stop at the end of the step that runs. AsyncLLM's own `pause_generation` sleeps for 20 ms after it, so that
+    outputs arrive first, which `outputs_delivered` waits for here.
+
+    vLLM 0.26 to 0.32: `AsyncLLM.engine_core.pause_scheduler_async`.
+    """
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+
+
 async def outputs_delivered(llm: Any, sequences: int) -> None:
     """Wait until tokens that were sampled before a pause have reached their requests.
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from headway.inference.engine import Mode
-from headway.inference.vllm.internals import outputs_delivered, sampled_tokens
+from headway.inference.vllm.internals import outputs_delivered, pause_scheduler, sampled_tokens
 from headway.inference.vllm.requests import ActiveRequests
 
 
@@ -60,7 +60,7 @@ class SchedulerControl:
         if mode == "wait":
             self.waits = "waiting for requests to end before it stops or updates"
         try:
-            await self._llm.pause_generation(mode=mode, clear_cache=clear_cache)
+            await pause_scheduler(self._llm, mode, clear_cache=clear_cache)
             await outputs_delivered(self._llm, self._requests.sequences)
         finally:
             self.waits = None

@@ -18,6 +18,45 @@ FusedGate = float | AdapterBlocks
 _FUSED = (float, AdapterBlocks)
 
 
+class AdaptersBeside:
+    """Adapters of layers over one input, laid out for serving: the first halves of all slots below the layers' weights,
+    in one matrix, so that outputs and ranks are one product."""
+
+    def __init__(self) -> None:
+        self.whole: Tensor | None = None
+
+    def join(self, linears: Sequence["Linear"]) -> None:
+        """Move weights and first halves together, unless they are; not where a layer has a bias, FP8 or no adapter."""
+        if not self._fits(linears) or self._joined(linears):
+            return
+        parts = [linear.weight for linear in linears] + [
+            linear.lora_A for linear in linears if linear.lora_A is not None
+        ]
+        self.whole = torch.cat([part.data for part in parts])
+        for part, place in zip(parts, torch.split(self.whole, [len(part) for part in parts]), strict=True):
+            part.data = place
+
+    def product(self, linears: Sequence["Linear"], x_TI: Tensor, gate_TR: Tensor) -> Tensor | None:
+        """The outputs side by side with their adapters'. None where they were not joined or were moved since, and
+        outside serving passes, for this gives no gradients."""
+        if self.whole is None or not torch.is_inference_mode_enabled() or not self._joined(linears):
+            return None
+        outputs = sum(len(linear.weight) for linear in linears)
+        out_TO, ranks_TN = ops.linear(x_TI, self.whole).split([outputs, len(self.whole) - outputs], 1)
+        ups = [linear.lora_B for linear in linears if linear.lora_B is not None]
+        return ops.add_gated_ranks(out_TO, ranks_TN, gate_TR, ups)
+
+    def _fits(self, linears: Sequence["Linear"]) -> bool:
+        return all(linear.lora_A is not None and linear.bias is None and not linear.fp8 for linear in linears)
+
+    def _joined(self, linears: Sequence["Linear"]) -> bool:
+        """Tell whether the first weight and the last half are where they were put."""
+        last = linears[-1].lora_A
+        if self.whole is None or last is None or linears[0].weight.data_ptr() != self.whole.data_ptr():
+            return False
+        return last.data_ptr() == self.whole[len(self.whole) - len(last) :].data_ptr()
+
+
 class Linear(nn.Module):
     """`lora_A` (ranks, in) and `lora_B` (ranks, out) hold the adapters of all slots, one after the other along
     the rank axis, and are None until `headway.models.adapters.lora` adds them.
@@ -37,6 +76,7 @@ class Linear(nn.Module):
         self.lora_A: nn.Parameter | None = None
         self.lora_B: nn.Parameter | None = None
         self.adapter_dropout = 0.0
+        self.beside = AdaptersBeside()
         self.fp8, self.takes_fp8 = False, True
         self.quantized: Fp8Blocks | None = None
 
@@ -48,6 +88,11 @@ class Linear(nn.Module):
     def forward(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
         if isinstance(adapter_gate, _FUSED) and (outs := _lora_linears([self], x_TI, adapter_gate)):
             return outs[0]
+        if (
+            isinstance(adapter_gate, Tensor)
+            and (adapted_TO := self.beside.product([self], x_TI, adapter_gate)) is not None
+        ):
+            return adapted_TO
         out_TO = self._fp8(x_TI) if self.fp8 else ops.linear(x_TI, self.weight, self.bias)
         if isinstance(adapter_gate, AdapterBlocks):
             return ops.add_lora_blocks(out_TO, x_TI, adapter_gate.of_layer(self))
@@ -120,7 +165,7 @@ class FusedProjections:
     def __init__(self, *linears: Linear, wide: bool = False) -> None:
         self.wide = wide
         self.joined: Tensor | None = None
-        self.joined_A: Tensor | None = None
+        self.beside = AdaptersBeside()
         self.fp8 = False
         self.quantized: Fp8Blocks | None = None
         self.linears = linears
@@ -136,8 +181,10 @@ class FusedProjections:
             return torch.split(out_TO, self._sizes, dim=-1)
         if isinstance(adapter_gate, _FUSED) and (outs := _lora_linears(self.linears, x_TI, adapter_gate)):
             return outs
-        if isinstance(adapter_gate, Tensor) and (outs := self._adapted(x_TI, adapter_gate)):
-            return outs
+        if isinstance(adapter_gate, Tensor):
+            adapted_TO = self.beside.product(self.linears, x_TI, adapter_gate)
+            if adapted_TO is not None:
+                return torch.split(adapted_TO, self._sizes, dim=-1)
         if adapter_gate is None and not self._biased:
             products = ops.wide_linears if self.wide else ops.linears
             return products(x_TI, [linear.weight for linear in self.linears])
@@ -173,28 +220,11 @@ class FusedProjections:
             linear.weight.data = part
 
     def join_adapters(self) -> None:
-        """Move the first halves of the layers' adapters together, unless they are, or some layer has none."""
-        downs = [linear.lora_A for linear in self.linears]
-        if any(down is None for down in downs) or self._adapters_joined:
-            return
-        self.joined_A = torch.cat([down.data for down in downs if down is not None])
-        for down, part in zip(downs, torch.split(self.joined_A, len(self.joined_A) // len(downs)), strict=True):
-            assert down is not None
-            down.data = part
-
-    @property
-    def _adapters_joined(self) -> bool:
-        first = self.linears[0].lora_A
-        return self.joined_A is not None and first is not None and self.joined_A.data_ptr() == first.data_ptr()
-
-    def _adapted(self, x_TI: Tensor, gate_TR: Tensor) -> Sequence[Tensor] | None:
-        """The outputs of layers whose weights and whose adapters were joined for serving: three products in all."""
-        joined = self.serving()
-        ups = [linear.lora_B for linear in self.linears if linear.lora_B is not None]
-        if joined is None or self.joined_A is None or not self._adapters_joined or len(ups) < len(self.linears):
-            return None
-        out_TO, ranks_TN = ops.linear(x_TI, joined), ops.linear(x_TI, self.joined_A)
-        return torch.split(ops.add_gated_ranks(out_TO, ranks_TN, gate_TR, ups), self._sizes, dim=-1)
+        """Move the first halves of adapters below the weights, where all layers have them."""
+        if self.joined is not None:
+            self.beside.join(self.linears)
+            if self.beside.whole is not None:
+                self.joined = self.beside.whole[: sum(self._sizes)]
 
     def serving(self) -> Tensor | None:
         """All weights, one below the other. None where they were not joined or were moved since, as `nn.Module.to`
@@ -210,3 +240,14 @@ def fused_projections(model: nn.Module) -> Iterator[FusedProjections]:
     for module in model.modules():
         if isinstance(projections := getattr(module, "projections", None), FusedProjections):
             yield projections
+
+
+def join_adapters(model: nn.Module) -> None:
+    """Lay out the adapters of a model for serving on a GPU, each time that there may be new ones."""
+    together: set[Linear] = set()
+    for projections in fused_projections(model):
+        projections.join_adapters()
+        together.update(projections.linears)
+    for module in model.modules():
+        if isinstance(module, Linear) and module not in together:
+            module.beside.join([module])

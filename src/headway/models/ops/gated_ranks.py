@@ -15,7 +15,7 @@ _MOST_LAYERS, _MOST_RANKS = 3, 512
 @Op
 def add_gated_ranks(out_TO: Tensor, ranks_TN: Tensor, gate_TR: Tensor, ups: Sequence[Tensor]) -> Tensor:
     """out + (ranks * gate) @ up for each layer's up (R, its outputs): layers side by side in `out`, and their ranks
-    side by side in `ranks`. `out` may be overwritten."""
+    side by side in `ranks`."""
     outs = torch.split(out_TO, [up.shape[1] for up in ups], dim=1)
     ranks = torch.split(ranks_TN, gate_TR.shape[1], dim=1)
     each = [

@@ -8,7 +8,7 @@ from headway.core.protocol import WeightUpdate
 from headway.inference.engine import AdapterTable
 from headway.models.adapters.lora import drop_adapter, load_adapter
 from headway.models.decoder import DecoderLM
-from headway.models.layers.linear import fused_projections
+from headway.models.layers.linear import join_adapters
 
 
 class ServedAdapters(AdapterTable):
@@ -27,8 +27,8 @@ class ServedAdapters(AdapterTable):
         slot = self._served[update.adapter].slot if update.adapter in self._served else self._free_slot()
         with torch.inference_mode():
             load_adapter(self._model, slot, tensors.items(), settings)
-            for projections in fused_projections(self._model):
-                projections.join_adapters()
+            if self._model.head_weight().is_cuda:
+                join_adapters(self._model)
         self._record(update, slot)
 
     def drop(self, name: str) -> None:
