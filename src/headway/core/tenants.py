@@ -24,3 +24,21 @@ class TenantGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def token_hash(token: str) -> str:
     """Return the hash by which engines know a tenant's token: they need not hold the secret itself."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
+
+
+class TenantUse(msgspec.Struct, frozen=True):
+    """A tenant's use of one engine: an entry of `GET /tenants`.
+
+    `version` is that of its adapter, None before the first. Tokens, seconds and refusals are counted from the tenant's
+    first grant on; `queue_seconds` is the time that its requests waited for their turn, added up.
+    """
+
+    name: str
+    weight: float
+    version: int | None
+    running: int
+    waiting: int
+    prompt_tokens: int
+    tokens: int
+    queue_seconds: float
+    refused: int
