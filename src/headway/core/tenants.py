@@ -92,3 +92,21 @@ class HostStatus(msgspec.Struct):
     tenants: list[TenantStatus]
     refused: int = 0
     """Requests that were refused and of no tenant here."""
+
+
+class TenantUse(msgspec.Struct, frozen=True):
+    """A tenant's use of one engine: an entry of `GET /tenants`.
+
+    `version` is that of its adapter, None before the first. Tokens, seconds and refusals are counted from the tenant's
+    first grant on; `queue_seconds` is the time that its requests waited for their turn, added up.
+    """
+
+    name: str
+    weight: float
+    version: int | None
+    running: int
+    waiting: int
+    prompt_tokens: int
+    tokens: int
+    queue_seconds: float
+    refused: int

@@ -96,21 +96,23 @@ class TenantLoop:
 
     def turn(self) -> None:
         """Do what was asked for, and then one pass. Waits a moment where there is nothing to do."""
-        busy = any(tenant.ready for tenant in self._trainer.tenants.values())
         try:
-            self._work.get(timeout=None if busy else _IDLE_SECONDS, block=not busy)()
+            self._work.get(block=not self._busy(), timeout=_IDLE_SECONDS)()
             while True:
                 self._work.get_nowait()()
         except queue.Empty:
             pass
         self._watch_silence()
-        started = time.perf_counter()
+        busy, started = self._busy(), time.perf_counter()
         for report in self._trainer.run_pass():
             self._finish(report)
         self._collect_costs()
         if busy:
             self.passes += 1
             self.busy_seconds += time.perf_counter() - started
+
+    def _busy(self) -> bool:
+        return any(tenant.ready for tenant in self._trainer.tenants.values())
 
     def grants(self) -> list[TenantGrant]:
         """Return the tenants as engines have to know them."""
