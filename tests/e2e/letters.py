@@ -1,15 +1,21 @@
-"""An environment that an untrained model learns in a few steps: replies are to be of certain letters."""
+"""Tasks that an untrained model learns in a few steps and that contradict each other: replies of certain letters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from headway.envs.base import SingleTurn, Task, reward
 
+WANTED: Mapping[str, Callable[[str], bool]] = {
+    "plain": str.isascii,
+    "strange": lambda character: not character.isascii(),
+    "small": str.islower,
+}
+
 
 class Letters(SingleTurn):
-    """The reward is the share of a reply that is of the wanted letters."""
+    """The reward is the share of a reply's characters that are wanted."""
 
-    def __init__(self, wanted: str = "abcdefghijklm") -> None:
-        self._wanted = set(wanted)
+    def __init__(self, wanted: str = "plain") -> None:
+        self._wanted = WANTED[wanted]
 
     def tasks(self) -> Sequence[Task]:
         return [Task(f"{number}", {"number": number}) for number in range(16)]
@@ -19,4 +25,4 @@ class Letters(SingleTurn):
 
     @reward
     def share(self, answer: str) -> float:
-        return sum(letter in self._wanted for letter in answer.lower()) / max(1, len(answer))
+        return sum(map(self._wanted, answer)) / max(1, len(answer))

@@ -128,7 +128,7 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenan
     from headway.launch.checks import warnings
     from headway.launch.fork import fork_run
     from headway.launch.rl import run_rl
-    from headway.launch.tenant import join_from
+    from headway.launch.tenant import join_from, leave_host
     from headway.monitor.dry_run import with_absolute_paths
     from headway.monitor.runs import create_run, discard_run, open_run
 
@@ -150,7 +150,10 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenan
     try:
         if tenancy is not None:
             join_from(settings, paths, tenancy)
-        return 0 if run_rl(settings, paths, roles=options.roles, tenancy=tenancy) else STOPPED
+        finished = run_rl(settings, paths, roles=options.roles, tenancy=tenancy)
+        if tenancy is not None:
+            leave_host(paths, tenancy)
+        return 0 if finished else STOPPED
     except UsageError:
         if not options.resume:
             discard_run(paths)

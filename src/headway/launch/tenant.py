@@ -1,5 +1,6 @@
 """A run as a tenant of a host: which engines it has, and joining before its processes start."""
 
+import logging
 import os
 import time
 from contextlib import closing
@@ -10,10 +11,12 @@ from headway.config.trainer import TrainSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.runs import open_run
-from headway.transport.control.tokens import TOKEN, TOKEN_FILE, write_token
+from headway.transport.control.tokens import TOKEN, TOKEN_FILE, find_token, write_token
 from headway.transport.http_client import AnswerError, UnreachableError
-from headway.transport.tenants.client import HostClient, patiently
+from headway.transport.tenants.client import HostClient, leave, patiently
 from headway.transport.tenants.tenancy import Tenancy, find_host, read_tenancy, tenant_name
+
+logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 120.0
 """Time that a run waits for a host which does not answer yet."""
@@ -60,3 +63,12 @@ def join_from(settings: TrainSettings, paths: RunPaths, tenancy: Tenancy) -> Non
     write_token(paths)
     tenancy.write(paths)
     join_host(settings, paths, tenancy)
+
+
+def leave_host(paths: RunPaths, tenancy: Tenancy) -> None:
+    """Leave with the run's end: what it needs to continue is in its own folder. A host that is away drops it later."""
+    token = find_token(paths)
+    try:
+        leave(tenancy.url, tenancy.name, token or "")
+    except HeadwayError as error:
+        logger.warning("the host was not told that this run has ended: %s", error)

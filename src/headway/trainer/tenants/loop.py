@@ -292,7 +292,7 @@ class TenantLoop:
         account.outcomes[step] = StepOutcome(step, report.metrics, report.error)
         for kept in (account.outcomes, account.adapters):
             for old in sorted(kept)[:-_KEPT_OUTCOMES]:
-                del kept[old]  # type: ignore[attr-defined]
+                del kept[old]
 
     def _status(self, account: Account, total: float) -> TenantStatus:
         name = account.record.name

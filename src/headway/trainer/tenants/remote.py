@@ -100,7 +100,6 @@ class _Stay:
         self._save()
         if finished := self.step >= self._settings.max_steps:
             self._export()
-            self._client.leave()
         return finished
 
     def _train(self, batch: RankBatch, watch: Stopwatch) -> None:

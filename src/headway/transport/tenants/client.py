@@ -14,6 +14,7 @@ POLL_SECONDS = 20.0
 """The host answers a request for a report that is not there after this time."""
 REQUEST_SECONDS = 300.0
 """Time without an answer after which a request is sent again: the host answers between two forward passes."""
+_LEAVE_SECONDS = 10.0
 GONE = 410
 
 Body = TypeVar("Body")
@@ -56,6 +57,15 @@ class HostClient:
         self.http.close()
 
 
+def leave(url: str, name: str, token: str) -> None:
+    """Give up a tenant's place at a host, and its state there."""
+    http = HttpClient(url, token, timeout=_LEAVE_SECONDS)
+    try:
+        http.request("DELETE", f"/v1/tenants/{name}")
+    finally:
+        http.close()
+
+
 class TenantClient:
     """Calls of a tenant that has joined. Each waits for its answer, also while the host is away."""
 
@@ -83,9 +93,6 @@ class TenantClient:
     def beat(self) -> TenantStatus:
         """Tell that this tenant is still there."""
         return _decode(self._request("GET", ""), TenantStatus)
-
-    def leave(self) -> None:
-        self._request("DELETE", "")
 
     def close(self) -> None:
         self._http.close()

@@ -128,7 +128,8 @@ class HostService:
         given = token_hash((header or "").removeprefix("Bearer "))
         if not hmac.compare_digest(given, known or ""):
             raise RefusedRequestError("this route demands the token of this tenant", 401)
-        self._host.seen(name, request.query.get("session"))
+        if request.method != "DELETE":  # a run may leave after its session
+            self._host.seen(name, request.query.get("session"))
 
     def _refuse(self, name: str | None, status: int, reason: str) -> web.Response:
         if name is not None and status != GONE:
