@@ -53,16 +53,18 @@ def run(argv: list[str]) -> int:
     from headway.config.rl import RlSettings
     from headway.launch.checks import check_locks, check_parts, check_start
     from headway.launch.hosts import with_network_transports
-    from headway.launch.tenant import at_host
+    from headway.launch.tenant import at_host, check_tenant
     from headway.monitor.dry_run import with_pinned_commits, write_dry_run
     from headway.monitor.runs import open_run
     from headway.orchestrator.environment_record import accept_changed
 
     options, argv = _parse(argv)
     resolved = load_settings(RlSettings, argv)
-    tenancy = _tenancy(options, resolved.settings)
+    tenancy = None if resolved.dry_run else _tenancy(options, resolved.settings)
     if tenancy is not None:
         resolved = replace(resolved, settings=at_host(resolved.settings, tenancy))
+    elif options.host:
+        check_tenant(resolved.settings)
     if options.only and resolved.settings.control.host is None:
         raise UsageError("--only leaves the others to other hosts: give the address they join at, --control.host")
     if options.accept_changed_envs and not resolved.dry_run:

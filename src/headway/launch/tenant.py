@@ -32,14 +32,19 @@ def find_tenancy(host: str, name: str | None, resume: Path | None, settings: RlS
     return Tenancy(url, tenant_name(name or (before.name if before else run or "")), token)
 
 
-def at_host(settings: RlSettings, tenancy: Tenancy) -> RlSettings:
-    """Give a run the host's engines. Raises UsageError where it could not be trained there."""
+def check_tenant(settings: RlSettings) -> None:
+    """Raise UsageError where a run could not be trained at any host."""
     from headway.trainer.tenants.requested import requested_settings
 
+    requested_settings(settings)
+
+
+def at_host(settings: RlSettings, tenancy: Tenancy) -> RlSettings:
+    """Give a run the host's engines. Raises UsageError where it could not be trained there."""
+    check_tenant(settings)
     # From here on this process and its children have the run's own token, not that for joining.
     for variable in (TOKEN, TOKEN_FILE):
         os.environ.pop(variable, None)
-    requested_settings(settings)
     with closing(HostClient(tenancy.url, tenancy.join_token)) as client:
         engines = sorted(_wait_for(client).values())
     return settings.model_copy(update={"orchestrator": settings.orchestrator.model_copy(update={"engines": engines})})

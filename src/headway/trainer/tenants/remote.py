@@ -31,8 +31,9 @@ from headway.trainer.stop import StopRequest
 from headway.trainer.tenants.folder import write_files
 from headway.trainer.tenants.joining import AwayLog, join_host
 from headway.transport.control.folder import FolderControl
+from headway.transport.http_client import AnswerError
 from headway.transport.rollouts import RankBatch, make_receiver
-from headway.transport.tenants.client import SessionOverError, TenantClient, patiently
+from headway.transport.tenants.client import BUSY, SessionOverError, TenantClient, patiently
 from headway.transport.tenants.tenancy import Tenancy
 
 logger = logging.getLogger(__name__)
@@ -104,7 +105,15 @@ class _Stay:
 
     def _train(self, batch: RankBatch, watch: Stopwatch) -> None:
         waited, data = watch.lap(), encode(batch)
-        self._call(lambda: self._client.submit(data))
+        try:
+            self._call(lambda: self._client.submit(data))
+        except AnswerError as error:
+            if error.status >= 500 or error.status == BUSY:
+                raise
+            raise PermanentError(
+                f"the host refused a batch: {error}. It is in {self._paths.batch(batch.step)}; change the settings, "
+                "and continue with --resume"
+            ) from None
         while (outcome := self._call(lambda: self._client.outcome(batch.step))) is None:
             pass
         self._check(outcome)

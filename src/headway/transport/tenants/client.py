@@ -16,6 +16,7 @@ REQUEST_SECONDS = 300.0
 """Time without an answer after which a request is sent again: the host answers between two forward passes."""
 _LEAVE_SECONDS = 10.0
 GONE = 410
+BUSY = 429
 
 Body = TypeVar("Body")
 

@@ -19,7 +19,7 @@ from headway.core.errors import HeadwayError
 from headway.core.tenants import NAME, HostStatus, StepOutcome, TenantJoin, TenantJoined, TenantStatus, token_hash
 from headway.transport.control.tokens import is_bearer
 from headway.transport.rollouts import RankBatch
-from headway.transport.tenants.client import GONE, POLL_SECONDS
+from headway.transport.tenants.client import BUSY, GONE, POLL_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class HostService:
     async def _post_batch(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name in self._sending:
-            raise RefusedRequestError("a batch of this tenant is being received already; send one at a time", 429)
+            raise RefusedRequestError("a batch of this tenant is being received already; send one at a time", BUSY)
         self._sending.add(name)
         try:
             data = await request.read()
