@@ -25,6 +25,8 @@ PLACEHOLDERS = {"RUN": "outputs/my-run", "NAME": "reverse-text", "N": "2", "COMM
 """Words that stand for something of the reader's."""
 LAYERS = ("base.toml", "mine.toml", "rl.toml", "sft.toml", "trainer.toml")
 """Settings files of the reader's, empty here."""
+OF_A_COMMAND = {"data": "sft", "host": "host"}
+"""Sections that only one command has; other blocks are settings of `headway rl`."""
 
 
 class Parsed(BaseException):
@@ -55,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, _models_are_the_readers: No
     run = folder / "outputs" / "my-run"
     (run / "run.json").write_text("{}")
     (run / "config" / "sft.toml").write_text('[data]\npath = "chats.jsonl"\n')
+    (run / "config" / "host.toml").touch()
     (run / "checkpoints" / "step_000100").mkdir(parents=True)
     (run / "checkpoints" / "step_000100" / "COMPLETE").touch()
     return folder
@@ -63,6 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, _models_are_the_readers: No
 def complete(words: tuple[str, ...]) -> list[str]:
     """Fill placeholders in, and turn commands that read settings into dry runs."""
     argv = [PLACEHOLDERS.get(word, word) for word in words if word != "..."]
+    if argv[:2] == ["host", "status"]:
+        return argv
     if argv and argv[0] in COMMAND_SETTINGS and (len(argv) > 1 or argv[0] in main.NEED_NO_ARGUMENTS):
         if argv[0] == "sft" and "--resume" not in argv:
             argv[1:1] = ["--data.path", "chats.jsonl"]
@@ -123,7 +128,9 @@ def test_every_toml_block_holds_settings(page: Path, tmp_path: Path) -> None:
             continue
         file = tmp_path / f"block_{number}.toml"
         file.write_text(block)
-        load_settings(COMMAND_SETTINGS["sft" if "data" in tomllib.loads(block) else "rl"], ["@", str(file)])
+        sections = tomllib.loads(block).keys()
+        command = next((name for section, name in OF_A_COMMAND.items() if section in sections), "rl")
+        load_settings(COMMAND_SETTINGS[command], ["@", str(file)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -40,11 +40,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The outside world of algorithms: the live policy's engines (best first) and the renderer of its model."""
+    """The outside world of algorithms: the live policy's engines (best first), the renderer of its model, and
+    the token that these engines know the run by."""
 
     engines: Callable[[], list[str]] = list
     renderer: Callable[[], Renderer] | None = None
     policy: str = "policy"
+    token: str | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)

@@ -21,11 +21,14 @@ class ReferenceModel:
         settings: ReferenceSettings,
         *,
         engines: Callable[[], list[str]] | None = None,
+        token: str | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`engines` replaces the settings' address by whichever engine is best at the time of a call."""
+        """`engines` replaces the settings' address by whichever engine is best at the time of a call; those are
+        shown the run's `token`."""
         self._settings = settings
         self._engines = engines or (lambda: [settings.base_url])
+        self._token = token
         self._sleep = sleep
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._clients: dict[str, InferenceClient] = {}
@@ -58,7 +61,7 @@ class ReferenceModel:
         self._clients.clear()
 
     async def _ask(self, url: str, request: GenerateRequest) -> list[float]:
-        client = self._clients.setdefault(url, InferenceClient(url))
+        client = self._clients.setdefault(url, InferenceClient(url, token=self._token))
         async with asyncio.timeout(self._settings.timeout):
             reply = await client.generate_raw(request)
         return parse_prompt_logprobs(reply, request.token_ids, url)

@@ -60,7 +60,9 @@ def _opsd(settings: settings_of.Opsd, context: Context) -> Opsd:
     if context.renderer is None:
         raise UsageError('algorithm "opsd" needs the renderer of the policy\'s model')
     live = settings_of.ReferenceSettings(base_url="", model=context.policy)
-    return Opsd(ReferenceModel(live, engines=context.engines), context.renderer, settings.demonstration)
+    return Opsd(
+        ReferenceModel(live, engines=context.engines, token=context.token), context.renderer, settings.demonstration
+    )
 
 
 def _teacher(teacher: settings_of.ReferenceSettings | None, name: str) -> settings_of.ReferenceSettings:

@@ -223,13 +223,14 @@ async def _watch(name: str, environment: "Environment", task: "Task", options: N
     from headway.models.tiny import resolve_model
     from headway.rendering.load import load_renderer
     from headway.rendering.served import model_of_servers
+    from headway.transport.control.tokens import find_token
 
     assert options.url is not None
     if options.family is not None:
         load_family(options.family)
     given = resolve_model(options.model, weights=False) if options.model else None
-    folder = await model_of_servers([options.url], given)
-    renderer, engines = load_renderer(folder), Engines()
+    folder = await model_of_servers([options.url], given, find_token())
+    renderer, engines = load_renderer(folder), Engines(find_token())
     sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
     try:
         runner = EpisodeRunner(environment, name, renderer, engines)

@@ -118,12 +118,13 @@ async def evaluate_options(options: Namespace) -> "Round":
     from headway.orchestrator.run import resolve_folder
     from headway.orchestrator.standalone import evaluate
     from headway.rendering.served import model_of_servers
+    from headway.transport.control.tokens import find_token
 
     if options.api == "chat":
         folder = resolve_folder(options.model or "tiny")  # only to count tokens
     else:
         given = resolve_folder(options.model) if options.model else None
-        folder = await model_of_servers(options.urls, given)
+        folder = await model_of_servers(options.urls, given, find_token())
     return await evaluate(
         _settings(options),
         options.urls,
@@ -133,6 +134,7 @@ async def evaluate_options(options: Namespace) -> "Round":
         policy=options.name,
         api=options.api,
         concurrency=options.concurrency,
+        token=find_token() if options.api == "tokens" else None,
         progress=lambda total: progress_bar("evaluating", total),
     )
 

@@ -24,6 +24,7 @@ COMMANDS = {
         "sft": "fine-tune on conversations",
         "train": "run the trainer of a run by itself",
         "orchestrate": "run the orchestrator of a run by itself",
+        "host": "share one frozen model, its trainer and its engines among many LoRA runs",
     },
     "Serve and evaluate": {
         "serve": "serve a model over HTTP",

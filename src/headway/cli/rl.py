@@ -12,6 +12,7 @@ from headway.core.errors import STOPPED, UsageError
 if TYPE_CHECKING:
     from headway.config.loader import Resolved
     from headway.config.rl import RlSettings
+    from headway.transport.tenants.tenancy import Tenancy
 
 HELP = """\
 usage: headway rl @ CONFIG.toml [@ MORE.toml ...] [--section.setting VALUE ...]
@@ -32,6 +33,10 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
   --from RUN@STEP   start a new run from a checkpoint of another one
   --only ROLES      start only these here, of inference, orchestrator and trainer, with commas between; the others join
                     from other hosts by `--run URL` (needs --control.host)
+  --host HOST       be a tenant of a host, at its address or in its folder: it trains the run's adapter and has the
+                    engines; environments, metrics and checkpoints are the run's own (docs/tenants.md). The token with
+                    which tenants join is read from HEADWAY_TOKEN or the file that HEADWAY_TOKEN_FILE names
+  --tenant NAME     name of the run at the host; default: the run's
   --dash            serve the live dashboard of the runs beside this one and print its address
 
 Examples:
@@ -48,12 +53,18 @@ def run(argv: list[str]) -> int:
     from headway.config.rl import RlSettings
     from headway.launch.checks import check_locks, check_parts, check_start
     from headway.launch.hosts import with_network_transports
+    from headway.launch.tenant import at_host, check_tenant
     from headway.monitor.dry_run import with_pinned_commits, write_dry_run
     from headway.monitor.runs import open_run
     from headway.orchestrator.environment_record import accept_changed
 
     options, argv = _parse(argv)
     resolved = load_settings(RlSettings, argv)
+    tenancy = None if resolved.dry_run else _tenancy(options, resolved.settings)
+    if tenancy is not None:
+        resolved = replace(resolved, settings=at_host(resolved.settings, tenancy))
+    elif options.host:
+        check_tenant(resolved.settings)
     if options.only and resolved.settings.control.host is None:
         raise UsageError("--only leaves the others to other hosts: give the address they join at, --control.host")
     if options.accept_changed_envs and not resolved.dry_run:
@@ -74,7 +85,20 @@ def run(argv: list[str]) -> int:
         return 0
     if not resolved.dry_run:  # before the run's folder is made: a model that is not there leaves nothing behind
         resolved = replace(resolved, settings=with_pinned_commits(resolved.settings))
-    return _start(resolved, options)
+    return _start(resolved, options, tenancy)
+
+
+def _tenancy(options: Namespace, settings: "RlSettings") -> "Tenancy | None":
+    """Return the run's place at a host: of --host, or of the run that is resumed; None where it trains by itself."""
+    from headway.launch.tenant import find_tenancy
+    from headway.monitor.runs import open_run
+    from headway.transport.tenants.tenancy import read_tenancy
+
+    if options.host:
+        return find_tenancy(options.host, options.tenant, options.resume, settings)
+    if options.tenant:
+        raise UsageError("--tenant is a name at a host; give --host, too")
+    return read_tenancy(open_run(options.resume)) if options.resume else None
 
 
 def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -83,7 +107,7 @@ def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     from headway.launch.hosts import parse_roles
     from headway.monitor.runs import open_run
 
-    parser = OptionParser("rl", dash=False, resume=Path, only=str, accept_changed_envs=False)
+    parser = OptionParser("rl", dash=False, resume=Path, only=str, accept_changed_envs=False, host=str, tenant=str)
     parser.add_argument("--from", dest="parent")
     options, argv = parser.parse_known_args(argv)
     if options.resume and options.parent:
@@ -100,12 +124,13 @@ def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     return options, argv
 
 
-def _start(resolved: "Resolved[RlSettings]", options: Namespace) -> int:
+def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenancy | None") -> int:
     """Run in a folder of its own or the resumed one; with --dry-run, write there what the processes would get."""
     from headway.config.commands import write_process_settings
     from headway.launch.checks import warnings
     from headway.launch.fork import fork_run
     from headway.launch.rl import run_rl
+    from headway.launch.tenant import join_from, leave_host
     from headway.monitor.dry_run import with_absolute_paths
     from headway.monitor.runs import create_run, discard_run, open_run
 
@@ -125,7 +150,12 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace) -> int:
 
         print(f"live dashboard: {start_in_thread(paths.root.parent, routes=page_routes())}")
     try:
-        return 0 if run_rl(settings, paths, roles=options.roles) else STOPPED
+        if tenancy is not None:
+            join_from(settings, paths, tenancy)
+        finished = run_rl(settings, paths, roles=options.roles, tenancy=tenancy)
+        if tenancy is not None:
+            leave_host(paths, tenancy)
+        return 0 if finished else STOPPED
     except UsageError:
         if not options.resume:
             discard_run(paths)

@@ -24,6 +24,7 @@ checkpoint and exits.
   --restart         with --run: start it again when it dies, as `headway rl` does
   --hosts N         with --run: be one of N hosts that share the ranks evenly; the run tells them where to meet, and
                     starts all again when one is lost. With MIN:N they go on as fewer, when no other came for 30 s
+  --at-host         let the host train that the run joined with `headway rl --host`, which starts it so
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
   --dry-run         write the resolved settings, say what each rank would hold and send, and exit
@@ -41,7 +42,7 @@ def run(argv: list[str]) -> int:
     from headway.monitor.dry_run import write_dry_run
     from headway.monitor.runs import join_run
 
-    options, argv = OptionParser("train", run=str, restart=False, hosts=str).parse_known_args(argv)
+    options, argv = OptionParser("train", run=str, restart=False, hosts=str, at_host=False).parse_known_args(argv)
     if options.run:
         return _train_elsewhere(options.run, argv, restart=options.restart, hosts=options.hosts)
     if options.restart or options.hosts:
@@ -53,11 +54,26 @@ def run(argv: list[str]) -> int:
         print(_layout(settings))
         return 0
     paths = join_run(settings.run, "train")
+    if options.at_host:
+        return _train_at_host(settings, paths)
     if (code := run_ranks("train", argv, settings, paths)) is not None:
         return code
     from headway.trainer.rl import train
 
     return 0 if train(settings, paths) else STOPPED
+
+
+def _train_at_host(settings: "TrainSettings", paths: "RunPaths") -> int:
+    from headway.monitor.logs import setup_logging
+    from headway.transport.tenants.tenancy import read_tenancy
+
+    tenancy = read_tenancy(paths)
+    if tenancy is None:
+        raise UsageError(f"{paths.root} joined no host; start it with `headway rl --host HOST`")
+    setup_logging("trainer", paths, json=settings.log.json_lines, level=settings.log.level)
+    from headway.trainer.tenants.remote import train_at_host
+
+    return 0 if train_at_host(settings, paths, tenancy) else STOPPED
 
 
 def _train_elsewhere(url: str, argv: list[str], *, restart: bool, hosts: str | None) -> int:

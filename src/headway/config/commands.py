@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from headway.config.base import Settings
+from headway.config.host import HostSettings
 from headway.config.inference import ServeSettings
 from headway.config.loader import write_settings
 from headway.config.orchestrator import OrchestrateSettings
@@ -16,6 +17,7 @@ COMMAND_SETTINGS: dict[str, type[Settings]] = {
     "train": TrainSettings,
     "orchestrate": OrchestrateSettings,
     "serve": ServeSettings,
+    "host": HostSettings,
 }
 PROCESSES: dict[str, type[Settings]] = {
     "trainer": TrainSettings,

@@ -24,3 +24,89 @@ class TenantGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def token_hash(token: str) -> str:
     """Return the hash by which engines know a tenant's token: they need not hold the secret itself."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
+
+
+CHECKPOINT_FILES = (
+    "adapter/adapter_config.json",
+    "adapter/adapter_model.safetensors",
+    "optimizer.safetensors",
+    "COMPLETE",
+)
+"""Files of a tenant's checkpoint. The marker comes last."""
+
+
+class TenantJoin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tenant's request to join: `settings` as JSON, the token it chose, and the checkpoint that it continues from."""
+
+    settings: str
+    token: str
+    checkpoint: dict[str, bytes] | None = None
+
+
+class TenantJoined(msgspec.Struct, frozen=True):
+    """The host's answer. `session` goes along with every later request: it ends when the host is started again, or
+    when the tenant joins again. `dtype` is the precision in which the host computes."""
+
+    session: str
+    step: int
+    dtype: str
+    weight: float
+
+
+class StepOutcome(msgspec.Struct, frozen=True):
+    """One trained step of a tenant. `error` says why the host trains it no more, if it does not."""
+
+    step: int
+    metrics: dict[str, float]
+    error: str | None = None
+
+
+class TenantStatus(msgspec.Struct):
+    """A tenant at a glance, with its costs since the host started: tokens, and seconds of the trainer."""
+
+    name: str
+    state: str
+    """training, waiting (for a batch), silent, stopped or dropped."""
+    step: int
+    weight: float
+    share: float
+    """Its part of the trainer's time of all tenants so far."""
+    rank: int = 0
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+    """Seconds that its batches waited for their first pass, in all."""
+    refused: int = 0
+    last_refusal: str = ""
+    silent_seconds: float = 0.0
+
+
+class HostStatus(msgspec.Struct):
+    """A host at a glance."""
+
+    model: str
+    engines: dict[str, str]
+    passes: int
+    busy_seconds: float
+    tenants: list[TenantStatus]
+    refused: int = 0
+    """Requests that were refused and of no tenant here."""
+
+
+class TenantUse(msgspec.Struct, frozen=True):
+    """A tenant's use of one engine: an entry of `GET /tenants`.
+
+    `version` is that of its adapter, None before the first. Tokens, seconds and refusals are counted from the tenant's
+    first grant on; `queue_seconds` is the time that its requests waited for their turn, added up.
+    """
+
+    name: str
+    weight: float
+    version: int | None
+    running: int
+    waiting: int
+    prompt_tokens: int
+    tokens: int
+    queue_seconds: float
+    refused: int

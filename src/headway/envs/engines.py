@@ -34,9 +34,11 @@ of CPU time, in engine and worker together."""
 
 
 class Engines:
-    """Clients of engines by URL, over shared connections, and the context lengths of these engines."""
+    """Clients of engines by URL, over shared connections, and the context lengths of these engines. They show the
+    run's `token`, by which engines with tenants know whose request it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token
         self._clients: dict[str, InferenceClient] = {}
         self._session: aiohttp.ClientSession | None = None
         self.context: dict[str, int] = {}
@@ -45,7 +47,7 @@ class Engines:
 
     def client(self, url: str) -> InferenceClient:
         if url not in self._clients:
-            self._clients[url] = InferenceClient(url, session=self.session())
+            self._clients[url] = InferenceClient(url, token=self.token, session=self.session())
         return self._clients[url]
 
     def rank(

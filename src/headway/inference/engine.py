@@ -144,11 +144,16 @@ class Engine(Protocol):
 
     def state(self) -> EngineState: ...
 
-    def prefixes(self) -> PrefixSummary | None:
-        """Summarize the prefixes in the cache; None where the engine does not say."""
+    def prefixes(self, salts: dict[str, str] | None = None) -> PrefixSummary | None:
+        """Summarize the prefixes in the cache; None where the engine does not say. `salts` names the models whose roots
+        are wanted, and the salt of each; by default all, without one."""
         ...
 
     def weights(self) -> WeightState: ...
+
+    def adapter_weights(self, name: str) -> WeightState | None:
+        """The version of adapter `name`; None where there is no such adapter."""
+        ...
 
     async def update(self, update: WeightUpdate) -> WeightReply:
         """Load new weights of the policy, or of `update.adapter`. Raises UpdateError."""
@@ -186,6 +191,7 @@ class ServedAdapter:
     version: int
     fingerprint: str
     epoch: int
+    loaded_at: float
 
 
 class AdapterTable:
@@ -207,6 +213,10 @@ class AdapterTable:
     def version(self, name: str) -> int:
         return self._served[name].version
 
+    def weights(self, name: str) -> WeightState | None:
+        adapter = self._served.get(name)
+        return None if adapter is None else WeightState(adapter.version, adapter.fingerprint, adapter.loaded_at)
+
     def epoch(self, name: str | None) -> int:
         """Return the epoch of `name`; 0, the base model's, where that is no adapter."""
         return self._served[name].epoch if name in self._served else 0
@@ -223,7 +233,7 @@ class AdapterTable:
     def _record(self, update: WeightUpdate, slot: int) -> None:
         assert update.adapter is not None
         self._epoch += 1
-        adapter = ServedAdapter(slot, update.version, update.fingerprint, self._epoch)
+        adapter = ServedAdapter(slot, update.version, update.fingerprint, self._epoch, time.time())
         # Readers in other threads see the old table or the new one, never one that changes under them.
         self._served = {**self._served, update.adapter: adapter}
 
@@ -254,7 +264,10 @@ class BaseEngine(ABC, Generic[Adapters]):
     def weights(self) -> WeightState:
         return self._weights
 
-    def prefixes(self) -> PrefixSummary | None:
+    def adapter_weights(self, name: str) -> WeightState | None:
+        return self._adapters.weights(name)
+
+    def prefixes(self, salts: dict[str, str] | None = None) -> PrefixSummary | None:
         return None
 
     async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:

@@ -31,28 +31,33 @@ from headway.monitor.prometheus import PrometheusExporter
 from headway.monitor.wandb_run import WandbRun
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import write_token
+from headway.transport.tenants.tenancy import Tenancy
 
 Tracker = Callable[[str, dict[str, float]], None]
 """Takes a line of metrics that a process has written."""
 
 
 def run_rl(
-    settings: RlSettings, paths: RunPaths, console: Console | None = None, roles: Collection[str] = ROLES
+    settings: RlSettings,
+    paths: RunPaths,
+    console: Console | None = None,
+    roles: Collection[str] = ROLES,
+    tenancy: Tenancy | None = None,
 ) -> bool:
     """Run until the last step (True) or until the user stops it (False). Raises HeadwayError on failure.
 
-    Only processes of these `roles` start here; others join from other hosts.
+    Only processes of these `roles` start here; others join from other hosts. With a `tenancy` a host trains the run.
     """
     console = console or Console()
-    # A host that neither trains nor serves needs no GPU.
-    device = settings.placement.device if {"trainer", "inference"} & set(roles) else "cpu"
+    # A machine that neither trains nor serves needs no GPU.
+    device = settings.placement.device if {"trainer", "inference"} & set(roles) and not tenancy else "cpu"
     here = settings.placement.model_copy(update={"device": device})
     placement = place(here, visible_gpus(), usable_cores(), gpus_per_engine(settings.inference))
     memory = _plan_memory(settings, placement)
     write_process_settings(settings, paths.config)
     write_token(paths)
     with ExitStack() as stack:
-        stack.enter_context(_supervisor_lock(paths))
+        stack.enter_context(supervisor_lock(paths))
         attempt = stack.enter_context(recorded_attempt(paths))
         exporter = _exporter(settings.tracking, paths, stack)
         wandb_run = _wandb_run(settings.tracking.wandb, paths, stack)
@@ -75,7 +80,10 @@ def run_rl(
             view.event(f"Prometheus metrics: {exporter.url}")
         for line in (placement.explanation, *memory.lines):
             view.event(line)
-        processes = [ManagedProcess(spec, paths.logs) for spec in process_specs(settings, paths, placement, memory)]
+        if tenancy:
+            view.event(f"tenant {tenancy.name} of the host at {tenancy.url}")
+        specs = process_specs(settings, paths, placement, memory, at_host=tenancy is not None)
+        processes = [ManagedProcess(spec, paths.logs) for spec in specs]
         supervisor = Supervisor(
             [process for process in processes if role_of(process.spec.name) in roles],
             progress=lambda: view.step,
@@ -146,9 +154,15 @@ def _wandb_run(settings: WandbSettings | None, paths: RunPaths, stack: ExitStack
 
 
 def process_specs(
-    settings: RlSettings, paths: RunPaths, placement: Placement, memory: MemoryPlan | None = None
+    settings: RlSettings,
+    paths: RunPaths,
+    placement: Placement,
+    memory: MemoryPlan | None = None,
+    *,
+    at_host: bool = False,
 ) -> list[ProcessSpec]:
-    """List the engines (unless the settings name running ones), the orchestrator and the trainer."""
+    """List the engines (unless the settings name running ones), the orchestrator and the trainer, which may be one that
+    lets a host train."""
     python = [sys.executable, "-m", "headway.cli.main"]
     engines = [] if settings.orchestrator.engines else placement.engines
     serve = [*python, "serve", "@", str(paths.config / "inference.toml"), "--join", str(paths.root)]
@@ -173,7 +187,7 @@ def process_specs(
             ends=True,
         )
     )
-    trainer = [*python, "train", "@", str(paths.config / "trainer.toml")]
+    trainer = [*python, "train", "@", str(paths.config / "trainer.toml"), *(["--at-host"] if at_host else [])]
     specs.append(ProcessSpec("trainer", trainer, placement.trainer, ends=True))
     return specs
 
@@ -197,7 +211,7 @@ def _role_flags(role: Role | None) -> list[str]:
 
 
 @contextmanager
-def _supervisor_lock(paths: RunPaths) -> Iterator[None]:
+def supervisor_lock(paths: RunPaths) -> Iterator[None]:
     """Refuse to run a run twice. The lock goes with the process, however it ends."""
     with (paths.control / "supervisor.lock").open("w") as lock:
         try:

@@ -32,7 +32,7 @@ def summary_lines(paths: RunPaths, *, finished: bool) -> Iterator[str]:
 
 def newest_export(paths: RunPaths) -> Path | None:
     """Return the folder of the run's last Hugging Face checkpoint."""
-    return max(paths.exports.glob("step_*"), default=None)
+    return max((folder for folder in paths.exports.glob("step_*") if "adapter" not in folder.name), default=None)
 
 
 def _scores(lines: list[dict[str, Any]]) -> Iterator[str]:

@@ -24,15 +24,18 @@ T = TypeVar("T")
 
 
 class WorkerPools:
-    """Worker pools, closed with the stack."""
+    """Worker pools, closed with the stack. Their workers show `token` to engines."""
 
-    def __init__(self, stack: AsyncExitStack, model: Path, renderer: str, family: str | None = None) -> None:
+    def __init__(
+        self, stack: AsyncExitStack, model: Path, renderer: str, family: str | None = None, token: str | None = None
+    ) -> None:
         self._stack, self._model, self._renderer, self._family = stack, model, renderer, family
+        self._token = token
         self._pools: list[EnvPool] = []
         self._lost = 0
 
     async def start(self, settings: EnvSettings) -> EnvPool:
-        pool = EnvPool(settings, model=self._model, renderer=self._renderer, family=self._family)
+        pool = EnvPool(settings, model=self._model, renderer=self._renderer, family=self._family, token=self._token)
         self._stack.push_async_callback(pool.close)
         await pool.start()
         if not pool.tasks:

@@ -129,8 +129,8 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             engine_finder(options.engines, control),
             lambda url: InferenceClient(url, token=control.token, session=session),
         )
-        context = Context(lambda: fleet.choose(""), lambda: _renderer(model, renderer, family))
-        pools = WorkerPools(stack, model, renderer, family)
+        context = Context(lambda: fleet.choose(""), lambda: _renderer(model, renderer, family), token=control.token)
+        pools = WorkerPools(stack, model, renderer, family, control.token)
         sources = await pools.sources(options, settings.seed, context)
         for source in sources:
             stack.push_async_callback(source.algorithm.close)

@@ -52,15 +52,18 @@ async def evaluate(
     policy: str,
     api: Literal["tokens", "chat"],
     concurrency: int,
+    token: str | None = None,
     progress: Callable[[int], AbstractContextManager[Callable[[float], None]]],
 ) -> Round:
-    """Run one round on all environments. `progress(episodes)` opens a bar, which is advanced as they finish."""
+    """Run one round on all environments. `progress(episodes)` opens a bar, which is advanced as they finish.
+
+    Servers that answer in tokens are shown `token`."""
     check_unique_names([env.name or env.id for env in settings])
     endpoints = Endpoints(urls)
     if api == "tokens":
         await endpoints.check()
     async with AsyncExitStack() as stack:
-        envs = await WorkerPools(stack, model, renderer, family).eval_envs(settings, SamplingSettings())
+        envs = await WorkerPools(stack, model, renderer, family, token).eval_envs(settings, SamplingSettings())
         finished: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
         advance = stack.enter_context(progress(sum(len(env.tasks) * env.samples for env in envs)))
         work = EvaluationWork(

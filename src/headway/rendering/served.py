@@ -23,13 +23,13 @@ class ServedModels(msgspec.Struct):
     data: list[ServedModel]
 
 
-async def model_of_servers(urls: Sequence[str], given: Path | None) -> Path:
+async def model_of_servers(urls: Sequence[str], given: Path | None, token: str | None = None) -> Path:
     """Return the folder whose tokenizer all servers use: `given` where it is theirs, else the one they name.
 
     Raises UsageError on another tokenizer than a server's, and where it is not known.
     """
     for url in urls:
-        card = await _card(url)
+        card = await _card(url, token)
         given = _checked(url, card, given)
     assert given is not None
     return given
@@ -45,8 +45,8 @@ def _checked(url: str, card: ServedModel, given: Path | None) -> Path:
     return given
 
 
-async def _card(url: str) -> ServedModel:
-    async with InferenceClient(url) as client:
+async def _card(url: str, token: str | None) -> ServedModel:
+    async with InferenceClient(url, token=token) as client:
         if not await client.health():
             raise HeadwayError(f"nothing serves at {url}; start a server with `headway serve MODEL`")
         try:

@@ -2,13 +2,15 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from headway.config.shared import HttpWeights
 from headway.config.trainer import TrainSettings
 from headway.core.control import RunControl
+from headway.core.protocol import WeightProbe
 from headway.core.runs import RunPaths
 from headway.models.adapters.lora import adapter_tensors
 from headway.models.checkpoints.tensors import base_parameters, checkpoint_tensors, float32_tensors
@@ -37,17 +39,33 @@ class Publisher:
         self.serves_from_here = fetched_here and settings.trainer.fake_data is None
         """Engines fetch from this process, or from this host's own folder, so it has to outlive the last update."""
         self._adapter = POLICY if settings.model.lora is not None else None
+        self._alpha = None if settings.model.lora is None else settings.model.lora.alpha
         # An engine adds an adapter to weights that it has verified, or loaded from the checkpoint, before.
         self._probes = settings.trainer.probe and self._adapter is None
         self._seq_len = settings.seq_len
 
     def publish(self, state: TrainState) -> dict[str, float]:
         """Publish the state's version. Every rank calls it. Returns metrics."""
-        started = time.perf_counter()
         probe = make_probe(state, self._seq_len) if self._probes else None
-        sent, dtype = _Counted(outgoing(state)), state.compute_dtype
-        uncast = float32_tensors(state.model)
-        update = self._sender.publish(state.step, sent, adapter=self._adapter, probe=probe, dtype=dtype, uncast=uncast)
+        return self.publish_tensors(
+            state.step, outgoing(state), state.compute_dtype, uncast=float32_tensors(state.model), probe=probe
+        )
+
+    def publish_tensors(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor | Shard]],
+        dtype: torch.dtype,
+        *,
+        uncast: Collection[str] = (),
+        probe: WeightProbe | None = None,
+    ) -> dict[str, float]:
+        """Publish a version of these tensors, those not in `uncast` as `dtype`. Returns metrics."""
+        started = time.perf_counter()
+        sent = _Counted(tensors)
+        update = self._sender.publish(
+            version, sent, adapter=self._adapter, probe=probe, dtype=dtype, uncast=uncast, alpha=self._alpha
+        )
         if self._elsewhere is not None and self._sender.is_first:
             self._elsewhere.announce(update)
         return {
@@ -57,9 +75,13 @@ class Publisher:
 
     def restore(self, state: TrainState) -> None:
         """Publish the state's version again if someone removed it: engines need it. Every rank calls it."""
-        if self._sender.lost():
+        if self.lost():
             logger.warning("version %d was removed from disk and is published again", state.step)
             self.publish(state)
+
+    def lost(self) -> bool:
+        """Tell if someone removed the version that was published last."""
+        return self._sender.lost()
 
     def close(self) -> None:
         self._sender.close()
@@ -86,7 +108,7 @@ def outgoing(state: TrainState) -> Iterator[tuple[str, Tensor | Shard]]:
 class _Counted:
     """Passes tensors on and counts their elements."""
 
-    def __init__(self, tensors: Iterator[tuple[str, Tensor | Shard]]) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor | Shard]]) -> None:
         self._tensors = tensors
         self.elements = 0
 

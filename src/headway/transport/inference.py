@@ -1,7 +1,7 @@
 """The client of the inference protocol: one engine, typed bodies, errors that say whether trying again may help."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Literal, TypeVar
 
 import aiohttp
@@ -21,6 +21,7 @@ from headway.core.protocol import (
     WeightState,
     WeightUpdate,
 )
+from headway.core.tenants import TenantGrant, TenantUse
 from headway.transport.tls import client_context
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -123,6 +124,14 @@ class InferenceClient:
 
     async def drop_adapter(self, name: str) -> None:
         await self._call("DELETE", f"/adapters/{name}", dict[str, Any])
+
+    async def put_tenants(self, grants: Sequence[TenantGrant]) -> list[TenantUse]:
+        """Replace the tenants that the engine serves; those left out go, with their adapters and requests."""
+        return await self._call("PUT", "/tenants", list[TenantUse], list(grants))
+
+    async def tenants(self) -> list[TenantUse]:
+        """List the tenants with what each uses."""
+        return await self._call("GET", "/tenants", list[TenantUse])
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         await self._call("POST", "/pause", dict[str, Any], {"mode": mode})

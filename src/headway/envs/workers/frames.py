@@ -19,7 +19,7 @@ MAX_FRAME = 1 << 30
 
 class Start(msgspec.Struct, tag=True):
     """The first frame to a worker: what it serves. `tasks` asks for the list of tasks in return, `context` is the
-    rule that settings name."""
+    rule that settings name, `token` what engines are shown."""
 
     env: str
     args: dict[str, Any]
@@ -30,6 +30,7 @@ class Start(msgspec.Struct, tag=True):
     tasks: bool
     context: dict[str, Any] | None = None
     turn_timeout: float | None = None
+    token: str | None = None
 
 
 class Run(msgspec.Struct, tag=True):

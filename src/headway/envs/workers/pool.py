@@ -52,6 +52,7 @@ class EnvPool:
         model: Path,
         renderer: str = "auto",
         family: str | None = None,
+        token: str | None = None,
         heartbeat: float = 30.0,
         start_timeout: float = 120.0,
         idle_seconds: float = 30.0,
@@ -62,7 +63,7 @@ class EnvPool:
         """What the environment was loaded from, by the first worker."""
         self.restarts = 0
         self._settings = settings
-        self._model, self._renderer, self._family = model, renderer, family
+        self._model, self._renderer, self._family, self._token = model, renderer, family, token
         self._heartbeat, self._start_timeout, self._idle_seconds = heartbeat, start_timeout, idle_seconds
         self._workers: list[WorkerProcess] = []
         self._pending: dict[int, PendingEpisode] = {}
@@ -194,7 +195,7 @@ class EnvPool:
         model = str(self._model)
         start = Start(settings.id, settings.args, self.name, model, self._renderer, self._family, first)
         start.context = None if settings.context is None else settings.context.model_dump()
-        start.turn_timeout = settings.turn_timeout
+        start.turn_timeout, start.token = settings.turn_timeout, self._token
         ready = await worker.start(start, settings.workers.memory_gb, self._start_timeout)
         if self._closed:
             await worker.stop()

@@ -78,7 +78,7 @@ class Worker:
         check_tasks(start.env, tasks)
         renderer = load_renderer(Path(start.model), start.renderer, start.family)
         await environment.open()
-        self._name = start.name
+        self._name, self._engines.token = start.name, start.token
         context = None if start.context is None else _CONTEXT.validate_python(start.context)
         self._runner = EpisodeRunner(environment, start.name, renderer, self._engines, context, start.turn_timeout)
         return environment, tasks

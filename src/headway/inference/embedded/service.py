@@ -124,10 +124,13 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
             adapters=self._adapters.versions(),
         )
 
-    def prefixes(self) -> PrefixSummary | None:
-        engine = self._engine
-        roots = {POLICY: engine.root_of(None, None)}
-        roots |= {name: engine.root_of(None, name) for name in self._adapters.versions()}
+    def prefixes(self, salts: dict[str, str] | None = None) -> PrefixSummary | None:
+        engine, adapters = self._engine, self._adapters.versions()
+        if salts is None:
+            roots = {POLICY: engine.root_of(None, None)}
+            roots |= {name: engine.root_of(None, name) for name in adapters}
+        else:
+            roots = {name: engine.root_of(salt, name) for name, salt in salts.items() if name in adapters}
         return PrefixSummary.of(engine.cache.names, engine.cache.block_size, roots)
 
     async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:

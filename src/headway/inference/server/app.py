@@ -4,7 +4,7 @@ from aiohttp import web
 
 from headway.core.openai import MODEL_NOT_FOUND, Json, RequestError, model_card, new_id
 from headway.core.processes import is_loopback
-from headway.inference.server import admin
+from headway.inference.server import admin, tenants
 from headway.inference.server.browsers import loopback_only
 from headway.inference.server.chat import chat_completions
 from headway.inference.server.completions import completions
@@ -27,6 +27,7 @@ def build_app(
     `host` is the address that the application will listen at; a body must arrive within `read_timeout` seconds.
     """
     middlewares = [count_in_flight, errors_as_json, *([loopback_only] if is_loopback(host) else [])]
+    middlewares.append(tenants.tell_tenants_apart)
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
     app[KEY] = context
     app[READ_TIMEOUT] = read_timeout
@@ -50,6 +51,8 @@ def build_app(
             web.delete("/adapters/{name}", admin.require_token(admin.delete_adapter)),
             web.post("/pause", admin.require_token(admin.pause)),
             web.post("/resume", admin.require_token(admin.resume)),
+            web.get("/tenants", admin.require_token(tenants.get_tenants)),
+            web.put("/tenants", admin.require_token(tenants.put_tenants)),
         ]
     )
     return app

@@ -11,6 +11,8 @@ from headway.inference.handover.records import BlockRecords
 from headway.inference.handover.tickets import Tickets
 from headway.inference.server.conversations import Conversations
 from headway.inference.server.tokenizing import Tokenizing
+from headway.inference.tenants.grants import Grants, tenant_secret
+from headway.inference.tenants.view import TenantEngine
 from headway.rendering.base import Renderer
 
 
@@ -39,6 +41,9 @@ class ServerContext:
     """The address of this server that other engines reach, for those who are to fetch KV here."""
     leaving: bool = False
     """Set when the server is told to stop: requests that may migrate are handed over, new ones refused."""
+    grants: Grants = field(default_factory=Grants)
+    views: dict[str, "TenantView"] = field(default_factory=dict)
+    """The server as its tenants see it, of those who were here."""
 
     def __post_init__(self) -> None:
         self.tickets = None if self.token is None else Tickets(self.token)
@@ -49,6 +54,16 @@ class ServerContext:
         self.leaving = True
         for request_id in list(self.generating):
             self.engine.abort(request_id)
+        for view in self.views.values():
+            view.leave()
+
+    def view(self, name: str) -> "TenantView":
+        """The server as tenant `name` sees it. Raises LoadingError while there is no engine."""
+        if name not in self.views:
+            self.views[name] = TenantView.of(self, name)
+        view = self.views[name]
+        view.tenant.share = self.grants.share(name)
+        return view
 
     @property
     def engine(self) -> Engine:
@@ -73,8 +88,36 @@ class ServerContext:
         return POLICY if name == self.model_name else name
 
 
+class TenantView(ServerContext):
+    """The server as one tenant sees it: conversations, tickets and KV records are its own, and so is the policy."""
+
+    tenant: TenantEngine
+
+    @classmethod
+    def of(cls, context: ServerContext, name: str) -> "TenantView":
+        assert context.token is not None
+        secret = tenant_secret(context.token, name)
+        tenant = TenantEngine(context.engine, name, secret)
+        view = cls(
+            context.renderer,
+            name,
+            secret,
+            tenant,
+            context.folder,
+            context.tokenizer,
+            context.tokenizing,
+            role=context.role,
+            url=context.url,
+            leaving=context.leaving,
+        )
+        view.tenant = tenant
+        return view
+
+
 KEY = web.AppKey("context", ServerContext)
+VIEW = web.RequestKey("view", TenantView)
 
 
 def context_of(request: web.Request) -> ServerContext:
-    return request.app[KEY]
+    """The server as the caller sees it."""
+    return request.get(VIEW) or request.app[KEY]

@@ -10,7 +10,7 @@ from aiohttp import web
 from headway.core.openai import RequestError
 from headway.core.protocol import FinishReason, GenerateRequest
 from headway.inference.engine import Engine
-from headway.inference.server.context import ServerContext, context_of
+from headway.inference.server.context import KEY, ServerContext
 from headway.inference.server.requests import read_body
 from headway.transport.tls import client_context
 
@@ -58,10 +58,8 @@ def ticket_for(context: ServerContext, reason: FinishReason | None, *, handed_ov
 
 async def send_blocks(http: web.Request) -> web.Response:
     """POST /inference/v1/kv: the blocks that are here, sealed, up to the first that is not."""
-    context = context_of(http)
     asked = await read_body(http, KvRequest)
-    if context.tickets is None or context.tickets.address(asked.ticket) != context.url:
-        raise RequestError("KV is given to those with a ticket of this server", "ticket", 401)
+    context = _issuer(http.app[KEY], asked.ticket)
     try:
         names = [bytes.fromhex(name) for name in asked.names[:_BLOCKS_AT_A_TIME]]
     except ValueError:
@@ -69,6 +67,15 @@ async def send_blocks(http: web.Request) -> web.Response:
     contents = await context.engine.copy_blocks(names)
     sealed = [context.records.seal(name, content) for name, content in zip(names, contents, strict=False)]
     return web.Response(body=b"".join(sealed), content_type="application/octet-stream")
+
+
+def _issuer(context: ServerContext, ticket: str) -> ServerContext:
+    """Find who was given a ticket: the run, or a tenant of the server. Raises RequestError where nobody was."""
+    for holder in (context, *context.views.values()):
+        address = None if holder.tickets is None else holder.tickets.address(ticket)
+        if address is not None and address == context.url:
+            return holder
+    raise RequestError("KV is given to those with a ticket of this server", "ticket", 401)
 
 
 def _session() -> aiohttp.ClientSession:

@@ -1,6 +1,6 @@
 """Forward passes over micro-batches of several tenants, packed end to end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,23 +34,38 @@ class TenantBlock:
         return cls(tenant, batch, inputs, tenant.adapter.use(micro.lengths, routed=routed))
 
 
-def choose_micro_batches(tenants: Iterable[Tenant], pass_tokens: int) -> list[tuple[Tenant, WaitingBatch, MicroBatch]]:
-    """Fill a pass: one micro-batch of each tenant in turn, as far as they fit, until no tenant has one that does.
+def choose_micro_batches(
+    tenants: Iterable[Tenant], pass_tokens: int, floor: float = 0.0
+) -> list[tuple[Tenant, WaitingBatch, MicroBatch]]:
+    """Fill a pass with micro-batches, each of the tenant that was served least for its share, as far as they fit.
 
-    A tenant's micro-batches keep their order. The first tenant always gets its turn.
+    This is weighted fair queueing: `Tenant.served` grows by tokens over the tenant's share, and nobody saves up while
+    it has no batch. A tenant's micro-batches keep their order, and the least served always gets its turn.
     """
+    ready = [tenant for tenant in tenants if tenant.ready]
+    shares = fair_shares({tenant.name: tenant.weight for tenant in ready}, floor)
+    turns = {tenant.name: (tenant, tenant.next_micro_batches()) for tenant in ready}
     chosen, free = [], pass_tokens
-    turns = [(tenant, tenant.next_micro_batches()) for tenant in tenants]
     while turns:
-        again = []
-        for tenant, rest in turns:
-            found = next(rest, None)
-            if found is not None and (size := sum(found[1].lengths)) <= free:
-                chosen.append((tenant, *found))
-                free -= size
-                again.append((tenant, rest))
-        turns = again
+        tenant, rest = min(turns.values(), key=lambda turn: turn[0].served)
+        found = next(rest, None)
+        if found is None or (size := sum(found[1].lengths)) > free:
+            del turns[tenant.name]
+            continue
+        chosen.append((tenant, *found))
+        free -= size
+        tenant.served += size / shares[tenant.name]
     return chosen
+
+
+def fair_shares(weights: Mapping[str, float], floor: float) -> dict[str, float]:
+    """Turn weights into shares that add up to 1, none below `floor`, or below an even share where that is less."""
+    if not weights:
+        return {}
+    least = min(floor, 1 / len(weights))
+    free = 1 - least * len(weights)
+    total = sum(weights.values())
+    return {name: least + free * weight / total for name, weight in weights.items()}
 
 
 def join_tokens(blocks: Sequence[TenantBlock], device: torch.device, *, apart: bool) -> PackedTokens:

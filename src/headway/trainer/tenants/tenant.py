@@ -1,6 +1,7 @@
 """A tenant: one LoRA run among several on a trainer, with everything that it does not share."""
 
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ class TenantLimits:
     """Batches of a tenant that are not trained yet."""
     batch_tokens: int = 2**22
     """Tokens of a batch."""
+    adapter_bytes: int = 2**63
+    """Memory of all adapters, with gradients and optimizers."""
+    floor: float = 0.0
+    """Share of the passes that a tenant with a batch gets at least."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,9 @@ class WaitingBatch:
     batch: RankBatch
     done: int = 0
     sums: StepSums = field(default_factory=StepSums)
+    since: float = field(default_factory=time.perf_counter)
+    queued: float | None = None
+    """Seconds that it waited for its first pass."""
 
 
 class Tenant:
@@ -71,9 +79,9 @@ class Tenant:
     `settings` are those of an ordinary run. Those of the model and of memory are the trainer's.
     """
 
-    def __init__(self, name: str, settings: TrainSettings, model: DecoderLM) -> None:
+    def __init__(self, name: str, settings: TrainSettings, model: DecoderLM, weight: float = 1.0) -> None:
         assert settings.model.lora is not None
-        self.name, self.settings = name, settings
+        self.name, self.settings, self.weight = name, settings, weight
         self.adapter = SeparateAdapter.make(model, settings.model.lora, settings.seed)
         self.optimizer = PolicyOptimizer(self.adapter.tensors(), settings.trainer.optim)
         self.loss = make_loss(settings.trainer.loss, settings.trainer.sequence_mask)
@@ -86,6 +94,14 @@ class Tenant:
         self.stopped: str | None = None
         """The reason why it trains no more."""
         self.waiting: deque[WaitingBatch] = deque()
+        self.paused = False
+        """Its batches wait until this is over."""
+        self.served = 0.0
+        """Tokens trained, over its share: who has the fewest comes first."""
+        self.queue_seconds = 0.0
+        """Seconds that its batches waited for their first pass."""
+        self.seconds = 0.0
+        """Seconds of passes, each divided by tokens among the tenants in it."""
 
     def add(self, batch: RankBatch, config: ModelConfig, pass_tokens: int, limits: TenantLimits) -> None:
         """Let a batch wait for its turn. Raises TenantError, and leaves all as it was, where something is wrong."""
@@ -119,6 +135,24 @@ class Tenant:
             first = self.waiting[0]
             for micro in first.batch.micro_batches[first.done :]:
                 yield first, micro
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the adapter, its gradients and its optimizer."""
+        tensors = [tensor for _, tensor in self.adapter.tensors()]
+        state = self.optimizer.state_tensors().values()
+        return 2 * sum(t.numel() * t.itemsize for t in tensors) + sum(t.numel() * t.itemsize for t in state)
+
+    @property
+    def ready(self) -> bool:
+        """Tell if it has something to train now."""
+        return bool(self.waiting) and not self.paused
+
+    def restart_batch(self) -> None:
+        """Forget what is trained of the first batch, so that it begins again."""
+        if self.waiting:
+            self.waiting[0] = WaitingBatch(self.waiting[0].batch)
+        self.optimizer.zero_grad()
 
     @property
     def complete(self) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections import deque
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from headway.config.trainer import TrainSettings
-from headway.core.devices import resolve_device
+from headway.core.batches import MicroBatch
+from headway.core.devices import resolve_device, resolve_dtype
 from headway.core.errors import UsageError
 from headway.models.costs import StepFlops
 from headway.trainer.losses.components import total_loss
@@ -19,7 +20,7 @@ from headway.trainer.policy import score_tokens
 from headway.trainer.tenants.base import build_base
 from headway.trainer.tenants.checkpoints import load_tenant, save_tenant
 from headway.trainer.tenants.passes import TenantBlock, choose_micro_batches, join_tokens
-from headway.trainer.tenants.tenant import Tenant, TenantError, TenantLimits, TenantReport
+from headway.trainer.tenants.tenant import Tenant, TenantError, TenantLimits, TenantReport, WaitingBatch
 from headway.transport.rollouts import RankBatch
 
 logger = logging.getLogger(__name__)
@@ -54,25 +55,51 @@ class TenantTrainer:
         self._model, self._folder = build_base(settings, self._device)
         self._flops = StepFlops(self._model.config, frozen=True)
         self._tenants: dict[str, Tenant] = {}
-        self._turns: deque[str] = deque()
+        self._suspects: list[str] = []
+        """Tenants whose batches are trained alone: a pass failed that had blocks of all of them."""
 
     @property
     def tenants(self) -> Mapping[str, Tenant]:
         """The tenants by name."""
         return MappingProxyType(self._tenants)
 
-    def join(self, name: str, settings: TrainSettings, checkpoint: Path | None = None) -> Tenant:
+    @property
+    def dtype(self) -> str:
+        """The precision of computation, by torch's name."""
+        return resolve_dtype(self._settings.model.dtype, self._device.type)
+
+    def join(
+        self,
+        name: str,
+        settings: TrainSettings,
+        checkpoint: Path | None = None,
+        *,
+        weight: float = 1.0,
+        replace: bool = False,
+    ) -> Tenant:
         """Add a tenant, with a fresh adapter or from a checkpoint. Raises TenantError if it cannot be taken in, and
-        UsageError or DamagedError if the checkpoint does not fit or cannot be read."""
+        UsageError or DamagedError if the checkpoint does not fit or cannot be read.
+
+        Of the passes it gets a share by its `weight`, whenever it has a batch. With `replace` it may take the place of
+        an earlier self, which stays where the new one is refused.
+        """
+        if name in self._tenants and not replace:
+            raise TenantError(name, "has joined already; choose another name")
         self._check_tenant(name, settings)
         try:
-            tenant = Tenant(name, settings, self._model)
+            tenant = Tenant(name, settings, self._model, weight)
         except UsageError as error:
             raise TenantError(name, str(error)) from error
         if checkpoint is not None:
             load_tenant(tenant, self._model, checkpoint)
+        taken = sum(other.memory for other in self._tenants.values() if other.name != name)
+        if taken + tenant.memory > self._limits.adapter_bytes:
+            raise TenantError(
+                name,
+                f"its adapter and optimizer take {tenant.memory / 2**20:.0f} MiB, and "
+                f"{max(0, self._limits.adapter_bytes - taken) / 2**20:.0f} MiB are free here; lower model.lora.rank",
+            )
         self._tenants[name] = tenant
-        self._turns.append(name)
         logger.info('tenant "%s" joined at step %d, rank %d', name, tenant.step, tenant.adapter.settings.rank)
         return tenant
 
@@ -80,7 +107,7 @@ class TenantTrainer:
         """Remove a tenant with its batches. Save it before, if it is to come back."""
         self._get(name)
         del self._tenants[name]
-        self._turns.remove(name)
+        self._suspects = [other for other in self._suspects if other != name]
         logger.info('tenant "%s" left', name)
 
     def save(self, name: str, folder: Path) -> None:
@@ -89,25 +116,52 @@ class TenantTrainer:
 
     def submit(self, name: str, batch: RankBatch) -> None:
         """Take the next batch of a tenant. Raises TenantError, with nothing changed but a count, if it is refused."""
-        self._get(name).add(batch, self._model.config, self._settings.seq_len, self._limits)
+        tenant = self._get(name)
+        if not tenant.waiting:  # who had nothing to train has saved up nothing
+            busy = [other.served for other in self._tenants.values() if other.ready]
+            tenant.served = max([tenant.served, *([min(busy)] if busy else [])])
+        tenant.add(batch, self._model.config, self._settings.seq_len, self._limits)
 
     def run_pass(self) -> list[TenantReport]:
         """Run one pass over micro-batches of all tenants, and take the steps of those whose batch is complete."""
-        chosen = choose_micro_batches([self._tenants[name] for name in self._turns], self._settings.seq_len)
-        self._turns.rotate(-1)
+        tenants = [self._tenants[name] for name in self._next_suspects() or self._tenants]
+        chosen = choose_micro_batches(tenants, self._settings.seq_len, self._limits.floor)
         if not chosen:
             return []
-        blocks = [TenantBlock.make(*one, self._model.config, self._device) for one in chosen]
-        reports = self._train(blocks)
-        for tenant in {block.tenant.name: block.tenant for block in blocks}.values():
+        started = time.perf_counter()
+        _note_waits(chosen, started)
+        took_part = {tenant.name: tenant for tenant, _, _ in chosen}
+        try:
+            reports = self._train([TenantBlock.make(*one, self._model.config, self._device) for one in chosen])
+        except Exception as error:
+            return self._suspect(list(took_part.values()), error)
+        for tenant in took_part.values():
             if tenant.complete:
                 reports.append(_guarded_step(tenant))
+        total, seconds = sum(sum(micro.lengths) for _, _, micro in chosen), time.perf_counter() - started
+        for tenant, _, micro in chosen:
+            tenant.seconds += seconds * sum(micro.lengths) / total
         return reports
+
+    def _next_suspects(self) -> list[str]:
+        """Return the one tenant that is to be trained alone, if there is one. It is cleared with its batch."""
+        self._suspects = [name for name in self._suspects if self._tenants[name].ready]
+        return self._suspects[:1]
+
+    def _suspect(self, tenants: Sequence[Tenant], error: Exception) -> list[TenantReport]:
+        """A pass failed: begin the batches in it again, each alone, until the one that fails is known and stopped."""
+        for tenant in tenants:
+            tenant.restart_batch()
+        if len(tenants) == 1:
+            return [_stopped(tenants[0], f"training its batch failed: {type(error).__name__}: {error}")]
+        self._suspects = [tenant.name for tenant in tenants]
+        logger.warning("a pass failed (%s); trained alone from here: %s", error, ", ".join(self._suspects))
+        return []
 
     def run(self) -> list[TenantReport]:
         """Run passes until no batch waits. Returns the reports of all steps."""
         reports = list[TenantReport]()
-        while any(tenant.waiting for tenant in self._tenants.values()):
+        while any(tenant.ready for tenant in self._tenants.values()):
             reports += self.run_pass()
         return reports
 
@@ -157,10 +211,9 @@ class TenantTrainer:
     def _check_tenant(self, name: str, settings: TrainSettings) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,63}", name):
             raise TenantError(name, "the name must be of letters, digits, '.', '_' and '-', at most 64")
-        if name in self._tenants:
-            raise TenantError(name, "has joined already; choose another name")
-        if len(self._tenants) >= self._limits.tenants:
-            raise TenantError(name, f"there are {len(self._tenants)} tenants, and no place for more")
+        others = len(self._tenants.keys() - {name})
+        if others >= self._limits.tenants:
+            raise TenantError(name, f"there are {others} tenants, and no place for more")
         lora = settings.model.lora
         if lora is None:
             raise TenantError(name, "model.lora is missing: tenants train an adapter")
@@ -170,6 +223,14 @@ class TenantTrainer:
             ours, theirs = getattr(self._settings.model, key), getattr(settings.model, key)
             if ours != theirs:
                 raise TenantError(name, f"model.{key} must be that of the trainer, {ours!r} (got {theirs!r})")
+
+
+def _note_waits(chosen: Sequence[tuple[Tenant, WaitingBatch, MicroBatch]], now: float) -> None:
+    """Count how long the batches waited that begin with this pass."""
+    for tenant, batch, _ in chosen:
+        if batch.queued is None:
+            batch.queued = now - batch.since
+            tenant.queue_seconds += batch.queued
 
 
 def _guarded_step(tenant: Tenant) -> TenantReport:

@@ -70,15 +70,17 @@ class WeightSender(ABC):
         probe: WeightProbe | None = None,
         dtype: torch.dtype | None = None,
         uncast: Collection[str] = (),
+        alpha: float | None = None,
     ) -> WeightUpdate:
         """Make `version` available, cast to `dtype` where given, except the tensors named `uncast`, and announce it.
-        The first process's `probe` counts.
+        The first process's `probe` counts. `alpha` is an adapter's, for engines that serve several.
 
         Returns the update that engines are to be told of.
         """
         shards = local_shards(tensors, self._rank, self._publishers.size, dtype, uncast)
         with self._lock:
             layout, transport = self._store(version, shards)
+            transport |= {} if alpha is None else {"alpha": alpha}
             update = WeightUpdate(
                 version, layout.fingerprint, transport, policy=self._policy, adapter=adapter, probe=probe
             )

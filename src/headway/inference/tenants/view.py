@@ -1,0 +1,164 @@
+"""An engine as one of its tenants sees it: the tenant's adapter is the policy, and there is nothing else."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+
+from msgspec.structs import replace
+
+from headway.core.openai import RequestError
+from headway.core.prefixes import PrefixSummary
+from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
+from headway.inference.engine import POLICY, Chunk, Engine, LoadingError, Mode, Result
+
+
+class TenantEngine:
+    """Implements `inference.engine.Engine` for tenant `name`, over the engine that all share.
+
+    Inside, the adapter has the tenant's name, ids of requests begin with it, and prefixes are cached under `secret`:
+    nobody else can name any of them. `share` is the tenant's part of the engine.
+    """
+
+    def __init__(self, engine: Engine, name: str, secret: str) -> None:
+        self._engine, self.name = engine, name
+        self._secret = secret
+        self._in_flight: dict[str, int] = {}
+        self.share = 1.0
+        self.prompt_tokens = 0
+        self.tokens = 0
+        self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
+        self.block_bytes = engine.block_bytes
+
+    @property
+    def problem(self) -> str | None:
+        return self._engine.problem
+
+    @property
+    def running(self) -> int:
+        """Sequences in flight."""
+        return sum(self._in_flight.values())
+
+    @property
+    def adapter(self) -> WeightState | None:
+        """The tenant's adapter; None before the first."""
+        return self._engine.adapter_weights(self.name)
+
+    async def start(self) -> None:
+        raise RequestError("the engine belongs to the host", status=403)
+
+    async def close(self) -> None:
+        raise RequestError("the engine belongs to the host", status=403)
+
+    def models(self) -> dict[str, int]:
+        return {POLICY: self.weights().version}
+
+    def adapter_weights(self, name: str) -> WeightState | None:
+        return self.adapter if name == POLICY else None
+
+    async def generate(self, request: GenerateRequest) -> Result:
+        with self._counted(request) as inner:
+            result = await self._engine.generate(inner)
+        self.tokens += sum(len(choice.token_ids) for choice in result.choices)
+        result.request_id = request.request_id or ""
+        return result
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        with self._counted(request) as inner:
+            chunks = self._engine.stream(inner)
+            try:
+                async for chunk in chunks:
+                    self.tokens += len(chunk.token_ids)
+                    yield chunk
+            finally:
+                if (close := getattr(chunks, "aclose", None)) is not None:
+                    await close()
+
+    def abort(self, request_id: str) -> bool:
+        return self._engine.abort(self._own_id(request_id))
+
+    def state(self) -> EngineState:
+        """The load that the tenant itself makes, and its own adapter: runs steer by it as if nobody else were here."""
+        state, adapter = self._engine.state(), self.adapter
+        state.version, state.fingerprint = self.weights().version, self.weights().fingerprint
+        state.adapters = {} if adapter is None else {POLICY: adapter.version}
+        state.running, state.waiting = self.running, 0
+        state.kv_capacity_tokens = int(state.kv_capacity_tokens * self.share)
+        state.generated_tokens = self.tokens
+        return state
+
+    def prefixes(self, salts: dict[str, str] | None = None) -> PrefixSummary | None:
+        summary = self._engine.prefixes({self.name: self._salt(None)})
+        if summary is None:
+            return None
+        return replace(summary, roots={POLICY: summary.roots[self.name]} if self.name in summary.roots else {})
+
+    def weights(self) -> WeightState:
+        """The tenant's adapter; before the first, the base model's weights as version 0."""
+        return self.adapter or replace(self._engine.weights(), version=0)
+
+    async def update(self, update: WeightUpdate) -> WeightReply:
+        if update.adapter not in (POLICY, self.name):
+            what = "the base weights" if update.adapter is None else f"adapter {update.adapter!r}"
+            raise RequestError(
+                f"tenant {self.name} may load its own adapter, {POLICY!r}, and not {what}", "adapter", 403
+            )
+        if update.mode == "wait":
+            raise RequestError('mode "wait" would hold up other tenants; use "keep" or "abort"', "mode", 403)
+        if update.mode == "abort":
+            for request_id in list(self._in_flight):
+                self.abort(request_id)
+        return await self._engine.update(replace(update, adapter=self.name, mode="keep"))
+
+    async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:
+        return await self._engine.missing_blocks(self._inner(request))
+
+    async def copy_blocks(self, names: Sequence[bytes]) -> list[bytes]:
+        return await self._engine.copy_blocks(names)
+
+    async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
+        return await self._engine.adopt_blocks(self._inner(request), names, contents)
+
+    async def drop_adapter(self, name: str) -> bool:
+        if name not in (POLICY, self.name):
+            raise RequestError(f"tenant {self.name} may remove its own adapter, {POLICY!r}, and no other", "name", 403)
+        return await self._engine.drop_adapter(self.name)
+
+    async def pause(self, mode: Mode) -> None:
+        raise RequestError("pausing would hold up other tenants", status=403)
+
+    async def resume(self) -> None:
+        raise RequestError("pausing would hold up other tenants", status=403)
+
+    @contextmanager
+    def _counted(self, request: GenerateRequest) -> Iterator[GenerateRequest]:
+        """Count a request while it is in flight; yield it as the engine is to see it. Raises LoadingError where there
+        is no adapter."""
+        if self.adapter is None:
+            raise LoadingError(
+                f"tenant {self.name} has no adapter here yet: its run loads the first one by POST /adapters",
+                retry_after=1,
+            )
+        request_id = request.request_id or ""
+        if request_id in self._in_flight:
+            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
+        self._in_flight[request_id] = request.sampling_params.n
+        self.prompt_tokens += len(request.token_ids)
+        try:
+            yield self._inner(request)
+        finally:
+            del self._in_flight[request_id]
+
+    def _inner(self, request: GenerateRequest) -> GenerateRequest:
+        """The request under the names of the engine. Its priority counts among the tenant's own requests only."""
+        return replace(
+            request,
+            model=self.name,
+            request_id=self._own_id(request.request_id or ""),
+            cache_salt=self._salt(request.cache_salt),
+            priority=0,
+        )
+
+    def _own_id(self, request_id: str) -> str:
+        return f"{self.name}/{request_id}"
+
+    def _salt(self, salt: str | None) -> str:
+        return f"{self._secret}/{'' if salt is None else salt}"
