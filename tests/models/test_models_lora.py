@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ from headway.models.adapters.lora import (
 from headway.models.build import build_model
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.layers.linear import join_adapters
 from headway.models.registry import config_from_hf, find_family
+from headway.models.serving import fuse_projections
 
 SETTINGS = LoraSettings(rank=4, alpha=12.0)
 LENGTHS = [7, 12]
@@ -211,6 +214,27 @@ def test_many_adapters_in_one_batch_equal_each_alone() -> None:
     torch.testing.assert_close(pair[:first], expected[2][:first], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(pair[first:], expected[0][first:], atol=1e-5, rtol=1e-5)
     assert torch.equal(logits(served), base), "tokens without an index use the base model in serving"
+
+
+def test_adapters_that_lie_beside_their_weights_compute_the_same() -> None:
+    """As a server on a GPU has them; layers without an adapter stay as they are, and the bank may grow again."""
+    served = random_model(small("qwen3"))
+    fuse_projections(served)
+    slots = torch.tensor([0] * LENGTHS[0] + [-1] * LENGTHS[1])
+    for slot, settings in enumerate((SETTINGS, LoraSettings(rank=6, targets=["q_proj", "o_proj"]))):
+        load_adapter(served, slot, adapter_tensors(adapted(settings=settings)), settings)
+        with torch.inference_mode():
+            expected, base = logits(served, slots), logits(served)
+            join_adapters(served)
+            attention: Any = served.layers[0].self_attn
+            assert attention.o_proj.beside.whole is not None and attention.projections.beside.whole is not None
+            torch.testing.assert_close(logits(served, slots), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(logits(served), base, atol=1e-5, rtol=1e-5)
+            attention.o_proj.weight.mul_(0.5)
+            attention.q_proj.weight.mul_(0.5)
+        changed = logits(served, slots)  # outside serving passes the parameters themselves are used
+        with torch.inference_mode():
+            torch.testing.assert_close(logits(served, slots), changed, atol=1e-5, rtol=1e-5)
 
 
 def test_several_adapters_train_at_once_each_on_its_own_tokens() -> None:

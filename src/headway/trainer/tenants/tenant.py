@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -159,8 +159,9 @@ class Tenant:
         """Tell if all micro-batches of the first batch are trained, so that the step can be taken."""
         return bool(self.waiting) and self.waiting[0].done == len(self.waiting[0].batch.micro_batches)
 
-    def take_step(self) -> TenantReport:
-        """Clip and update, or change nothing if something is not finite. The version advances either way."""
+    def begin_step(self) -> Callable[[], TenantReport]:
+        """Clip and update, or change nothing if something is not finite. The version advances either way, when the
+        caller asks for the report: a GPU can take the steps of several tenants before the first is read back."""
         trainer, step = self.settings.trainer, self.step + 1
         sums = self.waiting.popleft().sums
         rate = rate_at(trainer.schedule, step, self.settings.max_steps)
@@ -168,7 +169,10 @@ class Tenant:
         guard = make_guard(grad_norm, sums.values["loss"], trainer.max_grad_norm)
         scalars = AsyncScalars({"grad_norm": grad_norm, "broken": guard.broken, **sums.values})
         self.optimizer.step(rate, guard)
-        here = scalars.numbers()
+        return lambda: self._end_step(step, rate, sums, scalars)
+
+    def _end_step(self, step: int, rate: float, sums: StepSums, scalars: AsyncScalars) -> TenantReport:
+        trainer, here = self.settings.trainer, scalars.numbers()
         if skipped := here.pop("broken") > 0:
             self.optimizer.undo_step()
         self.optimizer.zero_grad()

@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -135,9 +135,8 @@ class TenantTrainer:
             reports = self._train([TenantBlock.make(*one, self._model.config, self._device) for one in chosen])
         except Exception as error:
             return self._suspect(list(took_part.values()), error)
-        for tenant in took_part.values():
-            if tenant.complete:
-                reports.append(_guarded_step(tenant))
+        begun = [_guarded_step(tenant) for tenant in took_part.values() if tenant.complete]
+        reports += [end() for end in begun]
         total, seconds = sum(sum(micro.lengths) for _, _, micro in chosen), time.perf_counter() - started
         for tenant, _, micro in chosen:
             tenant.seconds += seconds * sum(micro.lengths) / total
@@ -233,11 +232,24 @@ def _note_waits(chosen: Sequence[tuple[Tenant, WaitingBatch, MicroBatch]], now: 
             tenant.queue_seconds += batch.queued
 
 
-def _guarded_step(tenant: Tenant) -> TenantReport:
-    try:
-        return tenant.take_step()
-    except Exception as error:  # an optimizer or a schedule may be the tenant's own code
+def _guarded_step(tenant: Tenant) -> Callable[[], TenantReport]:
+    """Begin a tenant's step; the result ends it. An optimizer or a schedule may be the tenant's own code, and fail."""
+
+    def failed(error: Exception) -> TenantReport:
         return _stopped(tenant, f"its step failed: {type(error).__name__}: {error}")
+
+    def end() -> TenantReport:
+        try:
+            return ended()
+        except Exception as error:
+            return failed(error)
+
+    try:
+        ended = tenant.begin_step()
+    except Exception as error:
+        report = failed(error)
+        return lambda: report
+    return end
 
 
 def _stopped(tenant: Tenant, reason: str) -> TenantReport:
