@@ -4,6 +4,7 @@ PYTHONPATH=benchmarks python -m gpu_parts.tenants qwen3-4b
 """
 
 import asyncio
+import gc
 import json
 import statistics
 import sys
@@ -50,6 +51,7 @@ def measure_trainer(shape: str) -> dict[str, Any]:
     trainer.join("alone", settings)
     alone = _speed(trainer, {"alone": PASS // SAMPLE}, vocab, together=True)
     trainer.leave("alone")
+    gc.collect()
     before = torch.cuda.memory_allocated()
     for number in range(TENANTS):
         trainer.join(f"tenant{number}", settings)
