@@ -74,7 +74,7 @@ class AdapterBlocks:
         if ranks not in self._gates:
             each = zip(self.blocks, ranks, strict=True)
             own = [torch.full((block.rows, rank), block.scale, device=device) for block, rank in each]
-            self._gates[ranks] = torch.block_diag(*own)
+            self._gates[ranks] = torch.block_diag(*own)  # type: ignore[no-untyped-call]  # torch has no types here
         return self._gates[ranks]
 
     def of_layer(self, linear: nn.Module) -> list[LoraBlock]:

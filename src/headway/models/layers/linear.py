@@ -42,7 +42,8 @@ class AdaptersBeside:
         if self.whole is None or not torch.is_inference_mode_enabled() or not self._joined(linears):
             return None
         outputs = sum(len(linear.weight) for linear in linears)
-        out_TO, ranks_TN = ops.linear(x_TI, self.whole).split([outputs, len(self.whole) - outputs], 1)
+        both_TN = ops.linear(x_TI, self.whole)
+        out_TO, ranks_TN = torch.split(both_TN, [outputs, len(self.whole) - outputs], dim=1)
         ups = [linear.lora_B for linear in linears if linear.lora_B is not None]
         return ops.add_gated_ranks(out_TO, ranks_TN, gate_TR, ups)
 

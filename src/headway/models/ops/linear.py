@@ -234,7 +234,8 @@ def scaled_product(left: Tensor, right: Tensor, scale: Scale, out: Tensor | None
     if out is None:
         out = left.new_empty(len(left), right.shape[1])
     if isinstance(scale, Tensor):
-        torch.mm(left, right, out=out).unflatten(1, (-1, scale.shape[1])).mul_(scale.unsqueeze(1))
+        for part in torch.split(torch.mm(left, right, out=out), scale.shape[1], dim=1):
+            part.mul_(scale)
         return out
     return torch.addmm(out, left, right, beta=0, alpha=scale, out=out)
 
