@@ -40,8 +40,9 @@ class FairShares:
     While slots are free, every request starts at once. When none is, the next to start is of the tenant that runs the
     fewest sequences for its weight, so that a tenant with nothing running comes first, however many requests another
     one has sent; among equals, the tenant that has got the fewest tokens for its weight. A tenant that was idle starts
-    from the least served of the others: unused shares are not saved up. A wide request (`size`) at the head of the
-    order is waited for, or narrow ones would pass it forever.
+    from the least served of the others: unused shares are not saved up. A wide request (`size`) whose turn it is starts
+    once its tenant's part of the slots is free, and may run more for a while: narrow ones do not pass it forever, and
+    it empties no engine.
 
     At most `seats` tenants run at a time: each needs its adapter on the device. When others wait for a seat, the tenant
     that was served most among those that have filled their part of the slots starts nothing more until its last
@@ -81,7 +82,8 @@ class FairShares:
         if tenant is None:
             return None
         line = self._lines[tenant]
-        if sum(other.running for other in self._lines.values()) + line.waiting[0].size > self._slots:
+        free = self._slots - sum(other.running for other in self._lines.values())
+        if free < min(line.waiting[0].size, self._part(tenant)):
             return None
         turn = line.waiting.pop(0)
         line.visit = (line.visit if line.running else 0) + turn.size
@@ -131,6 +133,11 @@ class FairShares:
         if wanted <= 0:
             for line in seated:
                 line.leaving = False
+
+    def _part(self, tenant: str) -> int:
+        """Count the slots that are the tenant's while all want more."""
+        busy = sum(self._weight(name) for name, line in self._lines.items() if line.busy)
+        return max(1, int(self._slots * self._weight(tenant) / busy))
 
     def _rank(self, name: str) -> tuple[float, float, int]:
         line = self._lines[name]
