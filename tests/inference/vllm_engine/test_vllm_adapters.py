@@ -16,7 +16,11 @@ from vllm_here import ON_GPU, TOLERANCES
 from headway.config.shared import FilesystemWeights
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
+from headway.core.tenants import TenantGrant
 from headway.inference.engine import LoadingError, RequestError, UpdateError
+from headway.inference.tenants.admission import Admission
+from headway.inference.tenants.grants import Grants
+from headway.inference.tenants.view import TenantEngine
 from headway.models.adapters.lora import adapter_tensors, apply_lora, merge_adapter
 from headway.models.decoder import DecoderLM
 from headway.transport.weights import make_sender
@@ -30,7 +34,9 @@ TOLERANCE = TOLERANCES["bfloat16" if ON_GPU else "float32"]
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     folder = tmp_path_factory.mktemp("vllm") / "model"
     workers = f"{OldAdapterWorker.__module__}.{OldAdapterWorker.__name__}"
-    harness = Harness(UNTIED, folder, LORA, enable_chunked_prefill=True, worker_extension_cls=workers)
+    # One more than a batch below has beside the base model: vLLM's CPU kernels would give that the last slot's adapter.
+    few = {"max_loras": 3, "max_cpu_loras": 3}
+    harness = Harness(UNTIED, folder, LORA, enable_chunked_prefill=True, worker_extension_cls=workers, **few)
     yield harness
     harness.close()
 
@@ -71,6 +77,34 @@ def test_several_adapters_at_versions_share_a_batch(vllm: Harness, tmp_path: Pat
         assert await engine.drop_adapter("bob") and not await engine.drop_adapter("bob")
         with pytest.raises(RequestError, match="'bob' does not exist"):
             await vllm.generate(TOKENS, 1, model="bob")
+
+    vllm.run(body())
+
+
+def test_tenants_share_it_with_fewer_adapters_on_the_device_than_tenants(vllm: Harness, tmp_path: Path) -> None:
+    names = ("anna", "ben", "carl", "dora")
+
+    async def body() -> None:
+        grants = Grants()
+        grants.replace([TenantGrant(name, f"{number:064x}") for number, name in enumerate(names)])
+        admission = Admission(vllm.engine, grants, 100)
+        tenants = [TenantEngine(vllm.engine, name, f"secret of {name}", admission) for name in names]
+        with pytest.raises(LoadingError, match="anna has no adapter here yet"):
+            await tenants[0].generate(GenerateRequest(TOKENS))
+        for number, tenant in enumerate(tenants, 1):
+            await tenant.update(adapter(tmp_path / tenant.name, "policy", number))
+            assert tenant.models() == tenant.state().adapters == {"policy": number}
+        sampling = SamplingParams(max_tokens=10, ignore_eos=True)
+        for number in range(2):
+            requests = [GenerateRequest(TOKENS, sampling_params=sampling, request_id=f"{n}") for n in range(3)]
+            replies = await asyncio.gather(*(t.generate(request) for t in tenants for request in requests))
+            for version in range(1, len(tenants) + 1):
+                for result in replies[3 * version - 3 : 3 * version]:
+                    assert result.choices[0].versions == [(version, 10)]
+                    assert mismatch(adapted(version, merged=True), TOKENS, result.choices[0]) < TOLERANCE
+            assert [reply.request_id for reply in replies] == ["0", "1", "2"] * len(tenants), number
+        for name in names:
+            assert await vllm.engine.drop_adapter(name)
 
     vllm.run(body())
 
