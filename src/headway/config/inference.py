@@ -39,6 +39,13 @@ class InferenceSettings(Settings):
     role: Role = "both"
     """prefill: take prompts, and leave each reply to another engine after its first token; decode: go on with those,
     on the KV that comes from there. Embedded engine only."""
+    max_adapters: int = Field(default=8, ge=1)
+    """LoRA adapters on the device at a time. Others wait in host memory until a request asks for them."""
+    max_host_adapters: int = Field(default=64, ge=1)
+    """LoRA adapters kept in host memory, those on the device included. The one used longest ago goes first, and has to
+    be sent again."""
+    tenants: bool = False
+    """Serve tenants only, from the start: without a tenant's token or the server's own nothing but /health answers."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Default: all cores."""
     compute: Literal["dtype", "fp8"] | None = None
@@ -52,6 +59,15 @@ class InferenceSettings(Settings):
     def _store_below_host_memory(self) -> Self:
         if self.kv_store is not None and not self.kv_host_memory_gb:
             raise broken_rule("kv_store", "needs kv_host_memory_gb above 0: blocks pass through host memory")
+        return self
+
+    @model_validator(mode="after")
+    def _host_memory_has_all_adapters(self) -> Self:
+        if self.max_host_adapters < self.max_adapters:
+            raise broken_rule(
+                "max_host_adapters",
+                f"must be at least max_adapters, {self.max_adapters} (got {self.max_host_adapters})",
+            )
         return self
 
     @model_validator(mode="after")

@@ -111,6 +111,10 @@ class Engine(Protocol):
     vocab_size: int
     block_bytes: int
     """Bytes of a KV block that can be handed to another engine; 0 where none can."""
+    max_running: int
+    """Sequences that run at a time, at most."""
+    max_adapters: int
+    """Adapters that requests can use at a time without waiting for each other."""
 
     async def start(self) -> None: ...
 

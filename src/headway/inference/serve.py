@@ -20,6 +20,7 @@ from headway.core.runs import RunPaths
 from headway.inference.engine import Engine, UpdateError
 from headway.inference.server import ServerContext, build_app
 from headway.inference.server.connections import OpenConnections
+from headway.inference.tenants.grants import Grants
 from headway.models.tiny import resolve_model
 from headway.monitor.logs import SUPERVISED
 from headway.rendering.load import load_renderer
@@ -50,6 +51,7 @@ async def serve(
     token = find_token(run)
     check_address(settings.inference.host, token)
     check_role(settings, token)
+    check_tenants(settings, token)
     tls = server_context(settings.tls, settings.inference.host)
     folder = resolve_model(settings.model.path, settings.model.family)
     renderer = load_renderer(folder, settings.model.renderer, settings.model.family)
@@ -60,6 +62,8 @@ async def serve(
         folder=str(folder.resolve()),
         tokenizer=tokenizer_fingerprint(folder),
         role=settings.inference.role,
+        max_waiting=settings.inference.max_waiting,
+        grants=Grants(closed=settings.inference.tenants),
     )
     app = build_app(context, settings.inference.host)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
@@ -131,6 +135,12 @@ def check_address(host: str, token: str | None) -> None:
     """Raises UsageError where a server that others can reach has no token."""
     if token is None and not is_loopback(host):
         raise UsageError(f"inference.host {host} can be reached by others: set HEADWAY_TOKEN, or use 127.0.0.1")
+
+
+def check_tenants(settings: ServeSettings, token: str | None) -> None:
+    """Raises UsageError where nobody could name the tenants that a server waits for."""
+    if settings.inference.tenants and token is None:
+        raise UsageError("inference.tenants: whoever names the tenants needs the server's token; set HEADWAY_TOKEN")
 
 
 def check_role(settings: ServeSettings, token: str | None) -> None:

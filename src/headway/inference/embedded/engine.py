@@ -77,7 +77,7 @@ class EmbeddedEngine:
         config = model.config
         self.limits = limits
         self.version = version
-        self.adapters = ServedAdapters(model)
+        self.adapters = ServedAdapters(model, limits.max_adapters, limits.max_host_adapters)
         self.generated_tokens = 0
         self.active: dict[str, ActiveRequest] = {}
         self.cache = make_cache(model.config, limits)
@@ -185,6 +185,10 @@ class EmbeddedEngine:
             self.runner.rows.adapter[sequence.row] = self.adapters.slot(name)
         self._mark_mixed(users)
 
+    def adapters_in_use(self) -> set[str | None]:
+        """Name the adapters of all sequences, running or not."""
+        return {sequence.adapter for request in self.active.values() for sequence in request.sequences}
+
     def drop_adapter(self, name: str) -> list[Event]:
         """Remove adapter `name` and abort the requests that use it."""
         users = {s.request_id for request in self.active.values() for s in request.sequences if s.adapter == name}
@@ -237,8 +241,9 @@ class EmbeddedEngine:
 
     def _launch(self, step: Step) -> LaunchedStep:
         """Run the model and sample tokens."""
+        in_use = {sequence.adapter for sequence in self.scheduler.running} if step.admitted else ()
         for sequence in step.admitted:
-            self.runner.enter(sequence, self.adapters.slot(sequence.adapter))
+            self.runner.enter(sequence, self.adapters.bring(sequence.adapter, in_use))
         tokens = []
         with torch.inference_mode():
             for repetition in range(step.repeats):

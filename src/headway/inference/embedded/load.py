@@ -122,6 +122,8 @@ def size_engine(
         block_size=size,
         prefix_cache=settings.prefix_cache,
         num_snapshots=num_snapshots,
+        max_adapters=settings.max_adapters,
+        max_host_adapters=settings.max_host_adapters,
     )
 
 

@@ -48,6 +48,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         self.max_model_len = engine.limits.max_model_len
         self.vocab_size = engine.model.config.vocab_size
         self.block_bytes = engine.block_rows.size
+        self.max_running, self.max_adapters = engine.limits.max_running, engine.adapters.most
         self._engine = engine
         self._thread = EngineThread(engine, self._send, self._die)
         self._on_death = on_death

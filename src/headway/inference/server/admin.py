@@ -10,7 +10,7 @@ from headway.core.protocol import EngineState, WeightUpdate
 from headway.inference.server.context import KEY, VIEW, context_of
 from headway.inference.server.requests import read_body
 from headway.inference.server.responses import Handler, json_response
-from headway.inference.server.tenants import bearer, is_admin
+from headway.inference.server.tenants import bearer, is_admin, tenant_metrics
 
 _METRICS = (
     ("running", "gauge", "Sequences in the batch"),
@@ -69,6 +69,7 @@ async def metrics(request: web.Request) -> web.Response:
     for name, kind, text in _METRICS:
         full = f"headway_{name}_total" if kind == "counter" else f"headway_{name}"
         lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}", f"{full} {getattr(current, name)}"]
+    lines += tenant_metrics(context_of(request))
     return web.Response(text="\n".join(lines) + "\n")
 
 

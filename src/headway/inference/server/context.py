@@ -11,6 +11,7 @@ from headway.inference.handover.records import BlockRecords
 from headway.inference.handover.tickets import Tickets
 from headway.inference.server.conversations import Conversations
 from headway.inference.server.tokenizing import Tokenizing
+from headway.inference.tenants.admission import Admission
 from headway.inference.tenants.grants import Grants, tenant_secret
 from headway.inference.tenants.view import TenantEngine
 from headway.rendering.base import Renderer
@@ -41,7 +42,11 @@ class ServerContext:
     """The address of this server that other engines reach, for those who are to fetch KV here."""
     leaving: bool = False
     """Set when the server is told to stop: requests that may migrate are handed over, new ones refused."""
+    max_waiting: int = 4096
+    """Requests of all tenants that may wait for their turn."""
     grants: Grants = field(default_factory=Grants)
+    admission: Admission | None = None
+    """Where requests of tenants wait; made for the first."""
     views: dict[str, "TenantView"] = field(default_factory=dict)
     """The server as its tenants see it, of those who were here."""
 
@@ -59,8 +64,10 @@ class ServerContext:
 
     def view(self, name: str) -> "TenantView":
         """The server as tenant `name` sees it. Raises LoadingError while there is no engine."""
+        if self.admission is None:
+            self.admission = Admission(self.engine, self.grants, self.max_waiting)
         if name not in self.views:
-            self.views[name] = TenantView.of(self, name)
+            self.views[name] = TenantView.of(self, name, self.admission)
         view = self.views[name]
         view.tenant.share = self.grants.share(name)
         return view
@@ -94,10 +101,10 @@ class TenantView(ServerContext):
     tenant: TenantEngine
 
     @classmethod
-    def of(cls, context: ServerContext, name: str) -> "TenantView":
+    def of(cls, context: ServerContext, name: str, admission: Admission) -> "TenantView":
         assert context.token is not None
         secret = tenant_secret(context.token, name)
-        tenant = TenantEngine(context.engine, name, secret)
+        tenant = TenantEngine(context.engine, name, secret, admission)
         view = cls(
             context.renderer,
             name,

@@ -10,6 +10,7 @@ from aiohttp import web
 from headway.core.openai import DONE, RequestError, error_body, error_type, event
 from headway.core.protocol import FRAMES, ErrorBody, ErrorInfo, GenerateChunk
 from headway.inference.engine import BusyError, FailedError, UpdateError
+from headway.inference.tenants.admission import CrowdedError
 
 logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -37,7 +38,7 @@ def describe_error(error: Exception) -> tuple[int, object]:
     if isinstance(error, RequestError):
         status, param, code = error.status, error.param, error.code
     elif isinstance(error, BusyError):
-        status = 503
+        status = 429 if isinstance(error, CrowdedError) else 503
     elif isinstance(error, UpdateError):
         status = 409
     elif isinstance(error, web.HTTPException):

@@ -32,6 +32,16 @@ _THEIRS = frozenset(
 """Routes of tenants, each about their own adapter and requests only."""
 
 
+_METRICS = (
+    ("running", "gauge", "Sequences of a tenant that run"),
+    ("waiting", "gauge", "Requests of a tenant in line"),
+    ("prompt_tokens", "counter", "Prompt tokens of a tenant's requests"),
+    ("tokens", "counter", "Tokens sampled for a tenant"),
+    ("queue_seconds", "counter", "Seconds that a tenant's requests waited for their turn, added up"),
+    ("refused", "counter", "Requests of a tenant that found its line full"),
+)
+
+
 def bearer(request: web.Request) -> str:
     return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
@@ -73,21 +83,35 @@ async def put_tenants(request: web.Request) -> web.Response:
     context = request.app[KEY]
     engine = context.engine
     for name in context.grants.replace(await read_body(request, list[TenantGrant])):
-        context.views.pop(name, None)
+        if (view := context.views.pop(name, None)) is not None:
+            view.tenant.abort_all()
         await engine.drop_adapter(name)
     return await get_tenants(request)
 
 
+def tenant_metrics(context: ServerContext) -> list[str]:
+    """Lines of Prometheus text about each tenant; none where there are none."""
+    uses = [_use(context, name) for name in context.grants.names]
+    lines = []
+    for field, kind, text in _METRICS if uses else ():
+        full = f"headway_tenant_{field}_total" if kind == "counter" else f"headway_tenant_{field}"
+        lines += [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
+        lines += [f'{full}{{tenant="{use.name}"}} {getattr(use, field)}' for use in uses]
+    return lines
+
+
 def _use(context: ServerContext, name: str) -> TenantUse:
     tenant = context.view(name).tenant
+    admission = context.admission
+    assert admission is not None
     return TenantUse(
         name=name,
         weight=context.grants.weight(name),
         version=None if tenant.adapter is None else tenant.adapter.version,
-        running=tenant.running,
-        waiting=0,
+        running=admission.shares.running_of(name),
+        waiting=admission.shares.waiting_of(name),
         prompt_tokens=tenant.prompt_tokens,
         tokens=tenant.tokens,
-        queue_seconds=0.0,
-        refused=0,
+        queue_seconds=admission.queue_seconds[name],
+        refused=admission.refused[name],
     )

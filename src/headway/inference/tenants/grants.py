@@ -31,12 +31,17 @@ class Grants:
     def names(self) -> list[str]:
         return list(self._by_name)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
     def weight(self, name: str) -> float:
-        return self._by_name[name].weight
+        """Return a tenant's weight; 1 for one that has left and whose last requests end."""
+        return self._by_name[name].weight if name in self._by_name else 1.0
 
     def share(self, name: str) -> float:
         """Return the part of the engine that is the tenant's own while all want more."""
-        return self._by_name[name].weight / sum(grant.weight for grant in self._by_name.values())
+        total = sum(grant.weight for grant in self._by_name.values())
+        return self._by_name[name].weight / total if name in self._by_name else 0.0
 
     def holder(self, token: str) -> str | None:
         """Name the tenant of a token; None where it is nobody's. Looked up by its hash, so time tells nothing of it."""

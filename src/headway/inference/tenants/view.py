@@ -1,14 +1,16 @@
 """An engine as one of its tenants sees it: the tenant's adapter is the policy, and there is nothing else."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
 from headway.core.openai import RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
-from headway.inference.engine import POLICY, Chunk, Engine, LoadingError, Mode, Result
+from headway.inference.engine import POLICY, Choice, Chunk, Engine, LoadingError, Mode, Result
+from headway.inference.tenants.admission import Admission
+from headway.inference.tenants.shares import Turn
 
 
 class TenantEngine:
@@ -18,24 +20,21 @@ class TenantEngine:
     nobody else can name any of them. `share` is the tenant's part of the engine.
     """
 
-    def __init__(self, engine: Engine, name: str, secret: str) -> None:
+    def __init__(self, engine: Engine, name: str, secret: str, admission: Admission) -> None:
         self._engine, self.name = engine, name
         self._secret = secret
-        self._in_flight: dict[str, int] = {}
+        self._admission = admission
+        self._in_flight: dict[str, Turn] = {}
         self.share = 1.0
         self.prompt_tokens = 0
         self.tokens = 0
+        self.max_running, self.max_adapters = engine.max_running, 1
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
         self.block_bytes = engine.block_bytes
 
     @property
     def problem(self) -> str | None:
         return self._engine.problem
-
-    @property
-    def running(self) -> int:
-        """Sequences in flight."""
-        return sum(self._in_flight.values())
 
     @property
     def adapter(self) -> WeightState | None:
@@ -55,32 +54,52 @@ class TenantEngine:
         return self.adapter if name == POLICY else None
 
     async def generate(self, request: GenerateRequest) -> Result:
-        with self._counted(request) as inner:
-            result = await self._engine.generate(inner)
-        self.tokens += sum(len(choice.token_ids) for choice in result.choices)
+        async with self._turn(request) as turn:
+            if not await self._started(turn):
+                return Result(request.request_id or "", [_aborted(i) for i in range(request.sampling_params.n)])
+            self._count_prompt(request)
+            result = await self._engine.generate(self._inner(request))
+        self._count(sum(len(choice.token_ids) for choice in result.choices))
         result.request_id = request.request_id or ""
         return result
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        with self._counted(request) as inner:
-            chunks = self._engine.stream(inner)
+        async with self._turn(request) as turn:
+            if not await self._started(turn):
+                for index in range(request.sampling_params.n):
+                    yield Chunk(index, [], [], [], [], "abort")
+                return
+            self._count_prompt(request)
+            chunks = self._engine.stream(self._inner(request))
             try:
                 async for chunk in chunks:
-                    self.tokens += len(chunk.token_ids)
+                    self._count(len(chunk.token_ids))
                     yield chunk
             finally:
                 if (close := getattr(chunks, "aclose", None)) is not None:
                     await close()
 
     def abort(self, request_id: str) -> bool:
-        return self._engine.abort(self._own_id(request_id))
+        turn = self._in_flight.get(request_id)
+        if turn is None:
+            return False
+        if turn.running:
+            return self._engine.abort(self._own_id(request_id))
+        self._admission.withdraw(turn)
+        return True
+
+    def abort_all(self) -> None:
+        for request_id in list(self._in_flight):
+            self.abort(request_id)
 
     def state(self) -> EngineState:
         """The load that the tenant itself makes, and its own adapter: runs steer by it as if nobody else were here."""
         state, adapter = self._engine.state(), self.adapter
         state.version, state.fingerprint = self.weights().version, self.weights().fingerprint
         state.adapters = {} if adapter is None else {POLICY: adapter.version}
-        state.running, state.waiting = self.running, 0
+        shares, running = self._admission.shares, max(1, state.running)
+        state.running, state.waiting = shares.running_of(self.name), shares.waiting_of(self.name)
+        state.tokens_per_second *= min(1.0, state.running / running)
         state.kv_capacity_tokens = int(state.kv_capacity_tokens * self.share)
         state.generated_tokens = self.tokens
         return state
@@ -104,8 +123,7 @@ class TenantEngine:
         if update.mode == "wait":
             raise RequestError('mode "wait" would hold up other tenants; use "keep" or "abort"', "mode", 403)
         if update.mode == "abort":
-            for request_id in list(self._in_flight):
-                self.abort(request_id)
+            self.abort_all()
         return await self._engine.update(replace(update, adapter=self.name, mode="keep"))
 
     async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:
@@ -128,24 +146,41 @@ class TenantEngine:
     async def resume(self) -> None:
         raise RequestError("pausing would hold up other tenants", status=403)
 
-    @contextmanager
-    def _counted(self, request: GenerateRequest) -> Iterator[GenerateRequest]:
-        """Count a request while it is in flight; yield it as the engine is to see it. Raises LoadingError where there
-        is no adapter."""
+    @asynccontextmanager
+    async def _turn(self, request: GenerateRequest) -> AsyncIterator[Turn]:
+        """Hold the request's place in line, then its slots. Raises LoadingError where there is no adapter."""
+        self._check_adapter()
+        request_id = request.request_id or ""
+        if request_id in self._in_flight:
+            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
+        async with self._admission.turn(self.name, request.sampling_params.n, request.priority) as turn:
+            self._in_flight[request_id] = turn
+            try:
+                yield turn
+            finally:
+                del self._in_flight[request_id]
+
+    async def _started(self, turn: Turn) -> bool:
+        """Wait for the request's turn; False where it was aborted before."""
+        started = await self._admission.wait(turn)
+        if started:
+            self._check_adapter()
+        return started
+
+    def _check_adapter(self) -> None:
         if self.adapter is None:
             raise LoadingError(
                 f"tenant {self.name} has no adapter here yet: its run loads the first one by POST /adapters",
                 retry_after=1,
             )
-        request_id = request.request_id or ""
-        if request_id in self._in_flight:
-            raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
-        self._in_flight[request_id] = request.sampling_params.n
+
+    def _count_prompt(self, request: GenerateRequest) -> None:
         self.prompt_tokens += len(request.token_ids)
-        try:
-            yield self._inner(request)
-        finally:
-            del self._in_flight[request_id]
+        self._admission.shares.charge(self.name, len(request.token_ids))
+
+    def _count(self, tokens: int) -> None:
+        self.tokens += tokens
+        self._admission.shares.charge(self.name, tokens)
 
     def _inner(self, request: GenerateRequest) -> GenerateRequest:
         """The request under the names of the engine. Its priority counts among the tenant's own requests only."""
@@ -162,3 +197,7 @@ class TenantEngine:
 
     def _salt(self, salt: str | None) -> str:
         return f"{self._secret}/{'' if salt is None else salt}"
+
+
+def _aborted(index: int) -> Choice:
+    return Choice(index, [], [], [], [], "abort")

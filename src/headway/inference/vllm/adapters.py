@@ -18,10 +18,15 @@ from headway.models.adapters.lora import adapter_settings
 
 
 class LoadedAdapters(AdapterTable):
-    """Adapters by name. `enabled`: vLLM has room for them. `lora` says how they are scaled where an update does not."""
+    """Adapters by name. `enabled`: vLLM has room for them. `lora` says how they are scaled where an update does not.
 
-    def __init__(self, *, enabled: bool, lora: LoraSettings | None) -> None:
+    vLLM keeps `most` of them on the device, others in host memory, and reads those that it has forgotten from their
+    folders again when a request comes.
+    """
+
+    def __init__(self, *, enabled: bool, lora: LoraSettings | None, most: int = 1) -> None:
         super().__init__()
+        self.most = most
         self._enabled = enabled
         self._lora = lora
         self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}

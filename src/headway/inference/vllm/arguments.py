@@ -23,7 +23,6 @@ OWNED = {
 }
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_ADAPTERS = 4
 _CPU_BLOCK = 128
 _STATES = 2**30
 """Bytes of a cache that holds recurrent states, too."""
@@ -86,7 +85,12 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
                 "vLLM has no adapters in float32 on GPUs; use --model.dtype bfloat16, or --engine embedded"
             )
         rank = next((rank for rank in _LORA_RANKS if rank >= settings.model.lora.rank), settings.model.lora.rank)
-        chosen |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": _ADAPTERS}
+        chosen |= {
+            "enable_lora": True,
+            "max_lora_rank": rank,
+            "max_loras": own.max_adapters,
+            "max_cpu_loras": own.max_host_adapters,
+        }
     return chosen | own.vllm
 
 

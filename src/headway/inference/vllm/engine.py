@@ -52,6 +52,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         super().__init__(adapters, 0, fingerprint)
         self.max_model_len: int = llm.model_config.max_model_len
         self.vocab_size: int = llm.model_config.get_vocab_size()
+        self.max_running, self.max_adapters = limits.max_running, adapters.most
         self._llm = llm
         self._stager = stager
         self._stats = stats

@@ -55,7 +55,7 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     return VllmEngine(
         llm,
         Stager(shapes, settings.tls),
-        LoadedAdapters(enabled=limits.adapters, lora=settings.model.lora),
+        LoadedAdapters(enabled=limits.adapters, lora=settings.model.lora, most=chosen.get("max_loras", 1)),
         stats,
         limits,
         fingerprint=fingerprint,

@@ -17,7 +17,8 @@ _order = attrgetter("order")
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """`max_model_len` bounds prompt plus output; the cache always has room for one such sequence. `num_snapshots` of
-    recurrent states are kept at once, for prefixes; None: as many as can be of use."""
+    recurrent states are kept at once, for prefixes; None: as many as can be of use. `max_adapters` have slots on the
+    device, `max_host_adapters` are kept in host memory."""
 
     max_running: int
     max_batched_tokens: int
@@ -26,6 +27,8 @@ class EngineLimits:
     block_size: int
     prefix_cache: bool = True
     num_snapshots: int | None = None
+    max_adapters: int = 8
+    max_host_adapters: int = 64
 
     @property
     def snapshots(self) -> int:

@@ -21,11 +21,13 @@ from headway.transport.weights import make_receiver
 
 @dataclass(slots=True)
 class StagedUpdate:
-    """A complete, verified version that waits for the switch. `adapter` holds an adapter's tensors."""
+    """A complete, verified version that waits for the switch. `adapter` holds an adapter's tensors, `copies` the same
+    in host memory."""
 
     update: WeightUpdate
     bytes: int
     adapter: dict[str, Tensor] | None = None
+    copies: dict[str, Tensor] | None = None
 
 
 class SideStream:
@@ -86,7 +88,9 @@ class Updater:
         assert staged.adapter is not None
         try:
             settings = adapter_settings(staged.adapter, update.transport, self._lora)
-            self._engine.adapters.load(update, staged.adapter, settings)
+            self._check_rank(settings)
+            in_use = self._engine.adapters_in_use()
+            self._engine.adapters.load(update, staged.adapter, settings, copies=staged.copies, in_use=in_use)
         except HeadwayError as error:
             raise UpdateError(f"adapter {update.adapter}, version {update.version}, was refused: {error}") from None
         self._engine.adapter_changed(update.adapter)
@@ -106,9 +110,17 @@ class Updater:
                     check_probe(standby.model, update.probe)
             else:
                 staged.adapter = {name: tensor.clone() for name, tensor in self._receive(staged)}
+                staged.copies = {name: tensor.cpu() for name, tensor in staged.adapter.items()}
         except HeadwayError as error:
             raise UpdateError(f"version {update.version} was refused: {error}") from None
         return staged
+
+    def _check_rank(self, settings: LoraSettings) -> None:
+        """Refuse an adapter above the rank that the server was started with: all slots of the bank would grow."""
+        if self._lora is not None and settings.rank > self._lora.rank:
+            raise HeadwayError(
+                f"its rank, {settings.rank}, is above this server's; start that with --model.lora.rank {settings.rank}"
+            )
 
     def _receive(self, staged: StagedUpdate, into: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._receiver.receive(staged.update, into):
