@@ -23,7 +23,7 @@ class TenancySettings(Settings):
     """Memory of all adapters together, with their gradients and optimizers. Who would exceed it is refused."""
     batch_tokens: int = Field(default=2**22, ge=1)
     """Tokens of a tenant's batch, at most."""
-    request_mb: int = Field(default=512, ge=1)
+    request_mb: int = Field(default=256, ge=1)
     """Size of a request, at most: a batch, or the checkpoint that a tenant continues from."""
     weights: dict[str, float] = {}
     """Shares of the trainer and of the engines by tenant's name; 1 for those that are not named."""
