@@ -5,8 +5,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from headway.config.base import Settings, broken_rule
-from headway.config.inference import InferenceSettings, ServeSettings
-from headway.config.trainer import TrainerSettings, TrainSettings
+from headway.config.inference import ServeSettings
+from headway.config.trainer import TrainSettings
 from headway.core.tenants import NAME
 
 
@@ -48,11 +48,7 @@ class TenancySettings(Settings):
 
 
 class HostSettings(TrainSettings, ServeSettings):
-    """Settings of `headway host`."""
+    """Settings of `headway host`. Of the trainer's, only those of memory are the host's: the rest is each tenant's."""
 
-    trainer: TrainerSettings = TrainerSettings()
-    """The trainer, as far as tenants share it: memory and chunks."""
-    inference: InferenceSettings = InferenceSettings()
-    """The servers of the tenants' policies."""
     host: TenancySettings = TenancySettings()
     """The service that tenants join, and their bounds and shares."""
