@@ -20,7 +20,7 @@ PARROT = f'[{{id = "{Path(__file__).with_name("parrot.py")}:Parrot"}}]'
 FLAGS = (
     *("@", str(EXAMPLES / "reverse_text" / "rl.toml"), "--model.lora.rank", "16", "--trainer.optim.lr", "1e-3"),
     *("--orchestrator.eval.envs", "[]", "--orchestrator.max_lag", "1", "--orchestrator.batch_size", "64"),
-    *("--trainer.checkpoints.interval", "4", "--audit", "false"),
+    *("--trainer.checkpoints.interval", "3", "--audit", "false"),
 )
 
 
@@ -64,11 +64,11 @@ def test_tenants_learn_two_tasks_while_everything_is_killed(warm_model: Path, tm
         return (*FLAGS, *place, *task, "--max_steps", str(steps), "--host", str(tmp_path / "host"))
 
     with hosting(warm_model, tmp_path) as host:
-        tenants = {name: start("rl", *flags(name, 16)) for name in ("reverse", "copy")}
+        tenants = {name: start("rl", *flags(name, 12)) for name in ("reverse", "copy")}
         wait_for(lambda: len(runs["reverse"].metrics("trainer")) >= 3)
         kill(runs["reverse"], " orchestrate ")
         kill(runs["copy"], " train ")
-        tenants["late"] = start("rl", *flags("late", 4))
+        tenants["late"] = start("rl", *flags("late", 3))
         wait_for(lambda: len(runs["copy"].metrics("trainer")) >= 6)
         shown = headway("host", "status", str(tmp_path / "host"))
         kill(host, " host --trainer ")

@@ -1,6 +1,7 @@
 """A host over HTTP: tenants survive its crashes and their own with the bits of a run by itself, and hostile ones only
 harm themselves."""
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +164,7 @@ def test_a_killed_host_and_a_killed_trainer_change_nothing(
         train_at_host(settings, paths, tenancy)
     monkeypatch.setattr(Recorder, "record", record)
     assert paths.complete_checkpoints() == [2]
+    shutil.rmtree(paths.batch(1))  # as an orchestrator does: the run has to continue, and not to begin again
     killer = when(lambda: steps_of(paths)[-1:] == [5], lambda: (host.kill(), host.start()))  # type: ignore[arg-type]
     assert train_at_host(settings, paths, tenancy)
     killer.join()

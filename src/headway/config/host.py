@@ -5,8 +5,8 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from headway.config.base import Settings, broken_rule
-from headway.config.inference import InferenceSettings, ServeSettings
-from headway.config.trainer import TrainerSettings, TrainSettings
+from headway.config.inference import ServeSettings
+from headway.config.trainer import TrainSettings
 from headway.core.tenants import NAME
 
 
@@ -23,7 +23,7 @@ class TenancySettings(Settings):
     """Memory of all adapters together, with their gradients and optimizers. Who would exceed it is refused."""
     batch_tokens: int = Field(default=2**22, ge=1)
     """Tokens of a tenant's batch, at most."""
-    request_mb: int = Field(default=512, ge=1)
+    request_mb: int = Field(default=256, ge=1)
     """Size of a request, at most: a batch, or the checkpoint that a tenant continues from."""
     weights: dict[str, float] = {}
     """Shares of the trainer and of the engines by tenant's name; 1 for those that are not named."""
@@ -48,11 +48,7 @@ class TenancySettings(Settings):
 
 
 class HostSettings(TrainSettings, ServeSettings):
-    """Settings of `headway host`."""
+    """Settings of `headway host`. Of the trainer's, only those of memory are the host's: the rest is each tenant's."""
 
-    trainer: TrainerSettings = TrainerSettings()
-    """The trainer, as far as tenants share it: memory and chunks."""
-    inference: InferenceSettings = InferenceSettings()
-    """The servers of the tenants' policies."""
     host: TenancySettings = TenancySettings()
     """The service that tenants join, and their bounds and shares."""

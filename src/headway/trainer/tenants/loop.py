@@ -4,6 +4,7 @@ import logging
 import queue
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,13 +29,16 @@ from headway.trainer.tenants.requested import tenant_settings
 from headway.trainer.tenants.tenant import Tenant, TenantLimits, TenantReport
 from headway.trainer.tenants.trainer import TenantTrainer
 from headway.transport.rollouts import RankBatch
-from headway.transport.tenants.client import GONE
+from headway.transport.tenants.client import BUSY, GONE
 from headway.transport.tenants.service import RefusedRequestError
 
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 0.05
 _KEPT_OUTCOMES = 2
+_JOINS, _JOIN_SECONDS = 20, 60.0
+"""A tenant joins so often in this time, at most: each time costs all some of the trainer's."""
+_LOG_SECONDS = 1.0
 Result = TypeVar("Result")
 
 
@@ -46,6 +50,9 @@ class Account:
     folder: TenantFolder
     session: str | None = None
     seen: float = 0.0
+    joined: deque[float] = field(default_factory=lambda: deque(maxlen=_JOINS))
+    saved: int | None = None
+    """The step of the checkpoint on disk, as far as this process knows it."""
     outcomes: dict[int, StepOutcome] = field(default_factory=dict)
     adapters: dict[int, bytes] = field(default_factory=dict)
     steps: int = 0
@@ -81,7 +88,7 @@ class TenantLoop:
         self._trainer = TenantTrainer(settings, limits=limits)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._accounts: dict[str, Account] = {}
-        self._strangers = 0
+        self._strangers, self._log_at = 0, 0.0
         self.passes, self.busy_seconds = 0, 0.0
         for record, place in known_tenants(folder):
             self._take_up(Account(record, place, seen=clock()))
@@ -157,7 +164,9 @@ class TenantLoop:
         else:
             account.refused += 1
             account.last_refusal = reason[:500]
-        logger.warning('refused a request of tenant "%s": %s', name[:40], reason)
+        if time.monotonic() > self._log_at:  # a flood of requests must not become one of logs
+            self._log_at = time.monotonic() + _LOG_SECONDS
+            logger.warning('refused a request of tenant "%s": %s', name[:40], reason[:500])
 
     def tenant(self, name: str) -> TenantStatus:
         return self._status(self._account(name), sum(other.seconds for other in self._accounts.values()))
@@ -203,6 +212,8 @@ class TenantLoop:
         before = self._accounts.get(name)
         if before is not None and before.record.token_sha256 != token_hash(request.token):
             raise RefusedRequestError("another run has this name; choose another with --tenant")
+        if before is not None:
+            _check_haste(before)
         record = TenantRecord(name, token_hash(request.token), request.settings)
         folder = TenantFolder(self._folder / name)
         sent = None if request.checkpoint is None else folder.receive(request.checkpoint)
@@ -211,6 +222,8 @@ class TenantLoop:
         folder.write(record)
         account = before or Account(record, folder)
         account.record, account.session, account.seen = record, secrets.token_hex(8), self._clock()
+        account.joined.append(time.monotonic())
+        account.saved = None
         account.outcomes.clear()
         account.adapters = {tenant.step: _adapter_bytes(tenant)}
         self._accounts[name] = account
@@ -243,14 +256,16 @@ class TenantLoop:
         tenant = self._trained(name)
         if tenant.step != step:
             raise RefusedRequestError(f"the tenant is at step {tenant.step}, and there is no checkpoint of step {step}")
-        return read_files(self._save(self._accounts[name]))
+        account = self._accounts[name]
+        if account.saved != step:
+            self._save(account)
+        return read_files(account.folder.step_folder(step))
 
-    def _save(self, account: Account) -> Path:
+    def _save(self, account: Account) -> None:
         step = self._trainer.tenants[account.record.name].step
-        folder = account.folder.step_folder(step)
-        self._trainer.save(account.record.name, folder)
+        self._trainer.save(account.record.name, account.folder.step_folder(step))
         account.folder.keep(step)
-        return folder
+        account.saved = step
 
     def _leave(self, name: str) -> None:
         account = self._account(name)
@@ -307,6 +322,12 @@ class TenantLoop:
         status.queue_seconds, status.refused = account.queue_seconds, account.refused
         status.last_refusal, status.silent_seconds = account.last_refusal, silent
         return status
+
+
+def _check_haste(account: Account) -> None:
+    joined = account.joined
+    if len(joined) == _JOINS and time.monotonic() - joined[0] < _JOIN_SECONDS:
+        raise RefusedRequestError(f"joined {_JOINS} times within {_JOIN_SECONDS:.0f} s; wait a minute", BUSY)
 
 
 def _adapter_bytes(tenant: Tenant) -> bytes:

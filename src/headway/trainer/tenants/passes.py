@@ -15,6 +15,9 @@ from headway.models.packed import PackedTokens
 from headway.trainer.inputs import Inputs, prepare
 from headway.trainer.tenants.tenant import Tenant, WaitingBatch
 
+_BLOCKS = 64
+"""Micro-batches in a pass, at most."""
+
 
 @dataclass(slots=True)
 class TenantBlock:
@@ -40,8 +43,10 @@ def choose_micro_batches(
     """Fill a pass with micro-batches, each of the tenant that was served least for its share, as far as they fit.
 
     This is weighted fair queueing: `Tenant.served` grows by tokens over the tenant's share, and nobody saves up while
-    it has no batch. A tenant's micro-batches keep their order, and the least served always gets its turn.
+    it has no batch. A tenant's micro-batches keep their order, and the least served always gets its turn. Each counts
+    as a small part of a pass at least, since it costs some time however short it is.
     """
+    least = max(1, pass_tokens // _BLOCKS)
     ready = [tenant for tenant in tenants if tenant.ready]
     shares = fair_shares({tenant.name: tenant.weight for tenant in ready}, floor)
     turns = {tenant.name: (tenant, tenant.next_micro_batches()) for tenant in ready}
@@ -49,7 +54,7 @@ def choose_micro_batches(
     while turns:
         tenant, rest = min(turns.values(), key=lambda turn: turn[0].served)
         found = next(rest, None)
-        if found is None or (size := sum(found[1].lengths)) > free:
+        if found is None or (size := max(least, sum(found[1].lengths))) > free:
             del turns[tenant.name]
             continue
         chosen.append((tenant, *found))

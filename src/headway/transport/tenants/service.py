@@ -24,6 +24,9 @@ from headway.transport.tenants.client import BUSY, GONE, POLL_SECONDS
 logger = logging.getLogger(__name__)
 
 _SHORTEST_TOKEN = 16
+_BODY_SECONDS = 120.0
+_JOINS_AT_ONCE = 4
+"""Bodies of joins that are in memory together; a tenant sends one batch at a time."""
 _LOOK_SECONDS = 0.01
 
 
@@ -81,6 +84,7 @@ class HostService:
         """`on_change` is called when a tenant has joined or left, before that is answered: engines have to know."""
         self._host, self._admin, self._join_token, self._on_change = host, admin, join, on_change
         self._sending = set[str]()
+        self._joining = asyncio.Semaphore(_JOINS_AT_ONCE)
         self.app = web.Application(middlewares=[self._guard], client_max_size=request_bytes)
         one = "/v1/tenants/{name}"
         self.app.add_routes(
@@ -108,6 +112,8 @@ class HostService:
             return self._refuse(name, error.status, str(error))
         except (msgspec.DecodeError, ValueError) as error:
             return self._refuse(name, 400, str(error))
+        except TimeoutError:
+            return self._refuse(name, 408, f"the request did not come within {_BODY_SECONDS:.0f} s")
         except web.HTTPRequestEntityTooLarge:
             return self._refuse(name, 413, "the request is larger than host.request_mb allows")
         except web.HTTPException as error:
@@ -148,7 +154,8 @@ class HostService:
         name = request.match_info["name"]
         if not NAME.fullmatch(name):
             raise RefusedRequestError(f"{name!r} is no tenant's name: a-z, 0-9, '_' and '-', at most 40", 400)
-        join = msgspec.msgpack.decode(await request.read(), type=TenantJoin)
+        async with self._joining, asyncio.timeout(_BODY_SECONDS):
+            join = msgspec.msgpack.decode(await request.read(), type=TenantJoin)
         if len(join.token) < _SHORTEST_TOKEN:
             raise RefusedRequestError(f"a tenant's token has at least {_SHORTEST_TOKEN} characters", 400)
         known = self._host.token_hash(name)
@@ -164,7 +171,8 @@ class HostService:
             raise RefusedRequestError("a batch of this tenant is being received already; send one at a time", BUSY)
         self._sending.add(name)
         try:
-            data = await request.read()
+            async with asyncio.timeout(_BODY_SECONDS):
+                data = await request.read()
             batch = await asyncio.to_thread(_decode_batch, data)
             await asyncio.wrap_future(self._host.submit(name, batch))
         finally:
