@@ -167,7 +167,8 @@ def merged(found: Sequence[Calibration]) -> Calibration:
         names = parts[0].__struct_fields__
         return type(parts[0])(**{name: median(getattr(part, name) for part in parts) for name in names})
 
-    whole = msgspec.structs.replace(found[0], engine=middle([one.engine for one in found]))
+    host = median(one.host for one in found)
+    whole = msgspec.structs.replace(found[0], engine=middle([one.engine for one in found]), host=host)
     return msgspec.structs.replace(whole, trainer=middle([one.trainer for one in found]))
 
 
