@@ -75,7 +75,7 @@ CPU_SHAPES = [
     RunShape("slow environment", seconds=1.0),
     RunShape("slow environment, on-policy", seconds=1.0, max_lag=0),
     RunShape("long tail", seconds=1.0, sigma=1.0),
-    RunShape("long tail, on-policy", seconds=1.0, sigma=1.0, max_lag=0),
+    RunShape("long tail, on-policy", seconds=0.5, sigma=0.7, max_lag=0),
     RunShape("long tail, lag 1", seconds=0.5, sigma=1.0, max_lag=1, group=4),
     RunShape("large batch", batch=128, group=16, reply=32),
     RunShape("few slots", reply=64, slots=16),
@@ -167,7 +167,8 @@ def merged(found: Sequence[Calibration]) -> Calibration:
         names = parts[0].__struct_fields__
         return type(parts[0])(**{name: median(getattr(part, name) for part in parts) for name in names})
 
-    whole = msgspec.structs.replace(found[0], engine=middle([one.engine for one in found]))
+    host = median(one.host for one in found)
+    whole = msgspec.structs.replace(found[0], engine=middle([one.engine for one in found]), host=host)
     return msgspec.structs.replace(whole, trainer=middle([one.trainer for one in found]))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.rl import RlSettings
-from headway.plan.device import Device, SimulatedEngine, SimulatedTrainer
+from headway.plan.device import Device, SimulatedEngine, SimulatedHost, SimulatedTrainer
 from headway.plan.episodes import Figures, Shape, Turn, Workload
 from headway.plan.forecast import Forecast, forecast
 from headway.plan.speeds import LinearEngine, LinearTrainer, Speeds
@@ -146,3 +146,19 @@ def test_figures_have_their_means_and_fit_the_context() -> None:
     assert workload.seconds == pytest.approx(2.0, rel=0.25)
     short = Figures(20, 100, turns=9, reply_spread=1.0).workload(256, "given")
     assert all(sum(shape.samples) <= 256 for shape in short.shapes)
+
+
+def test_what_the_host_computes_slows_those_that_share_its_cores() -> None:
+    def seconds(cores: float, threads: float) -> float:
+        async def body() -> float:
+            device = Device(cores, threads)
+            trainer, host = SimulatedTrainer(device), SimulatedHost(device)
+            host.add(1.0)
+            await trainer.compute(1.0)
+            return asyncio.get_running_loop().time()
+
+        return run_virtually(body())
+
+    assert seconds(2.0, 1.0) == pytest.approx(1.0)
+    assert seconds(1.0, 1.0) == pytest.approx(2.0)
+    assert seconds(4.0, 4.0) == pytest.approx(1.25), "the host has one thread, the trainer four"

@@ -16,6 +16,7 @@ from headway.core.files import write_atomic
 from headway.core.processes import usable_cores
 from headway.launch.placement import visible_gpus
 from headway.models.tiny import resolve_model
+from headway.plan.host import measure_host
 from headway.plan.measuring import EngineFigures, TrainerFigures, measure_engine, measure_trainer
 from headway.plan.speeds import LinearEngine, LinearTrainer, Speeds
 
@@ -36,6 +37,8 @@ class Calibration(msgspec.Struct, frozen=True):
     engine: EngineFigures
     trainer: TrainerFigures
     measured_at: float
+    host: float = 0.0
+    """Seconds of a core that orchestrator and environment need for a reply."""
 
     def speeds(self, settings: RlSettings) -> Speeds:
         """The speeds of a layout. Other numbers of threads are taken to be faster or slower in proportion."""
@@ -63,7 +66,7 @@ class Calibration(msgspec.Struct, frozen=True):
         shared = float(self.cores) if on_cpu else None
         if not on_cpu and len(visible_gpus()) < ranks + settings.placement.engines:
             shared = 1.0  # they take turns
-        return Speeds(engine, trainer, shared, float(threads))
+        return Speeds(engine, trainer, shared, float(threads), self.host if on_cpu else 0.0)
 
     def lines(self) -> list[str]:
         where = (
@@ -77,8 +80,16 @@ class Calibration(msgspec.Struct, frozen=True):
             f"{1e3 * self.engine.fixed:.2f} ms + {1e3 * self.engine.per_sequence:.3f} ms per sequence, a training step "
             f"{self.trainer.fixed:.3f} s + {1e3 * self.trainer.per_token:.3f} ms per token, publishing "
             f"{self.trainer.publish:.3f} s",
-            "environments and the orchestrator take no time on the processor beside their recorded or given seconds",
+            self._host_line(),
         ]
+
+    def _host_line(self) -> str:
+        if self.device != "cpu" or not self.host:
+            return "environments and the orchestrator take no time on the processor beside their recorded seconds"
+        return (
+            f"orchestrator and environment take {1e3 * self.host:.1f} ms of a core for a reply, as measured with "
+            "reverse-text; whatever else an environment computes is left out"
+        )
 
 
 def threads_of(settings: RlSettings, cores: int) -> int:
@@ -107,9 +118,12 @@ def calibrate(settings: RlSettings, say: Say) -> Calibration:
         engine = measure_engine(settings, Path(name), environment, deadline)
         say("measuring the trainer")
         trainer = measure_trainer(settings, Path(name), environment, deadline)
+        if device == "cpu":
+            say("measuring orchestrator and environment")
+        host = measure_host(Path(name), deadline) if device == "cpu" else 0.0
     found = Calibration(
         key=_key(settings), model=settings.model.path, device=device, cores=cores, threads=threads,
-        engine=engine, trainer=trainer, measured_at=time.time(),
+        engine=engine, trainer=trainer, measured_at=time.time(), host=host,
     )  # fmt: skip
     others = [one for one in _saved() if one.key != found.key]
     calibration_file().parent.mkdir(parents=True, exist_ok=True)

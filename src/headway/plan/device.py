@@ -16,6 +16,9 @@ ROUNDING = 1e-9
 class User(Protocol):
     """Something that computes on a device."""
 
+    single: bool
+    """Whether it computes with one thread, however many others have."""
+
     @property
     def due(self) -> float | None:
         """Seconds of undisturbed work until something of it is done; None while there is none."""
@@ -60,7 +63,8 @@ class Device:
         dues = [due for user in self._users if (due := user.due) is not None]
         if not dues:
             return
-        self._slowdown = max(1.0, len(dues) * self._threads / self._cores) if self._cores else 1.0
+        busy = sum(1.0 if user.single else self._threads for user in self._users if user.due is not None)
+        self._slowdown = max(1.0, busy / self._cores) if self._cores else 1.0
         self._timer = asyncio.get_running_loop().call_later(min(dues) * self._slowdown, self._tick)
 
     def _tick(self) -> None:
@@ -69,8 +73,34 @@ class Device:
         self.schedule()
 
 
+class SimulatedHost:
+    """Orchestrator and environments, which compute beside the others. Nobody waits for them."""
+
+    single = True
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._left = device, 0.0
+        device.add(self)
+
+    @property
+    def due(self) -> float | None:
+        return self._left or None
+
+    def worked(self, seconds: float) -> None:
+        self._left = self._left - seconds if self._left - seconds > ROUNDING else 0.0
+
+    def add(self, seconds: float) -> None:
+        """Have more to compute."""
+        if seconds > ROUNDING:
+            self._device.settle()
+            self._left += seconds
+            self._device.schedule()
+
+
 class SimulatedTrainer:
     """A trainer that computes one thing at a time."""
+
+    single = False
 
     def __init__(self, device: Device) -> None:
         self._device, self._left = device, 0.0
@@ -114,6 +144,8 @@ class SimulatedEngine:
 
     A reply is admitted when the KV cache has room for all of it, so nothing is ever preempted.
     """
+
+    single = False
 
     def __init__(self, speed: EngineSpeed, device: Device) -> None:
         self._speed, self._device = speed, device

@@ -40,16 +40,20 @@ def measured(paths: RunPaths) -> Measured:
             f"{paths.root} has {len(trainer)} trained steps, a plan needs {FEWEST_STEPS} at least; let it go on"
         )
     later, batches = trainer[len(trainer) // 4 :], orchestrator[len(orchestrator) // 4 :]
-    gaps = [after["time"] - before["time"] for before, after in pairwise(later)]
     return Measured(
-        # Evaluations and checkpoints between some steps are no part of the others.
-        step_seconds=fmean(sorted(gaps)[: max(1, len(gaps) - len(gaps) // 20)]),
-        training_seconds=median(line["step_seconds"] for line in later),
-        publish_seconds=median(line.get("publish_seconds") or 0.0 for line in later),
+        step_seconds=_usual([after["time"] - before["time"] for before, after in pairwise(later)]),
+        # Averaged over the same steps: else a few slow ones would look like time in which nobody works.
+        training_seconds=_usual([line["step_seconds"] for line in later[1:]]),
+        publish_seconds=_usual([line.get("publish_seconds") or 0.0 for line in later[1:]]),
         update_seconds=median([line.get("weights/update_seconds") or 0.0 for line in batches]),
         episode_engine_seconds=fmean([line.get("episode_seconds/engine") or 0.0 for line in batches]),
         lag_mean=fmean([line.get("lag/mean") or 0.0 for line in batches]),
     )
+
+
+def _usual(values: list[float]) -> float:
+    """The mean without the largest: evaluations and checkpoints between some steps are no part of the others."""
+    return fmean(sorted(values)[: max(1, len(values) - len(values) // 20)])
 
 
 def fit_to_run(settings: RlSettings, speeds: Speeds, workload: Workload, seen: Measured) -> Speeds:

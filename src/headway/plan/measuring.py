@@ -29,7 +29,7 @@ from headway.models.tiny import resolve_model
 from headway.monitor.metrics import read_metrics
 from headway.transport.inference import InferenceClient
 
-SEQUENCES = (1, 8, 32)
+SEQUENCES = (1, 8, 32, 64)
 PROMPT, LONG_PROMPT = 16, 512
 FEW, MANY = 8, 40
 """Tokens of replies: the difference is decoding alone."""

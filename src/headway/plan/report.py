@@ -11,7 +11,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from (f"  {line}" for line in _about(plan, near))
     if plan.measured is not None and plan.error is not None:
         seen = _seconds(plan.measured.step_seconds)
-        yield f"  measured      {seen} a step, so this prediction is {plan.error:+.0%} off"
+        yield f"  measured      {seen} a step; the prediction is {_off(plan.error)}"
     if plan.memory:
         yield ""
         yield from _memory_lines(plan)
@@ -29,8 +29,9 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 def _about(plan: Plan, near: Planned) -> Iterator[str]:
     expected = near.forecast
-    hours = plan.steps * expected.step_seconds / 3600
-    yield f"run           {plan.steps:,} steps in {hours:,.2f} h" + _money(plan, plan.steps * near.money)
+    yield f"run           {plan.steps:,} steps in {_time(plan.steps * expected.step_seconds)}" + _money(
+        plan, plan.steps * near.money
+    )
     busy = _seconds(expected.training_seconds)
     yield f"trainer       busy {busy} of a step, waits {expected.trainer_waiting:.0%} of it"
     yield (
@@ -60,8 +61,8 @@ def _split_lines(plan: Plan) -> Iterator[str]:
         ]
         marks += ["as in the settings"] * (planned == plan.own)
         note = f"  <- {', '.join(marks)}" if marks else ""
-        unit = "GPU s" if plan.memory else "process s"
-        spent = f", {planned.devices * planned.forecast.step_seconds:,.4g} {unit}"
+        unit = "GPUs" if plan.memory else "processes"
+        spent = f", {planned.devices * planned.forecast.step_seconds:,.2f} s of all {unit} together"
         yield (
             f"  {_split(plan, planned):<44} {_seconds(planned.forecast.step_seconds):>9} a step"
             f"{_money(plan, planned.money) or spent}{note}"
@@ -77,7 +78,8 @@ def _split(plan: Plan, planned: Planned) -> str:
 
 def _compared(near: Planned, change: Change) -> str:
     before, after = near.forecast, change.forecast
-    words = f"({after.step_seconds / before.step_seconds - 1:+.0%})"
+    longer = after.step_seconds / before.step_seconds - 1
+    words = f"({longer:+.0%})" if abs(longer) >= 0.005 else "(the same)"
     if change.what.startswith("batch_size"):
         words += ", twice the episodes"
     if abs(after.lag_mean - before.lag_mean) >= 0.05:
@@ -99,6 +101,19 @@ def _episodes(plan: Plan) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:,.2f} s" if value < 100 else f"{value:,.0f} s"
+
+
+def _time(seconds: float) -> str:
+    """A time of a run, in the unit that suits it."""
+    if seconds < 120:
+        return f"{seconds:,.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
+def _off(error: float) -> str:
+    if abs(error) < 0.005:
+        return "the same"
+    return f"{abs(error):.0%} too {'high' if error > 0 else 'low'}"
 
 
 def _money(plan: Plan, money: float) -> str:

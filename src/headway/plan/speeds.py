@@ -85,9 +85,10 @@ class LinearTrainer(TrainerSpeed):
 @dataclass(frozen=True)
 class Speeds:
     """An engine, a trainer, and what they share: `threads` of each on `cores` where they compute on one CPU; None
-    where each has devices of its own."""
+    where each has devices of its own. `host_seconds` of a core go to orchestrator and environments for a reply."""
 
     engine: EngineSpeed
     trainer: TrainerSpeed
     cores: float | None = None
     threads: float = 1.0
+    host_seconds: float = 0.0

@@ -24,7 +24,7 @@ from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import first_to_end
 from headway.orchestrator.run import make_orchestrator
-from headway.plan.device import Device, SimulatedEngine, SimulatedTrainer
+from headway.plan.device import Device, SimulatedEngine, SimulatedHost, SimulatedTrainer
 from headway.plan.episodes import Shape, Workload
 from headway.plan.speeds import Speeds
 
@@ -111,6 +111,7 @@ class World:
         self._rng = random.Random(seed)
         shared = Device(speeds.cores, speeds.threads) if speeds.cores else None
         self._trainer = SimulatedTrainer(shared or Device())
+        self._host = SimulatedHost(shared or Device())
         self._clients = {
             f"engine-{number}": EngineClient(
                 SimulatedEngine(speeds.engine, shared or Device()),
@@ -196,6 +197,7 @@ class World:
             context += turn.reply
             waited += clock() - began
             self.seen.sampled += turn.reply
+            self._host.add(self._speeds.host_seconds)
             await asyncio.sleep(turn.seconds)
         self.seen.engine_seconds.append(waited)
         return self._episode(request, shape, oldest, client.version)
