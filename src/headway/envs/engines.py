@@ -22,7 +22,7 @@ from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ShapeRefus
 from headway.envs.reply_log import ReplyLog
 from headway.envs.tools import describe
 from headway.envs.tree import KeptBy, Prompt, Reply, TraceTree
-from headway.rendering.base import Renderer, reasoning_end
+from headway.rendering.base import NO_CALL_TOKEN, Renderer, call_token, reasoning_end
 from headway.transport.inference import EngineError, InferenceClient
 from headway.transport.tls import client_context
 
@@ -308,9 +308,16 @@ class EnginePolicy(Policy):
     ) -> Message:
         prompt = self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools])
         if shape is not None and shape.response_format is not None:
-            shape = msgspec.structs.replace(shape, free_until=reasoning_end(self._renderer))
+            shape = self._fitted_format(shape, bool(tools))
         reply = await self._sampler.sample(prompt, max_tokens, temperature, shape)
         return self.tree.record(prompt, reply)
+
+    def _fitted_format(self, shape: ReplyShape, tools: bool) -> ReplyShape:
+        """`shape` with the tokens that its format begins after, or gives way to. Raises ShapeRefused."""
+        opens_call = call_token(self._renderer) if tools else None
+        if tools and opens_call is None:
+            raise ShapeRefused(NO_CALL_TOKEN, "response_format")
+        return msgspec.structs.replace(shape, free_until=reasoning_end(self._renderer), call_token=opens_call)
 
     def count_tokens(self, messages: Messages, tools: Tools = ()) -> int:
         return len(self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools]).token_ids)
