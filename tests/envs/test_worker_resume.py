@@ -14,7 +14,8 @@ from test_pool_processes import ENVIRONMENTS
 from headway.config.context import ContextRule, DropOld
 from headway.config.orchestrator import EnvSettings, WorkerSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
-from headway.envs.base import Environment
+from headway.core.messages import Message
+from headway.envs.base import Environment, Game
 from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.reply_log import ReplyLog
@@ -134,6 +135,33 @@ def test_a_conversation_that_a_rule_shortens_goes_on_too() -> None:
     assert episode.error is None
     assert episode.traces[0].metrics["context_rewrites"] > 2
     assert_sampled_once(episode, killer)
+
+
+def test_a_game_of_two_players_goes_on_too() -> None:
+    class Count(Game):
+        max_moves = TURNS
+
+        def tasks(self) -> list[Task]:
+            return [Task("0")]
+
+        def turn(self, state) -> str:
+            return self.players[state.turn % 2]
+
+        def observe(self, state, player: str) -> str:
+            return f"you are {player}, this is move {state.turn}"
+
+        def move(self, state, player: str, reply: Message) -> None:
+            state.said = [*getattr(state, "said", []), (player, reply)]
+
+        def scores(self, state) -> dict[str, float]:
+            return {player: float(sum(mover == player for mover, _ in state.said)) for player in self.players}
+
+    killer = Killer()
+    episode = play_here(Count(), killer)
+    assert episode.error is None and len(killer.engine.requests) == TURNS + 1
+    assert [trace.reward for trace in episode.traces] == [TURNS / 2, TURNS / 2]
+    sampled = sum(int(sample.sampled.sum()) for sample in episode_samples(episode))
+    assert sampled == sum(len(choice.token_ids) for choice in killer.heard())
 
 
 def test_the_time_limit_holds_for_both_workers_together() -> None:
