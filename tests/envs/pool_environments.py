@@ -276,3 +276,41 @@ class Variables(SingleTurn):
 
     def prompt(self, task: Task) -> str:
         return "hello"
+
+
+class Count(ToolUse):
+    """A long conversation, which sums up numbers."""
+
+    max_turns = 100
+
+    def tasks(self) -> list[Task]:
+        return [Task("0")]
+
+    def prompt(self, task: Task) -> str:
+        return "count"
+
+    def start(self, state) -> None:
+        state.sum = 0
+
+    @tool
+    def add(self, n: int, state) -> str:
+        """Add a number to the sum; one that the task names kills the worker."""
+        if n == state.task.data.get("kills"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.sum += n
+        return f"the sum is {state.sum}"
+
+    @reward
+    def total(self, state) -> float:
+        return float(state.sum)
+
+
+class CountOnce(Count):
+    resumable = False
+
+
+class CountDifferently(Count):
+    """Never asks the same."""
+
+    def prompt(self, task: Task) -> str:
+        return f"count at {time.monotonic()}"

@@ -137,7 +137,6 @@ TOOLS = [WEATHER.to_openai()]
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
         ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": False}),
         ("response_format", {"response_format": {"type": "xml"}}),
-        ("response_format", {"response_format": {"type": "json_object"}, "tools": TOOLS}),
         ("logit_bias", {"logit_bias": {"5": 101}}),
         ("frequency_penalty", {"frequency_penalty": 2.5}),
         ("presence_penalty", {"presence_penalty": -2.5}),
@@ -185,6 +184,7 @@ def test_shapes_reach_the_policy_from_both_apis_and_its_refusals_the_agent() -> 
         text: Any = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
         reply = await client.responses.create(model="m", input="x", text=text)
         assert reply.text.format.name == "n"
+        await client.chat.completions.create(**asked, response_format=form, tools=TOOLS)
         with pytest.raises(BadRequestError) as refused:
             await client.chat.completions.create(**asked, logit_bias={"5": 99})
         assert refused.value.param == "logit_bias"
@@ -192,9 +192,9 @@ def test_shapes_reach_the_policy_from_both_apis_and_its_refusals_the_agent() -> 
 
     policy = Shaped(*"{}" * 3)
     with_endpoint(policy, use)
-    plain, both, format_alone, _ = policy.shapes
+    plain, both, format_alone, with_tools, _ = policy.shapes
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    assert plain is None and format_alone == ReplyShape(response_format=form)
+    assert plain is None and format_alone == with_tools == ReplyShape(response_format=form)
     assert both == ReplyShape(
         frequency_penalty=-1, presence_penalty=0.5, logit_bias={7: 3}, response_format=both and both.response_format
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import openai
 import pytest
@@ -15,6 +15,7 @@ from headway.core.protocol import SamplingParams
 from headway.core.shapes import ReplyShape
 from headway.envs.engines import EnginePolicy, Engines, EngineSampler
 from headway.envs.policy import ShapeRefused
+from headway.models.tiny_tokenizer import tiny_tokenizer
 from headway.rendering.load import load_renderer
 
 ASK: Any = [{"role": "user", "content": "Greet me"}]
@@ -67,7 +68,6 @@ def test_any_object_is_json_or_cut_short(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("param", "more"),
     [
-        ("response_format", {"response_format": {"type": "json_object"}, "tools": [WEATHER.to_openai()]}),
         ("response_format", {"response_format": {"type": "grammar"}}),
         ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}),
         (
@@ -84,6 +84,32 @@ def test_formats_that_cannot_be_had_are_refused(
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**FIELDS, **more, stream=stream)
     assert refused.value.param == param
+
+
+CALL_TOKEN = tiny_tokenizer().token_to_id("<tool_call>")
+
+
+@pytest.mark.parametrize("bias", [-100, 100])
+def test_a_reply_in_a_format_may_call_a_tool_instead(client: openai.OpenAI, bias: int) -> None:
+    asked = {**FIELDS, "max_tokens": 60, "tools": [WEATHER.to_openai()], "logit_bias": {str(CALL_TOKEN): bias}}
+    text = client.chat.completions.create(**asked, response_format=FORMAT).choices[0].message.content or ""
+    if bias > 0:  # the format holds no longer, and the bias alone says what comes
+        assert text == "<tool_call>" * 60
+    else:
+        Greeting.model_validate_json(text)
+
+
+async def check_tools(policy: EnginePolicy) -> None:
+    """With tools, a reply is a call or has the format; a model whose calls no single token opens is told so."""
+    asked = [Message("user", "Greet me")]
+    either = ReplyShape(response_format=FORMAT, logit_bias={CALL_TOKEN: 100})
+    await policy.chat(asked, [WEATHER], max_tokens=5, shape=either)
+    assert policy.trace.nodes[-1].token_ids == [CALL_TOKEN] * 5
+    await policy.chat(asked, max_tokens=5, shape=either)
+    assert CALL_TOKEN not in policy.trace.nodes[-1].token_ids[:1]
+    cast(Any, policy._renderer).call_mark = None
+    with pytest.raises(ShapeRefused, match="no single token opens a call"):
+        await policy.chat(asked, [WEATHER], shape=ReplyShape(response_format=FORMAT))
 
 
 def test_an_episode_keeps_the_tokens_of_a_shaped_reply(embedded: EmbeddedServer) -> None:
@@ -103,6 +129,7 @@ def test_an_episode_keeps_the_tokens_of_a_shaped_reply(embedded: EmbeddedServer)
             with pytest.raises(ShapeRefused) as refused:
                 await policy.chat([Message("user", "x")], shape=ReplyShape(logit_bias={10**6: 1.0}))
             assert refused.value.param == "logit_bias"
+            await check_tools(policy)
         finally:
             await engines.close()
 

@@ -181,6 +181,24 @@ def test_a_model_that_reasons_is_free_until_it_has_done_so(grammars: Grammars) -
         msgspec.json.decode(TOKENIZER.decode(choice.token_ids[begin:-1], skip_special_tokens=False), type=Person)
 
 
+def test_a_reply_that_begins_with_a_call_is_free_and_no_other(grammars: Grammars) -> None:
+    mark = TOKENIZER.token_to_id("<tool_call>")
+    choices = guided(grammars, make_engine(SPELLER), 20, call_token=mark)
+    calls = [choice for choice in choices if choice.token_ids[0] == mark]
+    others = [choice for choice in choices if choice.token_ids[0] != mark]
+    assert valid(others)
+    assert calls and all("{" not in TOKENIZER.decode(choice.token_ids[1:3]) for choice in calls), "it still holds"
+
+
+def test_a_reply_may_call_after_its_reasoning(grammars: Grammars) -> None:
+    think, mark = (TOKENIZER.token_to_id(text) for text in ("</think>", "<tool_call>"))
+    shape = {"free_until": think, "logit_bias": {think: 100.0, mark: 50.0}}
+    (choice,) = guided(grammars, make_engine(SPELLER), 1, **shape, call_token=mark)
+    assert choice.token_ids[:3] == [think, mark, think]
+    (formatted,) = guided(grammars, make_engine(SPELLER), 1, **shape)
+    assert formatted.token_ids[:2] == [think, ord("{")]
+
+
 def test_schemas_that_cannot_be_had_are_refused_and_compiled_ones_are_kept(grammars: Grammars, tmp_path: Path) -> None:
     async def refused(schema: Any, of: Grammars = grammars) -> str:
         with pytest.raises(RequestError) as error:

@@ -39,5 +39,5 @@ def test_a_lost_worker_is_counted_once() -> None:
             return [*seen, pools.metrics(), pools.metrics()]
 
     before, after, later = asyncio.run(body())
-    assert before == {"workers/serving": 1.0, "workers/lost": 0.0}
+    assert before == {"workers/serving": 1.0, "workers/lost": 0.0, "workers/resumed_episodes": 0.0}
     assert after["workers/lost"] == 1.0 and later["workers/lost"] == 0.0

@@ -133,7 +133,7 @@ class Engine:
 
 
 def _sampling(given: Mapping[str, Any], renderer: Renderer) -> SamplingParams:
-    known = set(SamplingParams.__struct_fields__) - {"n", "prompt_logprobs", "logprobs", "free_until"}
+    known = set(SamplingParams.__struct_fields__) - {"n", "prompt_logprobs", "logprobs", "free_until", "call_token"}
     if unknown := set(given) - known:
         raise UsageError(f"generate() does not know {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}")
     stops = (*renderer.stop_token_ids, *given.get("stop_token_ids", ()))

@@ -113,6 +113,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         logprobs: int | None,
         stop_ids: Sequence[int] = (),
         free_until: int | None = None,
+        call_token: int | None = None,
     ) -> GenerateRequest:
         """The same request in the inference protocol."""
         shape = self.shape()
@@ -132,6 +133,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             logit_bias=shape.logit_bias,
             response_format=shape.response_format,
             free_until=free_until,
+            call_token=call_token,
         )
         stream = bool(self.stream or self.stops())
         return GenerateRequest(token_ids, self.model, sampling, self.cache_salt, self.priority, request_id, stream)
@@ -161,9 +163,6 @@ class ChatRequest(SamplingFields, kw_only=True):
         if self.tools and self.parallel_tool_calls is False:
             message = "parallel_tool_calls can't be false: a reply may hold several calls"
             raise RequestError(message, "parallel_tool_calls")
-        if self.wants_json and self.tools and self.tool_choice != "none":
-            message = "response_format can't go with tools, which such a reply could not call: set tool_choice to none"
-            raise RequestError(message, "response_format")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.modalities is not None and self.modalities != ["text"]:

@@ -24,7 +24,8 @@ class ReplyShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     A token that the reply has `c` times already loses `c * frequency_penalty + presence_penalty` of its logit, and gets
     what `logit_bias` has for its id. `response_format` asks for JSON, by a schema or any object. With `free_until` that
-    begins after the first token of this id, which ends the model's reasoning.
+    begins after the first token of this id, which ends the model's reasoning. A reply that begins with `call_token`,
+    which opens a call of a tool, is free of the format.
     """
 
     frequency_penalty: float = 0.0
@@ -32,6 +33,7 @@ class ReplyShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     response_format: dict[str, Any] | None = None
     free_until: int | None = None
+    call_token: int | None = None
 
     @property
     def shaped(self) -> bool:
@@ -52,6 +54,8 @@ class ReplyShape(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise ShapeError(f"token ids in logit_bias must be 0 to {last:g}", "logit_bias")
         if not all(abs(bias) <= MAX_BIAS for bias in self.logit_bias.values()):
             raise ShapeError(f"a logit_bias must be {-MAX_BIAS:g} to {MAX_BIAS:g}", "logit_bias")
+        if self.call_token is not None and not 0 <= self.call_token <= last:
+            raise ShapeError(f"call_token must be 0 to {last:g}", "call_token")
         self.json_schema()
 
     def json_schema(self) -> str | None:

@@ -46,10 +46,13 @@ class State(SimpleNamespace):
 class Environment(ABC):
     """Yields tasks and runs episodes. One instance serves many episodes at once: keep no episode's state on it.
 
-    `context_rule` keeps the conversations short that policies see; the setting `context` replaces it.
+    `context_rule` keeps the conversations short that policies see; the setting `context` replaces it. `resumable` says
+    that `run`, called again and given the same replies, asks the same and leads to the same state: when a worker dies,
+    another one then goes on with its episodes.
     """
 
     context_rule: ContextRule | None = None
+    resumable: bool = False
 
     @abstractmethod
     def tasks(self) -> Sequence[Task]:
@@ -84,9 +87,11 @@ class Environment(ABC):
 class MultiTurn(Environment):
     """A conversation that goes on while `respond` has something to say.
 
-    A conversation that outgrows the context ends there, marked as truncated, and is still rewarded.
+    A conversation that outgrows the context ends there, marked as truncated, and is still rewarded. Set `resumable` to
+    False where `respond`, or a tool, changes something that outlives the episode, or can't be done again.
     """
 
+    resumable = True
     system: ClassVar[str] = ""
     max_turns: int = 10
 
@@ -184,6 +189,8 @@ class Game(Environment):
     `scores` are the rewards, by player. A player whose conversation outgrows the context is truncated and the
     game ends there.
     """
+
+    resumable = True
 
     players: ClassVar[Sequence[str]] = ("first", "second")
     max_moves: int = 100

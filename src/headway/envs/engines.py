@@ -19,9 +19,10 @@ from headway.core.shapes import SHAPE_FIELDS, ReplyShape
 from headway.envs.engine_reports import EngineReport
 from headway.envs.partial_reply import PartialReply
 from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ShapeRefused, Tools, turn_limit
+from headway.envs.reply_log import ReplyLog
 from headway.envs.tools import describe
 from headway.envs.tree import KeptBy, Prompt, Reply, TraceTree
-from headway.rendering.base import Renderer, reasoning_end
+from headway.rendering.base import NO_CALL_TOKEN, Renderer, call_token, reasoning_end
 from headway.transport.inference import EngineError, InferenceClient
 from headway.transport.tls import client_context
 
@@ -108,6 +109,7 @@ class EngineSampler:
         engines: Engines,
         stop_token_ids: Sequence[int],
         turn_timeout: float | None = None,
+        log: ReplyLog | None = None,
     ) -> None:
         stops = (*request.sampling.stop_token_ids, *stop_token_ids)
         self._sampling = msgspec.structs.replace(request.sampling, stop_token_ids=tuple(dict.fromkeys(stops)), n=1)
@@ -115,21 +117,35 @@ class EngineSampler:
         self._engines = engines
         self._turn_timeout = turn_timeout
         self._calls = 0
+        self._log = log or ReplyLog()
         self.seconds = 0.0
 
     async def sample(
         self, prompt: Prompt, max_tokens: int | None, temperature: float | None, shape: ReplyShape | None = None
     ) -> Reply:
-        """Sample a reply. Raises ContextLimit, ShapeRefused, or EpisodeFailure: of kind "engine" when no engine
-        answers, of kind "timeout" when it takes too long."""
+        """Sample a reply, or give back the one that an earlier worker of the episode has sampled. Raises ContextLimit,
+        ShapeRefused, or EpisodeFailure: of kind "engine" when no engine answers, of kind "timeout" when it takes too
+        long, of kind "worker" when the environment does not repeat what it asked the earlier worker."""
         sampling = self._params(max_tokens, temperature, shape)
+        earlier = self._log.replay(prompt)
+        if earlier is not None and earlier.reply is not None:
+            self.seconds += earlier.seconds
+            return earlier.reply
         started = time.perf_counter()
-        reply = PartialReply(prompt.routed)
         try:
-            async with turn_limit(self._turn_timeout):
-                await self._retry(prompt, sampling, reply)
+            reply = await self._sample(prompt, sampling)
+        except ContextLimit:
+            self._log.add(prompt, None, 0.0)
+            raise
         finally:
             self.seconds += time.perf_counter() - started
+        self._log.add(prompt, reply, time.perf_counter() - started)
+        return reply
+
+    async def _sample(self, prompt: Prompt, sampling: SamplingParams) -> Reply:
+        reply = PartialReply(prompt.routed)
+        async with turn_limit(self._turn_timeout):
+            await self._retry(prompt, sampling, reply)
         assert reply.finish_reason is not None
         return Reply(
             reply.token_ids,
@@ -294,9 +310,16 @@ class EnginePolicy(Policy):
     ) -> Message:
         prompt = self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools])
         if shape is not None and shape.response_format is not None:
-            shape = msgspec.structs.replace(shape, free_until=reasoning_end(self._renderer))
+            shape = self._fitted_format(shape, bool(tools))
         reply = await self._sampler.sample(prompt, max_tokens, temperature, shape)
         return self.tree.record(prompt, reply)
+
+    def _fitted_format(self, shape: ReplyShape, tools: bool) -> ReplyShape:
+        """`shape` with the tokens that its format begins after, or gives way to. Raises ShapeRefused."""
+        opens_call = call_token(self._renderer) if tools else None
+        if tools and opens_call is None:
+            raise ShapeRefused(NO_CALL_TOKEN, "response_format")
+        return msgspec.structs.replace(shape, free_until=reasoning_end(self._renderer), call_token=opens_call)
 
     def count_tokens(self, messages: Messages, tools: Tools = ()) -> int:
         return len(self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools]).token_ids)

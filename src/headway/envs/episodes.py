@@ -12,6 +12,7 @@ from headway.envs.chat_endpoint import ChatClient, ChatPolicy
 from headway.envs.context.policy import ManagedPolicy
 from headway.envs.engines import EnginePolicy, Engines, EngineSampler
 from headway.envs.policy import EpisodeFailure, Policy
+from headway.envs.reply_log import ReplyLog
 from headway.envs.rewards import Reward, score
 from headway.rendering.base import Renderer
 
@@ -40,13 +41,17 @@ class EpisodeRunner:
         self._renderer = renderer
         self._engines = engines
 
-    async def run(self, request: EpisodeRequest) -> Episode:
-        """Never raises: errors, timeouts and cancellation are in the episode, beside what was said by then."""
-        sampler, policy = self._policy(request)
+    async def run(self, request: EpisodeRequest, log: ReplyLog | None = None, spent: float = 0.0) -> Episode:
+        """Never raises: errors, timeouts and cancellation are in the episode, beside what was said by then.
+
+        An episode that another worker has begun, `spent` seconds ago, goes on after the replies in `log`.
+        """
+        log = log or ReplyLog()
+        sampler, policy = self._policy(request, log)
         episode = blank_episode(request, self._name)
-        episode.started_at = time.time()
-        clock = time.perf_counter()
-        episode.error = await self._attempt(request, policy, episode.timings)
+        episode.started_at = time.time() - spent
+        clock = time.perf_counter() - spent
+        episode.error = await self._attempt(request, policy, log, episode.timings, spent)
         episode.traces = _traces(policy)
         total = time.perf_counter() - clock
         rewarding = episode.timings.setdefault("reward", 0.0)
@@ -57,21 +62,24 @@ class EpisodeRunner:
         }
         return episode
 
-    def _policy(self, request: EpisodeRequest) -> tuple[EngineSampler | ChatClient, Policy]:
+    def _policy(self, request: EpisodeRequest, log: ReplyLog) -> tuple[EngineSampler | ChatClient, Policy]:
         if request.api == "chat":
             client = ChatClient(request, self._engines.session(), self._turn_timeout)
             return client, self._managed(ChatPolicy(client))
-        sampler = EngineSampler(request, self._engines, self._renderer.stop_token_ids, self._turn_timeout)
+        sampler = EngineSampler(request, self._engines, self._renderer.stop_token_ids, self._turn_timeout, log)
         return sampler, self._managed(EnginePolicy(self._renderer, sampler))
 
     def _managed(self, policy: Policy) -> Policy:
         return policy if self._context is None else ManagedPolicy(policy, self._context)
 
-    async def _attempt(self, request: EpisodeRequest, policy: Policy, timings: dict[str, float]) -> EpisodeError | None:
-        limit = asyncio.timeout(request.timeout)
+    async def _attempt(
+        self, request: EpisodeRequest, policy: Policy, log: ReplyLog, timings: dict[str, float], spent: float
+    ) -> EpisodeError | None:
+        limit = asyncio.timeout(request.timeout - spent)
         try:
             async with limit:
                 state = await self._environment.run(request.task, policy)
+                log.check_ended()
                 clock = time.perf_counter()
                 try:
                     await score(self._rewards, request.task, _traces(policy), state)

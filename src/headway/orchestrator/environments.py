@@ -32,7 +32,7 @@ class WorkerPools:
         self._stack, self._model, self._renderer, self._family = stack, model, renderer, family
         self._token = token
         self._pools: list[EnvPool] = []
-        self._lost = 0
+        self._lost, self._resumed = 0, 0
 
     async def start(self, settings: EnvSettings) -> EnvPool:
         pool = EnvPool(settings, model=self._model, renderer=self._renderer, family=self._family, token=self._token)
@@ -48,10 +48,16 @@ class WorkerPools:
         return [UsedEnvironment(pool.name, pool.id, pool.code) for pool in self._pools]
 
     def metrics(self) -> dict[str, float]:
-        """Count the workers that serve now, and those that were lost since the last call."""
-        lost, before = sum(pool.restarts for pool in self._pools), self._lost
-        self._lost = lost
-        return {"workers/serving": float(sum(pool.size for pool in self._pools)), "workers/lost": float(lost - before)}
+        """Count the workers that serve now, and since the last call those that were lost, and episodes of theirs that
+        went on in another."""
+        lost, lost_before = sum(pool.restarts for pool in self._pools), self._lost
+        resumed, resumed_before = sum(pool.resumed for pool in self._pools), self._resumed
+        self._lost, self._resumed = lost, resumed
+        return {
+            "workers/serving": float(sum(pool.size for pool in self._pools)),
+            "workers/lost": float(lost - lost_before),
+            "workers/resumed_episodes": float(resumed - resumed_before),
+        }
 
     async def sources(self, settings: OrchestratorSettings, seed: int, context: Context) -> list[Source]:
         """Start the training environments."""

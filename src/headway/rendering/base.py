@@ -75,6 +75,9 @@ class Renderer(Protocol):
 class TokenizerRenderer:
     """The base of renderers over a tokenizer. `stops` are the tokens that end a reply."""
 
+    call_mark: str | None = "<tool_call>"
+    """The text that opens a call of a tool; None where it is not known."""
+
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self._stops = list(stops)
@@ -104,11 +107,22 @@ class TokenizerRenderer:
         return self.decode(ids)
 
 
+NO_CALL_TOKEN = (
+    "response_format can't go with tools, as no single token opens a call of this model's: set tool_choice to none"
+)
+
+
 def reasoning_end(renderer: Renderer) -> int | None:
     """The token that ends the reasoning where the prompt opens it; None where a reply begins with its content."""
     if not getattr(renderer, "thinking", False):
         return None
     token_ids = renderer.encode("</think>")
+    return token_ids[0] if len(token_ids) == 1 else None
+
+
+def call_token(renderer: Renderer) -> int | None:
+    """The token that opens a call of a tool; None where calls are not opened by one token."""
+    token_ids = renderer.encode(getattr(renderer, "call_mark", None) or "")
     return token_ids[0] if len(token_ids) == 1 else None
 
 

@@ -56,6 +56,8 @@ class ExternalTokenizer:
 class ExternalRenderer(TokenizerRenderer):
     """The format called `format` in the `renderers` package, over a checkpoint's tokenizer."""
 
+    call_mark = None
+
     def __init__(self, tokenizer: Tokenizer, format: str, *, name: str = "", eos_token_id: int | None = None) -> None:
         if not available():
             raise HeadwayError(f'renderer "{format}" needs the renderers package: pip install "headway[renderers]"')

@@ -1,5 +1,6 @@
 """Environments as packages: the template, wheels, the index, the lock; all of it without installing anything here."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -22,7 +23,9 @@ from headway.envs.packages.index import IndexEntry, find_entry, publish_wheel, r
 from headway.envs.packages.install import install_wheel
 from headway.envs.packages.lock import LockedPackage, check_locked, read_lock, write_locked
 from headway.envs.packages.template import write_template
+from headway.envs.packages.versions import imported_versions
 from headway.envs.packages.wheel import Wheel, build_wheel, read_wheel
+from headway.envs.registry import load_environment
 
 NAME = "word-vowels"
 
@@ -189,6 +192,52 @@ def test_a_run_is_refused_where_its_lock_names_other_code(tmp_path: Path) -> Non
     check_locked([lock], ["json"])
     with pytest.raises(UsageError, match=r"locks reasoning-gym 0\.0\.1 .* and reasoning_gym 0\.1\.25 .* is installed"):
         check_locked([lock], ["reasoning_gym"])
+
+
+VERIFIERS_PROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "packed-reverse"
+version = "0.3.0"
+dependencies = ["verifiers"]
+
+[tool.setuptools]
+py-modules = ["packed_reverse"]
+"""
+
+
+@pytest.mark.slow
+def test_a_taskset_of_verifiers_is_published_added_and_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("verifiers")
+    folder, index, site = tmp_path / "packed-reverse", str(tmp_path / "index"), tmp_path / "site"
+    folder.mkdir()
+    site.mkdir()
+    (folder / "pyproject.toml").write_text(VERIFIERS_PROJECT)
+    shutil.copy(Path(__file__).parents[1] / "tasksets" / "tiny_reverse_taskset.py", folder / "packed_reverse.py")
+    # In place of pip, which would change the Python that all tests share.
+    monkeypatch.setattr(add, "install_wheel", lambda wheel: zipfile.ZipFile(wheel.file).extractall(site))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(site)
+    assert run(["env", "publish", str(folder), "--index", index]) == 0
+    assert run(["env", "add", "packed-reverse", "--index", index]) == 0
+    importlib.invalidate_caches()
+    assert 'id = "verifiers", args = { taskset = "packed-reverse" }' in capsys.readouterr().out
+    (locked,) = read_lock(tmp_path / "environments.lock")
+    assert (locked.name, locked.version, locked.environments) == ("packed-reverse", "0.3.0", ["packed-reverse"])
+
+    environment = load_environment("verifiers", {"taskset": "packed-reverse"})
+    assert [task.data["answer"] for task in environment.tasks()] == ["dcba", "edcb", "fedc", "gfed"]
+    (version,) = [one for one in imported_versions(environment.modules()) if one.package == "packed-reverse"]
+    assert version.version == "0.3.0"
+    check_locked([tmp_path / "environments.lock"], ["packed_reverse"])
+    (site / "packed_reverse.py").write_text((site / "packed_reverse.py").read_text() + "# changed\n")
+    with pytest.raises(UsageError, match=r"locks packed-reverse 0\.3\.0"):
+        check_locked([tmp_path / "environments.lock"], ["packed_reverse"])
 
 
 @pytest.mark.parametrize(

@@ -450,11 +450,12 @@ def test_shapes_are_passed_on() -> None:
 
 def test_shapes_that_vllm_does_not_know_are_refused() -> None:
     shaped, formatted = SamplingParams(**SHAPE), SamplingParams(response_format=FORMAT)
-    reasoning = msgspec.structs.replace(formatted, free_until=3)
+    reasoning, calling = (msgspec.structs.replace(formatted, **{name: 3}) for name in ("free_until", "call_token"))
     refused = [
         (GenerateRequest([1, 2], sampling_params=shaped, begun=1), True, "begun", 409),
         (GenerateRequest([1], sampling_params=formatted), False, "response_format", 400),
         (GenerateRequest([1], sampling_params=reasoning), True, "response_format", 400),
+        (GenerateRequest([1], sampling_params=calling), True, "response_format", 400),
     ]
     for request, formats, param, status in refused:
         with pytest.raises(RequestError) as error:

@@ -15,8 +15,11 @@ _tools: ContextVar[McpTools] = ContextVar("headway_mcp_tools")
 class McpToolUse(MultiTurn):
     """Like `ToolUse`, with the tools of `server`, to which each episode has a connection of its own.
 
-    The episode ends with a reply that calls nothing.
+    The episode ends with a reply that calls nothing. Calls may change what lies behind the server: set `resumable` to
+    True where they can be made again.
     """
+
+    resumable = False
 
     @abstractmethod
     def server(self, task: Task) -> McpServer:

@@ -69,6 +69,7 @@ class Swe(ToolUse):
         }
         self._sandboxes = Sandboxes("swe", sandbox, {"memory": 1 << 30, **(limits or {})}, sandboxes)
         self._agent = AgentCommand(agent, agent_seconds, agent_variables or {}, readable) if agent else None
+        self.resumable = self._agent is None
 
     def check(self) -> None:
         super().check()

@@ -34,8 +34,12 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Run(msgspec.Struct, tag=True):
+    """Run an episode; one that a lost worker began `spent` seconds ago goes on after its `replies`."""
+
     number: int
     request: EpisodeRequest
+    replies: list[bytes] = []
+    spent: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -51,16 +55,25 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
-    """The environment is loaded; `code` is what it was loaded from."""
+    """The environment is loaded; `code` is what it was loaded from. `resumable` says that its episodes can go on
+    in another worker."""
 
     tasks: list[Task]
     code: list[CodeVersion]
+    resumable: bool = False
 
 
 class Failed(msgspec.Struct, tag=True):
     """The worker could not start; `message` is for the user."""
 
     message: str
+
+
+class Replied(msgspec.Struct, tag=True):
+    """The policy replied in an episode; `reply` is for the worker that goes on with it, should this one die."""
+
+    number: int
+    reply: bytes
 
 
 class Done(msgspec.Struct, tag=True):
@@ -79,7 +92,7 @@ class Retiring(msgspec.Struct, tag=True):
 
 
 ToWorker = Start | Run | Cancel | Ping | Stop
-FromWorker = Ready | Failed | Done | Pong | Retiring
+FromWorker = Ready | Failed | Replied | Done | Pong | Retiring
 
 to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -16,6 +16,7 @@ from headway.core.errors import HeadwayError
 from headway.envs.episodes import blank_episode
 from headway.envs.packages.versions import CodeVersion
 from headway.envs.workers.frames import Cancel, Run, Start
+from headway.envs.workers.kept_replies import KeptReplies
 from headway.envs.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ GRACE_SECONDS = 10.0
 """Time beyond an episode's limit after which its worker counts as stuck."""
 START_ATTEMPTS = 3
 """Failed starts in a row after which waiting episodes are given up."""
+MAX_RESUMES = 3
+"""Workers that may die under one episode, each after more replies than the one before, until it counts as lost."""
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 30.0
 
 
@@ -36,13 +39,18 @@ class PendingEpisode:
     future: "asyncio.Future[Episode]"
     worker: WorkerProcess | None = None
     deadline: float = float("inf")
+    began: float | None = None
+    resumes: int = 0
+    resumed_at: int = 0
+    """The turn after which it was resumed last."""
 
 
 class EnvPool:
     """Workers of one environment, between `settings.workers.min` and `.max` of them as there is work.
 
-    A worker that dies or whose event loop hangs for `heartbeat` seconds is replaced, and its episodes come back
-    as errors of kind "worker".
+    A worker that dies or whose event loop hangs for `heartbeat` seconds is replaced. Its episodes go on in another
+    worker after the replies they have had, where the environment is resumable; all others come back as errors of kind
+    "worker".
     """
 
     def __init__(
@@ -62,12 +70,16 @@ class EnvPool:
         self.code: list[CodeVersion] = []
         """What the environment was loaded from, by the first worker."""
         self.restarts = 0
+        self.resumed = 0
+        """Episodes that went on in another worker, counted each time."""
         self._settings = settings
         self._model, self._renderer, self._family, self._token = model, renderer, family, token
         self._heartbeat, self._start_timeout, self._idle_seconds = heartbeat, start_timeout, idle_seconds
         self._workers: list[WorkerProcess] = []
         self._pending: dict[int, PendingEpisode] = {}
         self._waiting: deque[PendingEpisode] = deque()
+        self._kept = KeptReplies()
+        self._resumable = False
         self._numbers = itertools.count()
         self._starting = 0
         self._failures = 0
@@ -122,6 +134,10 @@ class EnvPool:
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.stop() for worker in workers))
 
+    def replied(self, number: int, reply: bytes) -> None:
+        if number in self._pending:
+            self._kept.add(number, reply)
+
     def finished(self, worker: WorkerProcess, number: int, episode: Episode) -> None:
         pending = self._pending.get(number)
         if pending is not None:
@@ -132,12 +148,40 @@ class EnvPool:
         if worker in self._workers:
             self._workers.remove(worker)
         self.restarts += 1
-        lost = len(worker.running)
-        logger.warning("environment %s: worker %d lost with %d episodes: %s", self.name, worker.pid, lost, reason)
-        for number in worker.running:
-            if pending := self._pending.get(number):
-                self._fail(pending, "worker", reason)
+        episodes = [self._pending[number] for number in sorted(worker.running) if number in self._pending]
+        resumed = [pending for pending in episodes if self._may_resume(pending, reason)]
+        logger.warning(
+            "environment %s: worker %d lost with %d episodes, of which %d go on in another: %s",
+            self.name,
+            worker.pid,
+            len(episodes),
+            len(resumed),
+            reason,
+        )
+        self.resumed += len(resumed)
+        self._waiting.extendleft(reversed(resumed))
         self._dispatch()
+
+    def _may_resume(self, pending: PendingEpisode, reason: str) -> bool:
+        """Make an episode of a lost worker ready for another one, or fail it with the reason why it can't go on."""
+        turns = self._kept.turns(pending.number)
+        problem = None
+        if not turns:
+            problem = f"{reason} before the first reply"
+        elif not self._resumable:
+            problem = f'{reason} at turn {turns}; environment "{self.name}" can\'t go on in another (resumable = False)'
+        elif self._kept.all(pending.number) is None:
+            problem = f"{reason} at turn {turns}; the replies of the pool's episodes were too many to be kept"
+        elif turns == pending.resumed_at:
+            problem = f"{reason} at turn {turns}, as the one before it did"
+        elif pending.resumes == MAX_RESUMES:
+            problem = f"{reason} at turn {turns}; {MAX_RESUMES} others died under this episode before it"
+        if problem is not None or pending.future.done():
+            self._fail(pending, "worker", problem or reason)
+            return False
+        pending.worker, pending.deadline = None, float("inf")
+        pending.resumes, pending.resumed_at = pending.resumes + 1, turns
+        return True
 
     def _dispatch(self) -> None:
         """Send waiting episodes to the workers that run the fewest, and start workers where there are too few."""
@@ -149,10 +193,13 @@ class EnvPool:
             pending = self._waiting.popleft()
             worker = min(open_workers, key=lambda w: len(w.running))
             pending.worker = worker
-            pending.deadline = time.monotonic() + pending.request.timeout + GRACE_SECONDS
+            now = time.monotonic()
+            pending.began = pending.began or now
+            pending.deadline = pending.began + pending.request.timeout + GRACE_SECONDS
             worker.running.add(pending.number)
+            replies = self._kept.all(pending.number) or []
             try:
-                worker.send(Run(pending.number, pending.request))
+                worker.send(Run(pending.number, pending.request, replies, now - pending.began))
             except (TypeError, ValueError, OverflowError) as error:
                 worker.running.discard(pending.number)
                 self._fail(pending, "environment", f"the request can't be sent: {error}")
@@ -202,7 +249,7 @@ class EnvPool:
         else:
             self._workers.append(worker)
         if first:
-            self.code = ready.code
+            self.code, self._resumable = ready.code, ready.resumable
         elif ready.code != self.code:
             logger.warning(
                 "environment %s: its code was changed while the run goes on: worker %d has %s, others have %s",
@@ -240,6 +287,7 @@ class EnvPool:
         elif pending in self._waiting:
             self._waiting.remove(pending)
             del self._pending[pending.number]
+            self._kept.forget(pending.number)
 
     def _abandon(self, pending: PendingEpisode) -> None:
         """An episode that ignores its time limit is given up, and its worker takes no new ones."""
@@ -250,6 +298,7 @@ class EnvPool:
 
     def _resolve(self, pending: PendingEpisode, episode: Episode) -> None:
         self._pending.pop(pending.number, None)
+        self._kept.forget(pending.number)
         if not pending.future.done():
             pending.future.set_result(episode)
 

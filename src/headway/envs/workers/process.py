@@ -29,6 +29,8 @@ _numbers = itertools.count()
 class Owner(Protocol):
     """The pool, as a worker process reports to it."""
 
+    def replied(self, number: int, reply: bytes) -> None: ...
+
     def finished(self, worker: "WorkerProcess", number: int, episode: Episode) -> None: ...
 
     def lost(self, worker: "WorkerProcess", reason: str) -> None: ...
@@ -149,6 +151,8 @@ class WorkerProcess:
     def _received(self, data: bytes) -> None:
         self._pinged = None
         match frames.from_worker.decode(data):
+            case frames.Replied(number=number, reply=reply):
+                self._owner.replied(number, reply)
             case frames.Done(number=number, episode=episode):
                 self.running.discard(number)
                 self.idle_since = time.monotonic()

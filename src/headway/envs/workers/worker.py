@@ -25,6 +25,7 @@ from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner, as_error, blank_episode
 from headway.envs.packages.versions import imported_versions
 from headway.envs.registry import environment_modules, load_environment
+from headway.envs.reply_log import ReplyLog
 from headway.envs.tasks import check_tasks
 from headway.envs.threads import abandoned
 from headway.envs.workers import frames
@@ -49,6 +50,7 @@ class Worker:
         self._engines = Engines()
         self._episodes: dict[int, asyncio.Task[Episode]] = {}
         self._runner: EpisodeRunner | None = None
+        self._resumable = False
         self._name = ""
         self._retiring = False
 
@@ -59,7 +61,7 @@ class Worker:
         try:
             environment, tasks = await self._open(start)
             code = imported_versions(environment_modules(start.env, environment))
-            self._connection.send(frames.Ready(tasks if start.tasks else [], code))
+            self._connection.send(frames.Ready(tasks if start.tasks else [], code, environment.resumable))
         except Exception as error:
             logger.debug("environment %s failed to start", start.env, exc_info=True)
             reason = f'environment "{start.env}" failed to start: {type(error).__name__}: {error}'
@@ -78,7 +80,7 @@ class Worker:
         check_tasks(start.env, tasks)
         renderer = load_renderer(Path(start.model), start.renderer, start.family)
         await environment.open()
-        self._name, self._engines.token = start.name, start.token
+        self._name, self._resumable, self._engines.token = start.name, environment.resumable, start.token
         context = None if start.context is None else _CONTEXT.validate_python(start.context)
         self._runner = EpisodeRunner(environment, start.name, renderer, self._engines, context, start.turn_timeout)
         return environment, tasks
@@ -98,10 +100,8 @@ class Worker:
 
     def _received(self, data: bytes) -> None:
         match frames.to_worker.decode(data):
-            case frames.Run(number=number, request=request) if self._runner is not None:
-                task = asyncio.get_running_loop().create_task(self._runner.run(request))
-                task.add_done_callback(partial(self._finished, number, request))
-                self._episodes[number] = task
+            case frames.Run() as run:
+                self._begin(run)
             case frames.Cancel(number=number) if number in self._episodes:
                 self._episodes[number].cancel()
             case frames.Ping():
@@ -110,6 +110,16 @@ class Worker:
                 self._starting.set_result(start)
             case frames.Stop():
                 self._stopped.set()
+
+    def _begin(self, run: frames.Run) -> None:
+        assert self._runner is not None, "the pool sends no episodes before the worker is ready"
+        log = ReplyLog(run.replies, partial(self._replied, run.number), whole=self._resumable)
+        task = asyncio.get_running_loop().create_task(self._runner.run(run.request, log, run.spent))
+        task.add_done_callback(partial(self._finished, run.number, run.request))
+        self._episodes[run.number] = task
+
+    def _replied(self, number: int, reply: bytes) -> None:
+        self._connection.send(frames.Replied(number, reply))
 
     def _finished(self, number: int, request: EpisodeRequest, task: "asyncio.Task[Episode]") -> None:
         del self._episodes[number]

@@ -12,7 +12,7 @@ from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.replies import ReplyStream, whole_message
 from headway.inference.server.requests import check_request, read_prompt_body
 from headway.inference.server.stops import StopStrings
-from headway.rendering.base import reasoning_end
+from headway.rendering.base import NO_CALL_TOKEN, Renderer, call_token, reasoning_end
 from headway.rendering.external import ExternalRenderer
 
 
@@ -42,7 +42,16 @@ def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> Ge
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         stop_ids=context.renderer.stop_token_ids,
         free_until=reasoning_end(context.renderer) if body.wants_json else None,
+        call_token=_call_token(context.renderer) if body.wants_json and tools else None,
     )
+
+
+def _call_token(renderer: Renderer) -> int:
+    """The token that opens a call. Raises RequestError where there is none: the format would forbid all calls."""
+    token = call_token(renderer)
+    if token is None:
+        raise RequestError(NO_CALL_TOKEN, "response_format")
+    return token
 
 
 class MessageWriter(ChoiceWriter):

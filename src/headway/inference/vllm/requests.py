@@ -173,6 +173,8 @@ def check_shaped(request: GenerateRequest, *, formats: bool) -> None:
         )
     if params.response_format is not None and params.free_until is not None:
         raise RequestError("response_format of a model that reasons first needs --engine embedded", "response_format")
+    if params.response_format is not None and params.call_token is not None:
+        raise RequestError("response_format together with tools needs --engine embedded", "response_format")
 
 
 def finish_of(reason: str | None) -> FinishReason:

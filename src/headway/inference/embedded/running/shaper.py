@@ -30,7 +30,7 @@ class Shaper:
         self._counts: Counter[int] = Counter()
         self._added: Tensor | None = None
         self._matcher = None if sequence.grammar is None else sequence.grammar.deep_copy()
-        self._free_until = params.free_until
+        self._free_until, self._call_token = params.free_until, params.call_token
         self._failed = False
         for token in sequence.tokens[sequence.prompt_len - sequence.begun :]:
             self.accept(token)
@@ -63,8 +63,12 @@ class Shaper:
             self._matcher = None
         elif self._free_until is not None:
             self._free_until = None if token == self._free_until else self._free_until
+        elif token == self._call_token:
+            self._matcher = None
         elif not self._matcher.consume_token(token):
             self._give_up(self._matcher.get_error())
+        else:
+            self._call_token = None  # only what a reply begins with is a call in place of the format
 
     def _added_to(self, token: int) -> float:
         count = self._counts[token]
@@ -79,6 +83,8 @@ class Shaper:
             # The grammar knows a single token that ends replies.
             allowed[:] &= not self._matcher.is_stopped()
             allowed[list(self._sequence.stops)] = True
+        if self._call_token is not None:
+            allowed[self._call_token] = True
         if self._matcher.is_error() or not allowed.any():
             self._give_up(self._matcher.get_error() or "no token continues it")
             return None
