@@ -38,7 +38,7 @@ class InferenceSettings(Settings):
     """Reuse KV blocks of equal prefixes."""
     role: Role = "both"
     """prefill: take prompts, and leave each reply to another engine after its first token; decode: go on with those,
-    on the KV that comes from there. Embedded engine only."""
+    on the KV that comes from there. vLLM moves it by NIXL (extra `nixl`)."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads. Default: all cores."""
     compute: Literal["dtype", "fp8"] | None = None

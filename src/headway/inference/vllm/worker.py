@@ -17,6 +17,7 @@ from headway.inference.vllm.internals import (
     device_type,
     pack_experts,
     pack_heads,
+    release_kv,
     reload_weights,
     without_adapter_layers,
 )
@@ -89,6 +90,10 @@ class HeadwayWorker(StreamWatch):
     def headway_load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
         self._headway_reload()
+
+    def headway_release(self, request_ids: list[str]) -> None:
+        """Let KV go that is held for other engines."""
+        release_kv(request_ids)
 
     def _headway_reload(self, **source: Any) -> None:
         model = self.model_runner.get_model()
