@@ -22,6 +22,7 @@ from headway.inference.vllm.internals import (
     without_adapter_layers,
 )
 from headway.inference.vllm.kept import KeptWeights
+from headway.inference.vllm.loaded import LoadedProof
 from headway.inference.vllm.processes import die_with_server
 from headway.inference.vllm.watch import StreamWatch
 from headway.transport.weights import make_receiver
@@ -42,6 +43,7 @@ class HeadwayWorker(StreamWatch):
     """Methods that the server calls in all workers at once. Weights are loaded while the scheduler is paused."""
 
     device: torch.device
+    rank: int
     model_config: Any
     vllm_config: Any
     _headway_receiver: WeightReceiver | None = None
@@ -80,12 +82,12 @@ class HeadwayWorker(StreamWatch):
                 sizes.append(tensor.nbytes)
                 yield name, tensor
 
-        self._headway_reload(weights_iterator=tensors(self._headway_receiver))
+        self._headway_reload(tensors(self._headway_receiver))
         return came, sum(sizes)
 
     def headway_load(self, path: str, spans: list[list[Any]]) -> None:
         """Load the tensors of a staged file into the model, in place."""
-        self._headway_reload(weights_iterator=read_staged(path, [TensorSpan(*span) for span in spans]))
+        self._headway_reload(read_staged(path, [TensorSpan(*span) for span in spans]))
 
     def headway_load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
@@ -95,11 +97,18 @@ class HeadwayWorker(StreamWatch):
         """Let KV go that is held for other engines."""
         release_kv(request_ids)
 
-    def _headway_reload(self, **source: Any) -> None:
+    def _headway_reload(self, tensors: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Load tensors, or the checkpoint. Raises HeadwayError where this rank does not hold its part afterwards."""
         model = self.model_runner.get_model()
         with without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext():
-            reload_weights(self.model_runner, self.model_config, **source)
+            if tensors is None:
+                reload_weights(self.model_runner, self.model_config)
+                self.headway_pack(model)
+                return
+            proof = LoadedProof(model, self.rank % self.vllm_config.parallel_config.tensor_parallel_size)
+            reload_weights(self.model_runner, self.model_config, weights_iterator=proof.watch(tensors))
             self.headway_pack(model)
+            proof.check()
 
     def headway_pack(self, model: nn.Module) -> None:
         """Pack again what vLLM packs for the CPU at the first load only.
