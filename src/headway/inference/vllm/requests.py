@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +16,9 @@ from headway.inference.handover.transfers import KvTransfer, TransferRequest
 Runs = list[tuple[int, int]]
 """(version, count) pairs that cover a choice's tokens."""
 
+_UNHEEDED = ("not", "if", "dependentSchemas", "dependentRequired", "unevaluatedProperties", "unevaluatedItems")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = ("enum", "const", "default", "examples")
 _SEEDS = 2**62
 """vLLM adds a choice's index to the seed, and the sum must stay a number that torch takes."""
 
@@ -201,6 +205,24 @@ def check_shaped(request: GenerateRequest, *, formats: bool) -> None:
         )
     if params.response_format is not None and params.free_until is not None:
         raise RequestError("response_format of a model that reasons first needs --engine embedded", "response_format")
+    if (schema := params.json_schema()) is not None and (keyword := _unheeded(msgspec.json.decode(schema))):
+        raise RequestError(f"vLLM does not heed {keyword!r} in a schema: leave it out", "response_format")
+
+
+def _unheeded(schema: Any) -> str | None:
+    """Find a keyword of JSON schemas that vLLM's grammars pass over without an error."""
+    if isinstance(schema, list):
+        return next(filter(None, map(_unheeded, schema)), None)
+    if not isinstance(schema, dict):
+        return None
+    for keyword, value in schema.items():
+        if keyword in _UNHEEDED:
+            return str(keyword)
+        # Below these are names, each with a schema.
+        parts = list(value.values()) if keyword in _BY_NAME and isinstance(value, dict) else value
+        if keyword not in _VALUES and (found := _unheeded(parts)):
+            return found
+    return None
 
 
 def finish_of(reason: str | None) -> FinishReason:
