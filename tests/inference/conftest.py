@@ -24,7 +24,9 @@ def embedded(taught: Path) -> Iterator[EmbeddedServer]:
 @pytest.fixture(scope="session")
 def vllm(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("vllm") / "log"
-    live = vllm_server(start_vllm(taught, log), taught, log)
+    # Its tokenizer is for replies in JSON alone.
+    begun = start_vllm(taught, log, "--inference.vllm.skip_tokenizer_init", "false")
+    live = vllm_server(begun, taught, log)
     yield live
     live.close()
 
@@ -39,7 +41,8 @@ def vllm_ranks(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         live = {}
         for name, argument in LAYOUTS.items():
             log = tmp_path_factory.mktemp(name) / "log"
-            begun = start_vllm(taught, log, f"--inference.vllm.{argument}", "2")
+            workers = ["--inference.vllm.worker_extension_cls", "damaged_workers.DamagedWorker"]
+            begun = start_vllm(taught, log, f"--inference.vllm.{argument}", "2", *workers)
             stack.callback(end, begun)
             live[name] = vllm_server(begun, taught, log)
         yield live

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from aiohttp import web
+from damaged_workers import DAMAGE
 from engine_common import QWEN3
 from vllm_here import vllm_flags
 
@@ -106,7 +107,9 @@ def start_vllm(folder: Path, log: Path, *options: str) -> subprocess.Popen[bytes
     command = [sys.executable, "-m", "headway.cli.main", "serve", str(folder), "--engine", "vllm", "--port", "0"]
     command += ["--seq-len", "512", "--inference.threads", "1", "--inference.max-running", "64"]
     command += [*vllm_flags(), *options]
-    environment = os.environ | {"HEADWAY_TOKEN": TOKEN, "PYTHONUNBUFFERED": "1"}
+    here = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    damage = {DAMAGE: str(log.with_name("damage")), "PYTHONPATH": here}
+    environment = os.environ | {"HEADWAY_TOKEN": TOKEN, "PYTHONUNBUFFERED": "1"} | damage
     with log.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 import openai
 import pytest
-from engine_serving import WEATHER, EmbeddedServer
+from engine_serving import WEATHER, EmbeddedServer, LiveServer
 from pydantic import BaseModel, Field
 
 from headway.core.episodes import EpisodeRequest, Task
@@ -34,9 +34,13 @@ FORMAT: Any = {
 }
 
 
-@pytest.fixture
-def client(embedded: EmbeddedServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{embedded.url}/v1", api_key="none", max_retries=0)
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])
+
+
+@pytest.fixture(params=["embedded", VLLM])
+def client(request: pytest.FixtureRequest) -> openai.OpenAI:
+    server: LiveServer = request.getfixturevalue(request.param)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
 def test_a_model_class_is_filled_in(client: openai.OpenAI) -> None:

@@ -23,7 +23,9 @@ from headway.envs.engines import Engines, EngineSampler
 from headway.envs.tree import Reply
 from headway.inference.handover.records import BlockRecords
 from headway.inference.handover.tickets import Tickets
+from headway.inference.handover.transfers import CLAIM_SECONDS, KvTransfer, Offers
 from headway.inference.serve import check_role
+from headway.inference.vllm import transfers
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.transport.inference import EngineError, InferenceClient
@@ -128,7 +130,8 @@ def test_kv_of_other_weights_salts_and_strangers_does_not_come_along(
     altered = ticket[:-1] + ("0" if ticket[-1] != "0" else "1")
     gone = Tickets(TOKEN).issue("http://127.0.0.1:9")
     forged = Tickets("another secret").issue(fleet["prefill"].url)
-    for number, bad in enumerate((altered, gone, forged, "", "x.y", "\ud7ff")):
+    of_vllm = Tickets(TOKEN).issue(fleet["prefill"].url, KvTransfer("key", "state", {}))
+    for number, bad in enumerate((altered, gone, forged, of_vllm, "", "x.y", "\ud7ff")):
         known, _ = handed_over(fleet, prompt(PROMPT, seed=70 + number))
         assert ask(fleet["decode"], known, 4, kv_ticket=bad).usage.cached_tokens == 0
 
@@ -197,8 +200,6 @@ def test_blocks_are_given_for_a_ticket_of_this_server_alone(fleet: dict[str, Emb
 def test_roles_that_cannot_be_are_refused() -> None:
     with pytest.raises(UsageError, match="HEADWAY_TOKEN"):
         check_role(ServeSettings(inference=InferenceSettings(role="decode", engine="embedded")), None)
-    with pytest.raises(UsageError, match="embedded engine"):
-        check_role(ServeSettings(inference=InferenceSettings(role="prefill", engine="vllm")), TOKEN)
     with pytest.raises(ValueError, match="some must decode"):
         PlacementSettings(engines=2, prefill_engines=2)
     assert [PlacementSettings(engines=3, prefill_engines=1).role(n) for n in range(3)] == [
@@ -207,6 +208,44 @@ def test_roles_that_cannot_be_are_refused() -> None:
         "decode",
     ]
     assert PlacementSettings(engines=3).role(0) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed", "said"),
+    [
+        ({}, False, r"headway\[nixl\]"),
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, True, "kv_transfer_config"),
+        ({"data_parallel_size": 2}, True, "data_parallel_size"),
+    ],
+)
+def test_vllm_takes_no_role_that_it_could_not_play(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], installed: bool, said: str
+) -> None:
+    monkeypatch.setattr(transfers, "find_spec", lambda name: object() if installed else None)
+    settings = ServeSettings(inference=InferenceSettings(role="prefill", engine="vllm", vllm=arguments))
+    with pytest.raises(UsageError, match=said):
+        check_role(settings, TOKEN)
+    if installed:
+        check_role(ServeSettings(inference=InferenceSettings(role="decode", engine="vllm")), TOKEN)
+
+
+def test_kv_is_claimed_once_and_in_time() -> None:
+    now = 100.0
+    offers = Offers(lambda: now)
+    for key in "abcd":
+        offers.add(key)
+    assert offers.claim("a") and not offers.claim("a") and not offers.claim("unknown")
+    now += CLAIM_SECONDS + 1
+    assert not offers.claim("b")
+    offers.add("e")
+    assert offers.revoke() == ["e"] == offers.revoke() and not offers.claim("e")
+
+
+def test_names_of_kv_tell_weights_tokens_and_salts_apart() -> None:
+    served, tokens = (1, "f", "float32"), [1, 2, 3]
+    names = {transfers.kv_name(tokens, served, "salt"), transfers.kv_name([1, 2], served, "salt")}
+    names |= {transfers.kv_name(tokens, (2, "f", "float32"), "salt"), transfers.kv_name(tokens, served, None)}
+    assert len(names) == 4 and transfers.kv_name(tokens, served, "salt") in names
 
 
 def test_prompts_go_to_prefill_engines_and_replies_to_decode_engines() -> None:

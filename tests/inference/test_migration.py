@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from headway.core.protocol import (
 from headway.envs.engines import Engines, EngineSampler
 from headway.envs.partial_reply import PartialReply, merge_runs
 from headway.envs.tree import Reply
+from headway.inference.embedded import backpressure
 from headway.inference.embedded.load import load_service
 from headway.inference.engine import Chunk
 from headway.inference.server import ServerContext, build_app
@@ -256,3 +258,23 @@ def test_a_shaped_reply_says_how_much_of_it_there_is_and_starts_anew_where_that_
     else:
         assert asked == [([5, 6], 0, 9), ([5, 6, 1, 2, 3], 0, 6)]
         assert (reply.token_ids, reply.versions) == ([1, 2, 3, 7, 8], [(4, 3), (5, 2)])
+
+
+def test_an_engine_waits_for_a_loop_that_is_late_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backpressure, "_LATE_SECONDS", -1.0)
+    monkeypatch.setattr(backpressure, "_MOST_SECONDS", 60.0)
+    pressure = backpressure.Backpressure()
+    pressure.send()
+    pressure.send()
+    third = threading.Thread(target=pressure.send, daemon=True)
+    third.start()
+    third.join(0.1)
+    assert third.is_alive()
+    pressure.arrived()
+    third.join(60)
+    assert not third.is_alive()
+    monkeypatch.setattr(backpressure, "_MOST_SECONDS", 0.01)
+    pressure.send()
+    monkeypatch.setattr(backpressure, "_MOST_SECONDS", 60.0)
+    monkeypatch.setattr(backpressure, "_LATE_SECONDS", 3600.0)
+    pressure.send()

@@ -225,8 +225,9 @@ def test_cached_prefixes_and_tickets_belong_to_their_tenant(shared: EmbeddedServ
     anna, ben = shared.context.view("anna").tickets, shared.context.view("ben").tickets
     assert anna is not None and ben is not None
     ticket = ben.issue("http://127.0.0.1:1")
-    assert ben.address(ticket) == "http://127.0.0.1:1" and anna.address(ticket) is None
-    assert shared.context.tickets is not None and shared.context.tickets.address(ticket) is None
+    read = ben.read(ticket)
+    assert read is not None and read.url == "http://127.0.0.1:1" and anna.read(ticket) is None
+    assert shared.context.tickets is not None and shared.context.tickets.read(ticket) is None
 
 
 @pytest.mark.parametrize(

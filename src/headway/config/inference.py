@@ -38,7 +38,7 @@ class InferenceSettings(Settings):
     """Reuse KV blocks of equal prefixes."""
     role: Role = "both"
     """prefill: take prompts, and leave each reply to another engine after its first token; decode: go on with those,
-    on the KV that comes from there. Embedded engine only."""
+    on the KV that comes from there. vLLM moves it by NIXL (extra `nixl`)."""
     max_adapters: int = Field(default=8, ge=1)
     """LoRA adapters on the device at a time. Others wait in host memory until a request asks for them."""
     max_host_adapters: int = Field(default=64, ge=1)

@@ -14,6 +14,7 @@ from headway.core.errors import HeadwayError
 from headway.core.openai import RequestError as RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, FinishReason, GenerateRequest, WeightReply, WeightState, WeightUpdate
+from headway.inference.handover.transfers import KvTransfer, Offers
 
 POLICY = "policy"
 """The name under which requests ask for the policy itself, as opposed to an adapter of it."""
@@ -59,6 +60,7 @@ class Chunk:
     versions: list[tuple[int, int]]
     finish_reason: FinishReason | None
     experts: NDArray[np.integer] | None = None
+    kv_transfer: KvTransfer | None = None
 
     def followed_by(self, later: "Chunk") -> "Chunk":
         """Join two chunks of one choice."""
@@ -102,6 +104,7 @@ class Result:
     prompt_logprobs: list[TopLogprobs | None] | None = field(default=None)
     kv_ticket: str | None = None
     """Set by a server that leaves the rest of the reply to another."""
+    kv_transfer: KvTransfer | None = None
 
 
 class Engine(Protocol):
@@ -115,6 +118,8 @@ class Engine(Protocol):
     """Sequences that run at a time, at most."""
     max_adapters: int
     """Adapters that requests can use at a time without waiting for each other."""
+    offers: Offers
+    """KV that this engine holds for others, where engines move it themselves."""
 
     async def start(self) -> None: ...
 
@@ -173,6 +178,24 @@ class Engine(Protocol):
 
     async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
         """Put blocks that `missing_blocks` named into the cache; return how many. None under other weights."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Tell if a request would start now, without waiting in line."""
+        ...
+
+    def hands_over_after(self, request: GenerateRequest) -> int | None:
+        """Count the tokens to sample before another engine can go on; None where no other can."""
+        ...
+
+    def offering(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request such that its KV can be fetched after its end."""
+        ...
+
+    def kv_state(self, request: GenerateRequest) -> str | None:
+        """Name the KV of all but the last token, where engines move it themselves: equal names, equal KV. None where
+        they do not, or can't move this."""
         ...
 
     async def drop_adapter(self, name: str) -> bool:
@@ -261,6 +284,7 @@ class BaseEngine(ABC, Generic[Adapters]):
         self._down: str | None = "starting"
         self._update_lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.offers = Offers()
 
     def models(self) -> dict[str, int]:
         return {POLICY: self._weights.version} | self._adapters.versions()
@@ -282,6 +306,19 @@ class BaseEngine(ABC, Generic[Adapters]):
 
     async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
         return 0
+
+    @property
+    def has_room(self) -> bool:
+        return True
+
+    def hands_over_after(self, request: GenerateRequest) -> int | None:
+        return 1
+
+    def offering(self, request: GenerateRequest) -> GenerateRequest:
+        return request
+
+    def kv_state(self, request: GenerateRequest) -> str | None:
+        return None
 
     async def update(self, update: WeightUpdate) -> WeightReply:
         # The client may disconnect meanwhile; the update must still finish, since weights that are half loaded serve

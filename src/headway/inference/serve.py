@@ -150,10 +150,9 @@ def check_role(settings: ServeSettings, token: str | None) -> None:
     if token is None:
         raise UsageError(f"inference.role {settings.inference.role} moves KV between engines: set HEADWAY_TOKEN in all")
     if wants_vllm(settings):
-        raise UsageError(
-            f"inference.role {settings.inference.role} is the embedded engine's; use --engine embedded, or give vLLM a "
-            "connector by --inference.vllm.kv_transfer_config and a router of its own"
-        )
+        from headway.inference.vllm.transfers import check_transfers
+
+        check_transfers(settings)
 
 
 @asynccontextmanager

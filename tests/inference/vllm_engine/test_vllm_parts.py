@@ -464,3 +464,21 @@ def test_shapes_that_vllm_does_not_know_are_refused() -> None:
     for params in (SamplingParams(), shaped):
         check_shaped(GenerateRequest([1], sampling_params=params), formats=False)
     check_shaped(GenerateRequest([1], sampling_params=formatted), formats=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "unheeded"),
+    [
+        ({"type": "object", "properties": {"not": {"type": "string"}, "if": {"enum": ["not"]}}}, None),
+        ({"anyOf": [{"type": "string"}, {"items": {"not": {}}}]}, "not"),
+        ({"$defs": {"a": {"if": {}}}, "const": {"not": 1}}, "if"),
+    ],
+)
+def test_schemas_that_vllm_would_not_heed_are_refused(schema: dict[str, Any], unheeded: str | None) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    request = GenerateRequest([1], sampling_params=SamplingParams(response_format=form))
+    if unheeded is None:
+        check_shaped(request, formats=True)
+    else:
+        with pytest.raises(RequestError, match=f"does not heed '{unheeded}'"):
+            check_shaped(request, formats=True)

@@ -12,6 +12,7 @@ from headway.core.openai import RequestError, new_id
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
 from headway.inference.embedded import handover
+from headway.inference.embedded.backpressure import Backpressure
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.grammars import Grammars
 from headway.inference.embedded.thread import EngineThread, Item
@@ -57,6 +58,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         self._max_waiting = max_waiting
         self._updating: str | None = None
         self._queues: dict[str, ResultQueue] = {}
+        self._backpressure = Backpressure()
         self._in_line = 0
         """Sequences that were submitted and have not finished."""
 
@@ -212,6 +214,8 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         await self._thread.call(work)
 
     def _receive(self, items: list[tuple[str, Item]]) -> None:
+        # After the handlers that these wake up.
+        self._loop.call_soon(self._backpressure.arrived)
         for request_id, item in items:
             if (queue := self._queues.get(request_id)) is not None:
                 queue.put_nowait(item)
@@ -219,6 +223,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
     # From here on: called in the engine's thread.
 
     def _send(self, items: list[tuple[str, Item]]) -> None:
+        self._backpressure.send()
         self._loop.call_soon_threadsafe(self._receive, items)
 
     def _die(self, reason: str) -> None:

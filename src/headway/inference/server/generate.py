@@ -42,16 +42,17 @@ async def generate(http: web.Request) -> web.StreamResponse:
     check_request(request, engine, context.conversations.resume(request))
     if context.leaving:
         raise LeavingError("the server is stopping; send the request to another one")
-    await take_over(context, request, engine)
+    request = await take_over(context, request, engine)
     if handed_over := hands_over(context, request, engine):
-        cut_short(request)
+        request = cut_short(request, engine)
     with in_flight(context, request):
         if request.stream:
             return await _stream(http, request, handed_over)
         result = await engine.generate(request)
     for choice in result.choices:
         choice.finish_reason = ending_of(context, choice.finish_reason, handed_over=handed_over)
-    result.kv_ticket = ticket_for(context, result.choices[0].finish_reason, handed_over=handed_over)
+    reason = result.choices[0].finish_reason
+    result.kv_ticket = ticket_for(context, reason, result.kv_transfer, handed_over=handed_over)
     if MSGPACK not in http.headers.get("Accept", ""):
         return json_response(_response(request, result, packed=False))
     sizes = [0 if choice.experts is None else choice.experts.nbytes for choice in result.choices]
@@ -99,7 +100,7 @@ async def _stream(http: web.Request, request: GenerateRequest, handed_over: bool
             )
             if chunk.experts is not None:
                 choice.routed_experts = _experts(chunk.experts, request, packed=True)
-            ticket = ticket_for(context, reason, handed_over=handed_over)
+            ticket = ticket_for(context, reason, chunk.kv_transfer, handed_over=handed_over)
             part = GenerateChunk(request.request_id or "", [choice], request.model, kv_ticket=ticket)
             reply += chunk.token_ids
             if binary and reason in ("stop", "length") and request.sampling_params.n == 1:

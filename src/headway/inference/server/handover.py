@@ -10,6 +10,8 @@ from aiohttp import web
 from headway.core.openai import RequestError
 from headway.core.protocol import FinishReason, GenerateRequest
 from headway.inference.engine import Engine
+from headway.inference.handover.tickets import Ticket
+from headway.inference.handover.transfers import KvTransfer, as_transfer
 from headway.inference.server.context import KEY, ServerContext
 from headway.inference.server.requests import read_body
 from headway.transport.tls import client_context
@@ -20,9 +22,12 @@ _BLOCKS_AT_A_TIME = 64
 _FETCH_SECONDS = 30.0
 """After this long the rest of the prompt is computed here."""
 
+_ROOM_SECONDS = 0.02
+
 
 class KvRequest(msgspec.Struct):
-    """A request for blocks, named in hex, by an engine that got `ticket` from this one."""
+    """A request for blocks, named in hex, by an engine that got `ticket` from this one; or, without names, for the KV
+    that the ticket offers."""
 
     ticket: str
     names: list[str]
@@ -36,12 +41,17 @@ def hands_over(context: ServerContext, request: GenerateRequest, engine: Engine)
     whole = params.n > 1 or params.prompt_logprobs is not None
     # One that was handed over already comes here where no server decodes.
     continued = request.kv_ticket is not None
-    return context.role == "prefill" and request.may_migrate and wanted > 1 and not whole and not continued
+    if context.role != "prefill" or not request.may_migrate or whole or continued:
+        return False
+    own = engine.hands_over_after(request)
+    return own is not None and wanted > own
 
 
-def cut_short(request: GenerateRequest) -> None:
+def cut_short(request: GenerateRequest, engine: Engine) -> GenerateRequest:
     """Leave all tokens but the first to another server."""
-    request.sampling_params = msgspec.structs.replace(request.sampling_params, max_tokens=1)
+    own = engine.hands_over_after(request)
+    request.sampling_params = msgspec.structs.replace(request.sampling_params, max_tokens=own)
+    return engine.offering(request)
 
 
 def ending_of(context: ServerContext, reason: FinishReason, *, handed_over: bool) -> FinishReason:
@@ -49,17 +59,24 @@ def ending_of(context: ServerContext, reason: FinishReason, *, handed_over: bool
     return "migrate" if handed_over and reason == "length" else context.name_ending(reason)
 
 
-def ticket_for(context: ServerContext, reason: FinishReason | None, *, handed_over: bool) -> str | None:
+def ticket_for(
+    context: ServerContext, reason: FinishReason | None, transfer: KvTransfer | None, *, handed_over: bool
+) -> str | None:
     """Return the ticket that goes with a request that is handed over."""
     if not handed_over or reason != "migrate" or context.url is None or context.tickets is None:
         return None
-    return context.tickets.issue(context.url)
+    return context.tickets.issue(context.url, transfer)
 
 
 async def send_blocks(http: web.Request) -> web.Response:
-    """POST /inference/v1/kv: the blocks that are here, sealed, up to the first that is not."""
+    """POST /inference/v1/kv: the blocks that are here, sealed, up to the first that is not. A ticket of KV that engines
+    move themselves is taken up instead, once."""
     asked = await read_body(http, KvRequest)
-    context = _issuer(http.app[KEY], asked.ticket)
+    context, ticket = _issuer(http.app[KEY], asked.ticket)
+    if ticket.transfer is not None:
+        if not context.engine.offers.claim(ticket.transfer.key):
+            raise RequestError("the KV on this ticket was taken, or is not kept any more", "ticket", 410)
+        return web.Response(content_type="application/octet-stream")
     try:
         names = [bytes.fromhex(name) for name in asked.names[:_BLOCKS_AT_A_TIME]]
     except ValueError:
@@ -69,12 +86,12 @@ async def send_blocks(http: web.Request) -> web.Response:
     return web.Response(body=b"".join(sealed), content_type="application/octet-stream")
 
 
-def _issuer(context: ServerContext, ticket: str) -> ServerContext:
+def _issuer(context: ServerContext, shown: str) -> tuple[ServerContext, Ticket]:
     """Find who was given a ticket: the run, or a tenant of the server. Raises RequestError where nobody was."""
     for holder in (context, *context.views.values()):
-        address = None if holder.tickets is None else holder.tickets.address(ticket)
-        if address is not None and address == context.url:
-            return holder
+        ticket = None if holder.tickets is None else holder.tickets.read(shown)
+        if ticket is not None and ticket.url == context.url:
+            return holder, ticket
     raise RequestError("KV is given to those with a ticket of this server", "ticket", 401)
 
 
@@ -82,27 +99,61 @@ def _session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=client_context()))
 
 
-async def take_over(context: ServerContext, request: GenerateRequest, engine: Engine) -> None:
+async def take_over(context: ServerContext, request: GenerateRequest, engine: Engine) -> GenerateRequest:
     """Fetch the KV of a prompt from the server that prefilled it. What does not come is computed here."""
-    ticket = request.kv_ticket
-    url = None if ticket is None or context.tickets is None else context.tickets.address(ticket)
-    if ticket is None or url is None or url == context.url:
-        return
-    names = await engine.missing_blocks(request)
-    taken = 0
+    shown = request.kv_ticket
+    ticket = None if shown is None or context.tickets is None else context.tickets.read(shown)
+    if shown is None or ticket is None or ticket.url == context.url:
+        return request
     try:
         async with asyncio.timeout(_FETCH_SECONDS), _session() as session:
-            while taken < len(names):
-                part = names[taken : taken + _BLOCKS_AT_A_TIME]
-                body = msgspec.json.encode(KvRequest(ticket, [name.hex() for name in part]))
-                async with session.post(url + ROUTE, data=body) as reply:
-                    reply.raise_for_status()
-                    data = await reply.read()
-                contents = list(context.records.open_all(part, data, engine.block_bytes))
-                adopted = await engine.adopt_blocks(request, part, contents)
-                taken += adopted
-                if adopted < len(part):
-                    break
+            if ticket.transfer is not None:
+                return await _claim(session, shown, ticket.url, ticket.transfer, request, engine)
+            await _fetch_blocks(session, context, shown, ticket.url, request, engine)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = str(error) or type(error).__name__
-        logger.info("KV of a prompt did not come from %s, so it is computed here: %s", url, reason)
+        logger.info("KV of a prompt did not come from %s, so it is computed here: %s", ticket.url, reason)
+    return request
+
+
+async def _claim(
+    session: aiohttp.ClientSession,
+    shown: str,
+    url: str,
+    transfer: KvTransfer,
+    request: GenerateRequest,
+    engine: Engine,
+) -> GenerateRequest:
+    """Take up KV that this engine fetches itself, if it is that of these tokens under the weights that serve here."""
+    if engine.kv_state(request) != transfer.state:
+        logger.info("KV of a prompt from %s is not of these weights and tokens, so it is computed here", url)
+        return request
+    # The other engine holds the KV until it is fetched, and takes no new weights meanwhile.
+    while not engine.has_room:  # noqa: ASYNC110 (requests end by themselves)
+        await asyncio.sleep(_ROOM_SECONDS)
+    async with session.post(url + ROUTE, data=msgspec.json.encode(KvRequest(shown, []))) as reply:
+        reply.raise_for_status()
+    return as_transfer(request, transfer.params, takes=transfer.state)
+
+
+async def _fetch_blocks(
+    session: aiohttp.ClientSession,
+    context: ServerContext,
+    shown: str,
+    url: str,
+    request: GenerateRequest,
+    engine: Engine,
+) -> None:
+    names = await engine.missing_blocks(request)
+    taken = 0
+    while taken < len(names):
+        part = names[taken : taken + _BLOCKS_AT_A_TIME]
+        body = msgspec.json.encode(KvRequest(shown, [name.hex() for name in part]))
+        async with session.post(url + ROUTE, data=body) as reply:
+            reply.raise_for_status()
+            data = await reply.read()
+        contents = list(context.records.open_all(part, data, engine.block_bytes))
+        adopted = await engine.adopt_blocks(request, part, contents)
+        taken += adopted
+        if adopted < len(part):
+            return

@@ -30,7 +30,7 @@ class TenantEngine:
         self.tokens = 0
         self.max_running, self.max_adapters = engine.max_running, 1
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
-        self.block_bytes = engine.block_bytes
+        self.block_bytes, self.offers = engine.block_bytes, engine.offers
 
     @property
     def problem(self) -> str | None:
@@ -134,6 +134,20 @@ class TenantEngine:
 
     async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
         return await self._engine.adopt_blocks(self._inner(request), names, contents)
+
+    @property
+    def has_room(self) -> bool:
+        return self._engine.has_room
+
+    def hands_over_after(self, request: GenerateRequest) -> int | None:
+        """Blocks can be handed over. KV that engines move themselves stays: they know of no tenants."""
+        return self._engine.hands_over_after(self._inner(request)) if self.block_bytes else None
+
+    def offering(self, request: GenerateRequest) -> GenerateRequest:
+        return request
+
+    def kv_state(self, request: GenerateRequest) -> str | None:
+        return None
 
     async def drop_adapter(self, name: str) -> bool:
         if name not in (POLICY, self.name):

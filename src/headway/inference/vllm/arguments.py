@@ -12,6 +12,7 @@ from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.devices import resolve_dtype
 from headway.core.errors import UsageError
 from headway.core.suggestions import did_you_mean, nearest
+from headway.inference.vllm.transfers import connector
 from headway.inference.vllm.worker import HeadwayWorker
 
 RECORD_EXPERTS = "enable_return_routed_experts"
@@ -72,6 +73,10 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
     if device == "cpu" or "max_batched_tokens" in own.model_fields_set:
         chosen["max_num_batched_tokens"] = own.max_batched_tokens
     _check_tiers(own, device)
+    if own.role != "both":
+        if config.recurrent:
+            raise UsageError(f"inference.role {own.role}: models with recurrent layers can't be prefilled elsewhere")
+        chosen |= connector()
     if own.kv_host_memory_gb:
         chosen["kv_offloading_size"] = own.kv_host_memory_gb * 1e9 / 2**30
     chosen = _for_cpu(chosen, config, memory) if device == "cpu" else _for_gpu(chosen, memory)

@@ -18,12 +18,14 @@ from headway.core.protocol import (
     chunk_tokens,
 )
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, LoadingError, Mode, Result
+from headway.inference.handover.transfers import TransferRequest, as_transfer
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
 from headway.inference.vllm.probe import Probation
 from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_shaped, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
 from headway.inference.vllm.stats import EngineStats
+from headway.inference.vllm.transfers import OFFER, Offer, kv_name
 from headway.inference.vllm.weights import LoadedWeights, LostError, Stager
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,11 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         self._probation = Probation(llm, limits)
         self._requests = ActiveRequests()
         self._scheduler = SchedulerControl(
-            llm, self._requests, max_running=limits.max_running, alive=lambda: self._down is None
+            llm,
+            self._requests,
+            max_running=limits.max_running,
+            alive=lambda: self._down is None,
+            offers=self.offers if limits.transfers else None,
         )
         self._epoch = 0
 
@@ -148,6 +154,24 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
             adapters=self._adapters.versions(),
         )
 
+    @property
+    def has_room(self) -> bool:
+        return self._requests.sequences < self._limits.max_running
+
+    def hands_over_after(self, request: GenerateRequest) -> int | None:
+        # vLLM wants the KV of a prompt in as many blocks as it takes with the first token. Shaped replies stay here.
+        full = self._limits.transfers and len(request.token_ids) % self._limits.block_size == 0
+        return None if request.sampling_params.shaped else 1 + full
+
+    def offering(self, request: GenerateRequest) -> GenerateRequest:
+        return as_transfer(request, OFFER) if self._limits.transfers else request
+
+    def kv_state(self, request: GenerateRequest) -> str | None:
+        token_ids = request.token_ids[:-1]
+        if not self._limits.transfers or len(token_ids) % self._limits.block_size == 0:
+            return None
+        return kv_name(token_ids, self._served(request.model), request.cache_salt)
+
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:
             if name not in self._adapters:
@@ -196,6 +220,18 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
 
     async def _outputs(self, active: ActiveRequest, *, stream: bool) -> AsyncGenerator[Any, None]:
         """Pass a request to vLLM and yield its outputs; none where it was aborted before."""
+        while True:
+            async with aclosing(self._send(active, stream=stream)) as outputs:
+                async for output in outputs:
+                    if active.restarts:
+                        break
+                    yield output
+            if not active.restarts:
+                return
+            active.restart()
+
+    async def _send(self, active: ActiveRequest, *, stream: bool) -> AsyncGenerator[Any, None]:
+        """Pass a request to vLLM once."""
         from vllm.inputs import tokens_input
 
         dead, failed = engine_errors()
@@ -212,7 +248,9 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         salt = f"{self._epoch}.{self._adapters.epoch(request.model)}.{request.cache_salt or ''}"
         prompt = tokens_input(request.token_ids, cache_salt=salt)
         try:
-            params = sampling_of(request, eos=self._eos, room=room, stream=stream)
+            transfer = self._transfer_of(active)
+            params = sampling_of(request, eos=self._eos, room=room, stream=stream, transfer=transfer)
+            offer = Offer(request, lambda: self._served(request.model)) if transfer is OFFER else None
             # From here to where vLLM knows of it nothing else has its turn.
             active.sent = True
             async with aclosing(
@@ -222,6 +260,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
                     await self._probation.passed.wait()
                     if active.refused:
                         raise FailedError("the weights that sampled for this request were refused; try again")
+                    if offer is not None:
+                        active.transfer = offer.take(output, self.offers)
                     yield output
         except dead:
             raise LoadingError("vLLM has died; the server starts again", retry_after=5) from None
@@ -231,6 +271,21 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
             raise
         except Exception as error:  # What is left are vLLM's own checks of a request.
             raise RequestError(f"vLLM refuses the request: {error}", getattr(error, "parameter", None)) from None
+
+    def _transfer_of(self, active: ActiveRequest) -> dict[str, Any] | None:
+        """The connector's parameters of a request whose KV moves. Old KV never goes on under new weights."""
+        request = active.request
+        if not isinstance(request, TransferRequest):
+            return None
+        if request.takes is None:
+            return OFFER
+        return request.transfer if active.fetches and self.kv_state(request) == request.takes else None
+
+    def _served(self, model: str) -> tuple[object, ...]:
+        """All that the KV of some tokens depends on."""
+        weights, adapters = self._weights, self._adapters
+        base = weights.version, weights.fingerprint, str(self._llm.model_config.dtype), self._limits.block_size
+        return *base, adapters.versions().get(model), adapters.fingerprint(model)
 
     async def _load(self, update: WeightUpdate) -> int:
         return await (self._load_weights if update.adapter is None else self._load_adapter)(update)

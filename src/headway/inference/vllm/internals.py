@@ -9,7 +9,7 @@ The last line of each docstring names the versions that the function holds for a
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,6 +35,8 @@ class VllmLimits:
     priorities: bool = True
     engines: int = 1
     formats: bool = False
+    block_size: int = 16
+    transfers: bool = False
 
 
 def argument_names() -> list[str]:
@@ -126,7 +128,7 @@ def iteration_counts(stats: Any) -> tuple[int, int]:
     return stats.num_preempted_reqs, stats.num_generation_tokens
 
 
-def read_limits(llm: Any, max_waiting: int) -> VllmLimits:
+def read_limits(llm: Any, max_waiting: int, *, transfers: bool = False) -> VllmLimits:
     """Read what a started engine takes from its configuration.
 
     vLLM 0.26 to 0.32: fields of `AsyncLLM.vllm_config`: its scheduler, cache, LoRA, parallel and model configs.
@@ -143,6 +145,8 @@ def read_limits(llm: Any, max_waiting: int) -> VllmLimits:
         priorities=scheduler.policy == "priority",
         engines=config.parallel_config.data_parallel_size,
         formats=not config.model_config.skip_tokenizer_init,
+        block_size=cache.block_size,
+        transfers=transfers,
     )
 
 
@@ -313,6 +317,19 @@ def pack_experts(model: nn.Module) -> None:
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None:
             kernel.fused_experts.process_weights_after_loading(module)
+
+
+def release_kv(request_ids: Iterable[str]) -> None:
+    """Let KV that this worker holds for other engines go at its next step, as if they had not come in time.
+
+    vLLM 0.26 to 0.32, seen in 0.32 alone: `NixlConnector.connector_worker._reqs_to_send`.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return
+    held: dict[str, float] = getattr(get_kv_transfer_group().connector_worker, "_reqs_to_send", {})
+    held.update({request_id: 0.0 for request_id in request_ids if request_id in held})
 
 
 def decoder_modules(model: nn.Module) -> list[nn.Module]:

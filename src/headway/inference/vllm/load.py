@@ -21,6 +21,7 @@ from headway.inference.vllm.arguments import RECORD_EXPERTS, arguments, check_ar
 from headway.inference.vllm.engine import VllmEngine
 from headway.inference.vllm.processes import kill_if_orphaned, vllm_environment
 from headway.inference.vllm.stats import EngineStats
+from headway.inference.vllm.transfers import connector_environment
 from headway.inference.vllm.weights import Stager, last_line
 from headway.models.checkpoints.folders import read_tensors
 from headway.transport.weights.fingerprint import Fingerprint
@@ -40,8 +41,13 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     memory = free_memory(torch.device("cpu")) if device == "cpu" else internals.device_memory()
     chosen = arguments(settings, folder, device, memory)
     stats = EngineStats()
+    apart = settings.inference.role != "both"
     try:
-        with vllm_environment(chosen, device, settings.inference.threads), ThreadPoolExecutor(1) as helper:
+        more = connector_environment(settings.inference.host, device) if apart else {}
+        with (
+            vllm_environment(chosen, device, settings.inference.threads, more),
+            ThreadPoolExecutor(1) as helper,
+        ):
             config = _engine_config(chosen, settings.inference.vllm)
             contents = helper.submit(_contents, folder, config.model_config)
             with kill_if_orphaned():
@@ -51,7 +57,7 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     except Exception as error:
         raise HeadwayError(f"vLLM cannot serve {folder.name}: {last_line(error)}") from error
     shapes, fingerprint = contents.result()
-    limits = internals.read_limits(llm, settings.inference.max_waiting)
+    limits = internals.read_limits(llm, settings.inference.max_waiting, transfers=apart)
     return VllmEngine(
         llm,
         Stager(shapes, settings.tls),

@@ -5,7 +5,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,9 +53,11 @@ def kill_after(server: int) -> None:
 
 
 @contextmanager
-def vllm_environment(chosen: dict[str, Any], device: str, threads: int | None) -> Iterator[None]:
-    """Set meanwhile what vLLM's processes find in their environment, except what the user has set."""
-    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+def vllm_environment(
+    chosen: dict[str, Any], device: str, threads: int | None, more: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """Set meanwhile what vLLM's processes find in their environment, with `more`, except what the user has set."""
+    wanted = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **(more or {})}
     wanted |= _for_cpu(chosen, threads) if device == "cpu" else _for_gpu(chosen)
     before = dict(os.environ)
     os.environ.update({**wanted, **before, SERVER: str(os.getpid())})

@@ -4,16 +4,21 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.openai import RequestError
 from headway.core.protocol import FinishReason, GenerateRequest
 from headway.inference.engine import Choice, Chunk, Result, TopLogprobs
+from headway.inference.handover.transfers import KvTransfer, TransferRequest
 
 Runs = list[tuple[int, int]]
 """(version, count) pairs that cover a choice's tokens."""
 
+_UNHEEDED = ("not", "if", "dependentSchemas", "dependentRequired", "unevaluatedProperties", "unevaluatedItems")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_VALUES = ("enum", "const", "default", "examples")
 _SEEDS = 2**62
 """vLLM adds a choice's index to the seed, and the sum must stay a number that torch takes."""
 
@@ -23,7 +28,8 @@ class ActiveRequest:
     a token; until then, and otherwise, that follows from what had been sampled whenever it stopped.
 
     `sent` once vLLM has the request, `aborted` once it is not wanted any more, `refused` once weights that may have
-    sampled some of its tokens were.
+    sampled some of its tokens were. `restarts` once it is to be sent anew: vLLM had not begun with it. `fetches` while
+    its KV may come from another engine, `transfer` once its KV waits for one.
     """
 
     def __init__(self, request: GenerateRequest, request_id: str, serving: Callable[[], int]) -> None:
@@ -33,6 +39,9 @@ class ActiveRequest:
         self.sent = False
         self.aborted = False
         self.refused = False
+        self.restarts = False
+        self.fetches = isinstance(request, TransferRequest) and request.takes is not None
+        self.transfer: KvTransfer | None = None
         self._serving = serving
         self._choices = [Choice(index, [], [], [], [], "abort") for index in range(request.sampling_params.n)]
         self._received = [0] * len(self._choices)
@@ -54,7 +63,8 @@ class ActiveRequest:
         token_ids = list(part.token_ids)
         logprobs, top = logprobs_of(token_ids, part.logprobs, self.request.sampling_params.logprobs)
         finish = None if part.finish_reason is None else finish_of(part.finish_reason)
-        return Chunk(part.index, token_ids, logprobs, top, self._versions(part), finish, self._experts(part))
+        versions, experts = self._versions(part), self._experts(part)
+        return Chunk(part.index, token_ids, logprobs, top, versions, finish, experts, self.transfer)
 
     def take(self, output: Any) -> None:
         """Add what vLLM has sampled to the `result`."""
@@ -68,7 +78,11 @@ class ActiveRequest:
 
     def result(self) -> Result:
         """All of it. A choice that vLLM never began was aborted."""
-        return Result(self.request_id, self._choices, self._cached, self._prompt)
+        return Result(self.request_id, self._choices, self._cached, self._prompt, kv_transfer=self.transfer)
+
+    def restart(self) -> None:
+        """Forget that vLLM had it. KV that was on its way is lost."""
+        self.restarts = self.sent = self.fetches = False
 
     def _experts(self, part: Any) -> NDArray[np.integer] | None:
         """Routed experts from the request's `routed_experts_start` on; versions of vLLM that do not know of it return
@@ -122,9 +136,16 @@ class ActiveRequests:
         self.sequences -= active.sequences
 
 
-def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stream: bool) -> Any:
+def sampling_of(
+    request: GenerateRequest,
+    *,
+    eos: Iterable[int],
+    room: int,
+    stream: bool,
+    transfer: Mapping[str, Any] | None = None,
+) -> Any:
     """vLLM's parameters for a request that has `room` tokens to go. `stream`: every token as it comes; otherwise all of
-    them at the end."""
+    them at the end. `transfer`: its connector's parameters."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -136,6 +157,9 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
         from vllm.sampling_params import StructuredOutputsParams
 
         known["structured_outputs"] = StructuredOutputsParams(json=schema)
+    if transfer is not None:
+        # vLLM notes in them what it has done.
+        known["extra_args"] = {"kv_transfer_params": dict(transfer)}
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
     return SamplingParams(
         n=params.n,
@@ -146,7 +170,7 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         logit_bias=params.logit_bias or None,
-        seed=None if params.seed is None else params.seed % _SEEDS,
+        seed=_seed(request),
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         stop_token_ids=sorted(stops),
         # What ends a sequence is decided here, by the checkpoint's own ids above.
@@ -157,6 +181,14 @@ def sampling_of(request: GenerateRequest, *, eos: Iterable[int], room: int, stre
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         **known,
     )
+
+
+def _seed(request: GenerateRequest) -> int | None:
+    """A reply that was begun elsewhere must not repeat the draws of its first tokens."""
+    seed = request.sampling_params.seed
+    if seed is None:
+        return None
+    return (seed if request.kv_ticket is None else seed + len(request.token_ids)) % _SEEDS
 
 
 def check_shaped(request: GenerateRequest, *, formats: bool) -> None:
@@ -175,6 +207,24 @@ def check_shaped(request: GenerateRequest, *, formats: bool) -> None:
         raise RequestError("response_format of a model that reasons first needs --engine embedded", "response_format")
     if params.response_format is not None and params.call_token is not None:
         raise RequestError("response_format together with tools needs --engine embedded", "response_format")
+    if (schema := params.json_schema()) is not None and (keyword := _unheeded(msgspec.json.decode(schema))):
+        raise RequestError(f"vLLM does not heed {keyword!r} in a schema: leave it out", "response_format")
+
+
+def _unheeded(schema: Any) -> str | None:
+    """Find a keyword of JSON schemas that vLLM's grammars pass over without an error."""
+    if isinstance(schema, list):
+        return next(filter(None, map(_unheeded, schema)), None)
+    if not isinstance(schema, dict):
+        return None
+    for keyword, value in schema.items():
+        if keyword in _UNHEEDED:
+            return str(keyword)
+        # Below these are names, each with a schema.
+        parts = list(value.values()) if keyword in _BY_NAME and isinstance(value, dict) else value
+        if keyword not in _VALUES and (found := _unheeded(parts)):
+            return found
+    return None
 
 
 def finish_of(reason: str | None) -> FinishReason:

@@ -1,24 +1,38 @@
 """Pause and resume vLLM's scheduler, for updates and for whoever asks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from headway.inference.engine import Mode
+from headway.inference.handover.transfers import Offers
 from headway.inference.vllm.internals import outputs_delivered, pause_scheduler, sampled_tokens
 from headway.inference.vllm.requests import ActiveRequests
+
+_RELEASE_SECONDS = 0.1
 
 
 class SchedulerControl:
     """Pauses vLLM's scheduler. `open` except during an update, for which new requests wait. `paused` by request.
 
     `waits` says what for while requests are to end first. After an update the scheduler resumes if `alive` says so.
+    With `offers`, KV that vLLM holds for other engines: what nobody has claimed is taken back for a stop, for which
+    vLLM would wait; requests that it has not begun with are sent to it anew; and its cache is never cleared, since it
+    can't be while some of it is held.
 
     Only one task at a time may call the coroutines.
     """
 
-    def __init__(self, llm: Any, requests: ActiveRequests, *, max_running: int, alive: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        requests: ActiveRequests,
+        *,
+        max_running: int,
+        alive: Callable[[], bool],
+        offers: Offers | None = None,
+    ) -> None:
         self.open = asyncio.Event()
         self.paused = False
         self.waits: str | None = None
@@ -26,6 +40,7 @@ class SchedulerControl:
         self._requests = requests
         self._max_running = max_running
         self._alive = alive
+        self._offers = offers
 
     async def pause(self, mode: Mode) -> None:
         await self.stop(mode, clear_cache=False)
@@ -60,7 +75,7 @@ class SchedulerControl:
         if mode == "wait":
             self.waits = "waiting for requests to end before it stops or updates"
         try:
-            await pause_scheduler(self._llm, mode, clear_cache=clear_cache)
+            await self._pause(mode, clear_cache)
             await outputs_delivered(self._llm, self._requests.sequences)
         finally:
             self.waits = None
@@ -68,3 +83,28 @@ class SchedulerControl:
         for request in self._requests:
             if request.sent:
                 request.stopped(sampled.get(request.request_id, {}))
+        if self._offers is not None and mode == "keep":
+            await self._take_back(sampled)
+
+    async def _pause(self, mode: Mode, clear_cache: bool) -> None:
+        if self._offers is None:
+            await pause_scheduler(self._llm, mode, clear_cache=clear_cache)
+            return
+        pausing = asyncio.create_task(pause_scheduler(self._llm, mode, clear_cache=False))
+        while not pausing.done():
+            await self._llm.collective_rpc("headway_release", args=(self._offers.revoke(),))
+            await asyncio.wait([pausing], timeout=_RELEASE_SECONDS)
+        await pausing
+
+    async def _take_back(self, sampled: Mapping[str, Mapping[int, int]]) -> None:
+        """Let requests that vLLM has not begun with start anew: KV that they use or wait for is of the weights before,
+        and whoever holds it for them does so for a while only."""
+        waiting = [
+            request
+            for request in self._requests
+            if request.sent and not any(sampled.get(request.request_id, {0: 1}).values())
+        ]
+        for request in waiting:
+            request.restarts = True
+        if waiting:
+            await self._llm.abort([request.request_id for request in waiting])

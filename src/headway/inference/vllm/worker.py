@@ -19,10 +19,12 @@ from headway.inference.vllm.internals import (
     loads_aside,
     pack_experts,
     pack_heads,
+    release_kv,
     reload_weights,
     without_adapter_layers,
 )
 from headway.inference.vllm.kept import KeptWeights
+from headway.inference.vllm.loaded import LoadedProof
 from headway.inference.vllm.processes import die_with_server
 from headway.inference.vllm.watch import StreamWatch
 from headway.transport.weights import make_receiver
@@ -43,6 +45,7 @@ class HeadwayWorker(StreamWatch):
     """Methods that the server calls in all workers at once. Weights are loaded while the scheduler is paused."""
 
     device: torch.device
+    rank: int
     model_config: Any
     vllm_config: Any
     _headway_receiver: WeightReceiver | None = None
@@ -92,30 +95,47 @@ class HeadwayWorker(StreamWatch):
                 yield name, tensor
 
         load = self._headway_load_aside if aside else self._headway_reload
-        load(weights_iterator=tensors(self._headway_receiver))
+        load(tensors(self._headway_receiver))
         return came, sum(sizes)
 
     def headway_load(self, path: str, spans: list[list[Any]], aside: bool = False) -> None:
         """Load the tensors of a staged file into the model, in place, or beside what it serves."""
         load = self._headway_load_aside if aside else self._headway_reload
-        load(weights_iterator=read_staged(path, [TensorSpan(*span) for span in spans]))
+        load(read_staged(path, [TensorSpan(*span) for span in spans]))
 
     def headway_load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
         self._headway_reload()
 
-    def _headway_load_aside(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+    def headway_release(self, request_ids: list[str]) -> None:
+        """Let KV go that is held for other engines."""
+        release_kv(request_ids)
+
+    def _headway_load_aside(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load tensors beside what is served. Raises as `_headway_reload`."""
         assert self._headway_kept is not None
         model = self.model_runner.get_model()
         plain = without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext()
         with plain, self._headway_kept.loading(model):
-            load_tensors(model, weights_iterator)
+            proof = self._headway_proof(model)
+            load_tensors(model, proof.watch(tensors))
+            proof.check()
 
-    def _headway_reload(self, **source: Any) -> None:
+    def _headway_proof(self, model: nn.Module) -> LoadedProof:
+        return LoadedProof(model, self.rank % self.vllm_config.parallel_config.tensor_parallel_size)
+
+    def _headway_reload(self, tensors: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Load tensors, or the checkpoint. Raises HeadwayError where this rank does not hold its part afterwards."""
         model = self.model_runner.get_model()
         with without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext():
-            reload_weights(self.model_runner, self.model_config, **source)
+            if tensors is None:
+                reload_weights(self.model_runner, self.model_config)
+                self.headway_pack(model)
+                return
+            proof = self._headway_proof(model)
+            reload_weights(self.model_runner, self.model_config, weights_iterator=proof.watch(tensors))
             self.headway_pack(model)
+            proof.check()
 
     def headway_pack(self, model: nn.Module) -> None:
         """Pack again what vLLM packs for the CPU at the first load only.
