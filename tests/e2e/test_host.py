@@ -4,13 +4,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import psutil
 import pytest
-from e2e_runs import EXAMPLES, Run, headway, start
+from e2e_runs import EXAMPLES, Run, start
 
+from headway.cli import main
 from headway.core.runs import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +33,7 @@ def hosting(model: Path, folder: Path) -> Iterator[Run]:
     process = start("host", "--model.path", str(model), "--seq_len", "512", "--placement.device", "cpu", *place)
     run = Run(RunPaths(folder / "host"))
     try:
-        wait_for(lambda: (run.paths.control / "service").exists())
+        wait_for(lambda: (run.paths.control / "host_address").exists())
         yield run
     finally:
         process.send_signal(signal.SIGINT)
@@ -66,16 +68,18 @@ def test_tenants_learn_two_tasks_while_everything_is_killed(warm_model: Path, tm
     with hosting(warm_model, tmp_path) as host:
         tenants = {name: start("rl", *flags(name, 12)) for name in ("reverse", "copy")}
         wait_for(lambda: len(runs["reverse"].metrics("trainer")) >= 3)
+        with redirect_stdout(StringIO()) as shown:
+            assert main.run(["host", "status", str(tmp_path / "host")]) == 0
         kill(runs["reverse"], " orchestrate ")
         kill(runs["copy"], " train ")
         tenants["late"] = start("rl", *flags("late", 3))
         wait_for(lambda: len(runs["copy"].metrics("trainer")) >= 6)
-        shown = headway("host", "status", str(tmp_path / "host"))
         kill(host, " host --trainer ")
         for name, process in tenants.items():
             output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, f"{name}\n{output[-6000:]}"
-    assert "reverse" in shown and "copy" in shown
+    assert "\nreverse " in shown.getvalue() and "\ncopy " in shown.getvalue()
+    assert (host.paths.logs / "trainer_002.log").exists()
     for name, run in runs.items():
         steps = [line["step"] for line in run.metrics("trainer")]
         assert steps == list(range(1, len(steps) + 1)), name

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +160,14 @@ def test_a_killed_host_and_a_killed_trainer_change_nothing(
             raise RuntimeError("killed")
         record(self, step, *rest)
 
+    other = host.join("ben", own_settings("ben"))
+    beside = ThreadPoolExecutor(1).submit(train_by_hand, other, batches_of("ben"))
     monkeypatch.setattr(Recorder, "record", die_at_four)
     with pytest.raises(RuntimeError, match="killed"):
         train_at_host(settings, paths, tenancy)
     monkeypatch.setattr(Recorder, "record", record)
     assert paths.complete_checkpoints() == [2]
+    assert same(beside.result(), alone(own_settings("ben"), batches_of("ben"))[0])
     shutil.rmtree(paths.batch(1))  # as an orchestrator does: the run has to continue, and not to begin again
     killer = when(lambda: steps_of(paths)[-1:] == [5], lambda: (host.kill(), host.start()))  # type: ignore[arg-type]
     assert train_at_host(settings, paths, tenancy)

@@ -87,9 +87,9 @@ def _status(argv: list[str]) -> int:
     import msgspec
 
     from headway.core.runs import RunPaths
-    from headway.transport.control.folder import SERVICE_FILE
     from headway.transport.control.tokens import find_token, read_token
     from headway.transport.tenants.client import HostClient
+    from headway.transport.tenants.tenancy import ADDRESS_FILE
 
     parser = OptionParser("host", json=False)
     parser.add_argument("host")
@@ -99,7 +99,7 @@ def _status(argv: list[str]) -> int:
     else:
         control = RunPaths(Path(options.host)).control
         try:
-            url = (control / SERVICE_FILE).read_text().strip()
+            url = (control / ADDRESS_FILE).read_text().strip()
         except FileNotFoundError:
             raise UsageError(f"{options.host} is neither a host's address, http://HOST:PORT, nor its folder") from None
         token = read_token(control / "token")

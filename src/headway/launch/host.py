@@ -20,9 +20,9 @@ from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.rl import supervisor_lock
 from headway.launch.supervisor import Supervisor
 from headway.monitor.attempts import recorded_attempt
-from headway.transport.control.folder import SERVICE_FILE, FolderControl
+from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import write_token
-from headway.transport.tenants.tenancy import ENGINES_FILE, JOIN_TOKEN_FILE
+from headway.transport.tenants.tenancy import ADDRESS_FILE, ENGINES_FILE, JOIN_TOKEN_FILE
 from headway.transport.tls import scheme, server_context
 
 
@@ -105,7 +105,7 @@ def _greeting(settings: HostSettings, paths: RunPaths) -> Iterator[str]:
     host = settings.host
     shown = f"[{host.address}]" if ":" in host.address else host.address
     url = f"{scheme(server_context(settings.tls, host.address))}://{shown}:{host.port}"
-    write_atomic(paths.control / SERVICE_FILE, f"{url}\n")
+    write_atomic(paths.control / ADDRESS_FILE, f"{url}\n")
     yield f"host folder: {paths.root}"
     yield f"tenants join with: headway rl @ RUN.toml --host {url}"
     yield f"  and HEADWAY_TOKEN_FILE={paths.control / JOIN_TOKEN_FILE}; on this machine --host {paths.root} does"

@@ -115,6 +115,11 @@ class Checkpoints:
     def load(self, state: TrainState, step: int) -> None:
         """Load the complete checkpoint of `step` into `state`. Only reads, so the run may be going on."""
         folder = self._paths.checkpoint(step)
+        if (folder / "adapter").is_dir():
+            raise UsageError(
+                f"{folder} was made at a host and holds an adapter alone, in PEFT's format: {folder / 'adapter'}. To "
+                "train on from it, continue the run with --host"
+            )
         try:
             marker = msgspec.json.decode((folder / CHECKPOINT_MARKER).read_bytes(), type=Marker)
             check_origin(folder, marker.origin, origin_of(state.config, self._settings))

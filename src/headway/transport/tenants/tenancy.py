@@ -9,10 +9,11 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.tenants import NAME
-from headway.transport.control.folder import SERVICE_FILE
 from headway.transport.control.tokens import find_token, read_token
 
 TENANCY_FILE = "host.json"
+ADDRESS_FILE = "host_address"
+"""File in a host's `control/` with the address that tenants join."""
 JOIN_TOKEN_FILE = "join_token"
 ENGINES_FILE = "host_engines.json"
 """File in a host's `control/` with the addresses of its engines, which stay when it is started again."""
@@ -49,7 +50,7 @@ def find_host(host: str) -> tuple[str, str]:
     if not host.startswith(("http://", "https://")):
         folder = RunPaths(Path(host)).control
         try:
-            return (folder / SERVICE_FILE).read_text().strip(), read_token(folder / JOIN_TOKEN_FILE)
+            return (folder / ADDRESS_FILE).read_text().strip(), read_token(folder / JOIN_TOKEN_FILE)
         except FileNotFoundError:
             raise UsageError(f"{host} is neither a host's address, http://HOST:PORT, nor the folder of one") from None
     token = find_token()
