@@ -50,6 +50,7 @@ from headway.orchestrator.tally import StepTally
 from headway.rendering.base import Renderer
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
+from headway.transport.tenants.tenancy import read_tenancy
 from headway.transport.tls import client_context
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,9 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             lambda url: InferenceClient(url, token=control.token, session=session),
         )
         context = Context(lambda: fleet.choose(""), lambda: _renderer(model, renderer, family), token=control.token)
-        pools = WorkerPools(stack, model, renderer, family, control.token)
+        # Environments are the user's code: only a tenant's token, which opens nothing but its own adapter, goes there.
+        shown = None if read_tenancy(paths) is None else control.token
+        pools = WorkerPools(stack, model, renderer, family, shown)
         sources = await pools.sources(options, settings.seed, context)
         for source in sources:
             stack.push_async_callback(source.algorithm.close)
