@@ -94,8 +94,14 @@ CALL_TOKEN = tiny_tokenizer().token_to_id("<tool_call>")
 
 
 @pytest.mark.parametrize("bias", [-100, 100])
-def test_a_reply_in_a_format_may_call_a_tool_instead(client: openai.OpenAI, bias: int) -> None:
+def test_a_reply_in_a_format_may_call_a_tool_instead(
+    client: openai.OpenAI, bias: int, request: pytest.FixtureRequest
+) -> None:
     asked = {**FIELDS, "max_tokens": 60, "tools": [WEATHER.to_openai()], "logit_bias": {str(CALL_TOKEN): bias}}
+    if request.node.callspec.params["client"] == "vllm":
+        with pytest.raises(openai.BadRequestError, match="together with tools needs --engine embedded"):
+            client.chat.completions.create(**asked, response_format=FORMAT)
+        return
     text = client.chat.completions.create(**asked, response_format=FORMAT).choices[0].message.content or ""
     if bias > 0:  # the format holds no longer, and the bias alone says what comes
         assert text == "<tool_call>" * 60

@@ -176,7 +176,8 @@ class LoadedWeights:
             if staged is not None:
                 staged.close()
             await self._restore()
-            raise UpdateError(f"version {update.version} was refused: {last_line(error)}") from error
+            reason = "was refused" if staged is None else "was refused: vLLM could not load the weights"
+            raise UpdateError(f"version {update.version} {reason}: {last_line(error)}") from error
         if staged is None:
             return received
         if self._kept_by_workers:
