@@ -68,7 +68,7 @@ class EngineCase:
         """Serve other weights from the next step on, as an update does."""
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.mul_(0.9)
+                parameter.mul_(1.1)
         if self._standby is None:
             self._standby = StandbyWeights(self.engine.model)
         load_hf_tensors(self._standby.model, hf_tensors(self.model), self._standby.targets)

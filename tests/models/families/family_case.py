@@ -74,7 +74,9 @@ def make_hf_model(values: dict[str, Any]) -> Any:
     config = AutoConfig.for_model(**values)
     # Its other implementations of attention ignore some settings, and its grouped products refuse odd sizes.
     config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # some start from random numbers of their own, such as the decay of Mamba
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # its gradient of that row would be zero, whether a sample has the token or not
