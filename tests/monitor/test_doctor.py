@@ -168,4 +168,4 @@ def test_the_address_of_a_deployment() -> None:
         with pytest.raises(UsageError, match="HOST:PORT"):
             parse_address(wrong)
     with pytest.raises(UsageError, match="go together"):
-        list(doctor.examine_hosts(None, 2))
+        list(doctor.examine_hosts(None, 2, 1.0))

@@ -12,7 +12,7 @@ from headway.monitor.doctor.finding import Finding
 
 HELP = """\
 usage: headway doctor [--json] [--port PORT] [--output-dir FOLDER]
-       headway doctor [--json] --deployment HOST:PORT --hosts N
+       headway doctor [--json] --deployment HOST:PORT --hosts N [--wait SECONDS]
 
 Says what this machine can do: packages and pins, devices, engines, memory, disk, ports, limits,
 sandboxes; and for each problem its remedy. Exits with 1 when something will not work.
@@ -24,6 +24,7 @@ sandboxes; and for each problem its remedy. Exits with 1 when something will not
                        the address that the run's control service will have on the first host, and compare versions,
                        clocks and GPUs, connect every host to every other, and measure gloo and NCCL
   --hosts N            how many they are
+  --wait SECONDS       how long a host waits for the others (120)
 
 Examples:
   headway doctor
@@ -40,11 +41,12 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--port", type=port_number, default=8000)
     parser.add_argument("--deployment")
     parser.add_argument("--hosts", type=int)
+    parser.add_argument("--wait", type=float, default=120.0)
     options = parser.parse_args(argv)
     if options.deployment is None and options.hosts is None:
         findings = list(examine(options.output_dir, options.port))
     else:
-        findings = list(examine_hosts(options.deployment, options.hosts))
+        findings = list(examine_hosts(options.deployment, options.hosts, options.wait))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -66,7 +68,7 @@ def examine(output_dir: Path, port: int) -> Iterator[Finding]:
     yield from check_sandboxes()
 
 
-def examine_hosts(address: str | None, hosts: int | None) -> Iterator[Finding]:
+def examine_hosts(address: str | None, hosts: int | None, wait: float) -> Iterator[Finding]:
     """Yield all findings about the hosts that run this command now. Raises UsageError and HeadwayError."""
     from headway.monitor.doctor.deployment import check_deployment, parse_address
 
@@ -74,7 +76,7 @@ def examine_hosts(address: str | None, hosts: int | None) -> Iterator[Finding]:
         raise UsageError(
             "--deployment HOST:PORT and --hosts N go together: where the hosts meet, and how many they are"
         )
-    yield from check_deployment(*parse_address(address), hosts)
+    yield from check_deployment(*parse_address(address), hosts, wait)
 
 
 def _print(finding: Finding) -> None:

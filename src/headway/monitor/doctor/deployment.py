@@ -49,7 +49,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def check_deployment(host: str, port: int, hosts: int, seconds: float = 120.0) -> Iterator[Finding]:
+def check_deployment(host: str, port: int, hosts: int, seconds: float) -> Iterator[Finding]:
     """Meet `hosts` hosts at `host`:`port`, which one of them owns, and yield what was found; the same on each."""
     own_address(host)  # says so where there is no way
     store, number = _meet(host, port, hosts, seconds)
