@@ -143,5 +143,7 @@ def test_the_doctor_tries_the_hosts_of_a_run_before_it_starts(net: Network) -> N
     assert first.address in found["hosts"] and second.address in found["hosts"]
     assert found["interfaces"].count("eth0") == 2 and "GB/s" in found["gloo"] and found["clocks"].startswith("within")
     second.cut()
-    alone = subprocess.run(second.enter(*check, "--hosts", "2", "--wait", "5"), capture_output=True, text=True, timeout=200)
+    alone = subprocess.run(
+        second.enter(*check, "--hosts", "2", "--wait", "5"), capture_output=True, text=True, timeout=200
+    )
     assert alone.returncode == 1 and "nobody answers" in alone.stderr and "Traceback" not in alone.stderr

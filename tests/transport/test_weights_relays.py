@@ -212,8 +212,8 @@ def test_the_trainer_sends_each_byte_once_and_a_killed_engine_changes_nothing(tr
         with engines(1) as (restarted,):
             restarted.fetch(update)
             assert restarted.received() == whole(3)
-        # The one that died and the two below it asked the trainer, each for a version at most: what was on its way to the
-        # dead one counts as sent. The fourth and the restarted one were served by engines.
+        # The one that died and the two below it asked the trainer, each for a version at most: what was on its way to
+        # the dead one counts as sent. The fourth and the restarted one were served by engines.
         assert trainer.sent - before < 3.05 * BYTES
 
 
