@@ -16,7 +16,7 @@ FORGET = "HEADWAY_TEST_FORGET"
 class ForgetfulWorker(HeadwayWorker):
     _forgotten = ""
 
-    def headway_load(self, path: str, spans: list[list[Any]], aside: bool = False) -> None:
+    def headway_load(self, path: str, spans: list[list[Any]]) -> None:
         file = Path(os.environ[FORGET])
         self._forgotten, _, later = file.read_text().partition("\n")
         file.write_text(later)

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,14 +29,16 @@ from headway.config.shared import (
     SharedMemoryWeights,
     WeightTransport,
 )
-from headway.core.errors import UsageError
+from headway.core.errors import HeadwayError, UsageError
 from headway.core.openai import RequestError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
-from headway.inference.vllm import internals, processes
+from headway.inference.vllm import aside, internals, processes
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
+from headway.inference.vllm.aside import VersionAside
 from headway.inference.vllm.kept import KeptWeights
+from headway.inference.vllm.loaded import LoadedProof
 from headway.inference.vllm.processes import SERVER, vllm_environment
 from headway.inference.vllm.requests import (
     ActiveRequest,
@@ -432,6 +434,48 @@ def test_weights_are_loaded_beside_those_that_are_served() -> None:
         next(model.parameters()).zero_()
         raise ValueError("half")
     assert serves(before)
+
+
+class Loading(torch.nn.Sequential):
+    """A model that loads as vLLM's do: each tensor that comes, under its name."""
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                own[name].copy_(tensor)
+
+
+def test_a_version_comes_in_parts_between_which_the_old_one_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "PART_BYTES", 80)
+    model = Loading(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    new = {name: tensor + 1 for name, tensor in before.items()}
+    kept = KeptWeights(model)
+
+    def serves(expected: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+    def arriving(*, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from new.items()
+        if not whole:
+            raise HeadwayError("the fingerprint differs")
+
+    version, parts = VersionAside(model, kept, LoadedProof(model, 0), arriving(whole=True)), []
+    while not version.whole:
+        version.load_part()
+        parts.append(version.bytes)
+        assert serves(before)
+    assert parts == [80, 160, 180] and [name for name, _ in version.came] == list(new)
+    version.load_part()  # other ranks may not have ended
+    assert version.bytes == 180
+    kept.exchange(model)
+    assert serves(new)
+    version = VersionAside(model, kept, LoadedProof(model, 0), arriving(whole=False))
+    with pytest.raises(HeadwayError, match="differs"):
+        for _ in range(3):
+            version.load_part()
+    assert serves(new) and not version.whole
 
 
 SHAPE: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -1.0, "logit_bias": {5: 2.0}}

@@ -152,7 +152,7 @@ class LoadedWeights:
         if not self._loads_aside:
             return None
         try:
-            return await self._fetch(update, staged, aside=True)
+            return await self._fetch_aside(update, staged)
         except Exception as error:
             raise UpdateError(f"version {update.version} was refused: {last_line(error)}") from error
         finally:
@@ -187,13 +187,27 @@ class LoadedWeights:
             self._previous, self._current = self._current, staged
         return received
 
-    async def _fetch(self, update: WeightUpdate, staged: StagedFile | None, *, aside: bool = False) -> int:
+    async def _fetch(self, update: WeightUpdate, staged: StagedFile | None) -> int:
         """Load into all workers, from `staged` or by their own means; returns the bytes."""
         if staged is not None:
-            await self._load(staged, aside)
+            await self._load(staged)
             return staged.bytes
         self._stager.check_model()
-        workers = await self._llm.collective_rpc("headway_receive", args=(msgspec.json.encode(update), aside))
+        return self._checked(await self._llm.collective_rpc("headway_receive", args=(msgspec.json.encode(update),)))
+
+    async def _fetch_aside(self, update: WeightUpdate, staged: StagedFile | None) -> int:
+        """Load beside what is served, part by part: tokens go on between them."""
+        if staged is not None:
+            await self._llm.collective_rpc("headway_load_aside", args=(staged.path, [list(s) for s in staged.spans]))
+        else:
+            self._stager.check_model()
+            await self._llm.collective_rpc("headway_receive_aside", args=(msgspec.json.encode(update),))
+        while None in (workers := await self._llm.collective_rpc("headway_load_part")):
+            pass
+        return self._checked(workers)
+
+    def _checked(self, workers: list[tuple[list[tuple[str, list[int]]], int]]) -> int:
+        """The bytes of what workers got. Raises HeadwayError."""
         for came, _ in workers:
             self._stager.check(came)
         return int(workers[0][1])
@@ -237,12 +251,12 @@ class LoadedWeights:
             logger.exception("vLLM could not load the previous weights again", exc_info=error)
             raise LostError(f"vLLM lost its weights: {last_line(error)}") from error
 
-    async def _load(self, staged: StagedFile | None, aside: bool = False) -> None:
+    async def _load(self, staged: StagedFile | None) -> None:
         if staged is None:
             await self._llm.collective_rpc("headway_load_checkpoint")
         else:
             spans = [list(span) for span in staged.spans]
-            await self._llm.collective_rpc("headway_load", args=(staged.path, spans, aside))
+            await self._llm.collective_rpc("headway_load", args=(staged.path, spans))
 
 
 def last_line(error: Exception) -> str:

@@ -5,7 +5,7 @@ to be installed or registered and nothing of vLLM is replaced. The module is imp
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from headway.core.protocol import WeightUpdate
+from headway.inference.vllm.aside import VersionAside
 from headway.inference.vllm.internals import (
     device_type,
-    load_tensors,
     loads_aside,
     pack_experts,
     pack_heads,
@@ -50,6 +50,7 @@ class HeadwayWorker(StreamWatch):
     vllm_config: Any
     _headway_receiver: WeightReceiver | None = None
     _headway_kept: KeptWeights | None = None
+    _headway_aside: VersionAside | None = None
 
     def headway_keeps(self) -> bool:
         """Tell whether this GPU has room for what is served, a second time: then a load can be undone in place."""
@@ -78,30 +79,42 @@ class HeadwayWorker(StreamWatch):
         assert self._headway_kept is not None
         self._headway_kept.exchange(self.model_runner.get_model())
 
-    def headway_receive(self, update: bytes, aside: bool = False) -> tuple[list[tuple[str, list[int]]], int]:
-        """Load a version from the trainer's memory straight into the model, or beside what it serves. Returns the names
-        and shapes that came, and their bytes. Raises HeadwayError, with the model or what is beside it half loaded,
-        where it is not whole or not what was announced.
+    def headway_receive(self, update: bytes) -> tuple[list[tuple[str, list[int]]], int]:
+        """Load a version from the trainer's memory straight into the model. Returns the names and shapes that came, and
+        their bytes. Raises HeadwayError, with the model half loaded, where it is not whole or not what was announced.
         """
-        if self._headway_receiver is None:
-            self._headway_receiver = make_receiver(str(self.device))
         came: list[tuple[str, list[int]]] = []
         sizes: list[int] = []
 
-        def tensors(receiver: WeightReceiver) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in receiver.receive(msgspec.json.decode(update, type=WeightUpdate)):
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._headway_received(update):
                 came.append((name, list(tensor.shape)))
                 sizes.append(tensor.nbytes)
                 yield name, tensor
 
-        load = self._headway_load_aside if aside else self._headway_reload
-        load(tensors(self._headway_receiver))
+        self._headway_reload(tensors())
         return came, sum(sizes)
 
-    def headway_load(self, path: str, spans: list[list[Any]], aside: bool = False) -> None:
-        """Load the tensors of a staged file into the model, in place, or beside what it serves."""
-        load = self._headway_load_aside if aside else self._headway_reload
-        load(read_staged(path, [TensorSpan(*span) for span in spans]))
+    def headway_receive_aside(self, update: bytes) -> None:
+        """Begin to load a version from the trainer's memory beside what is served: see `headway_load_part`."""
+        self._headway_begin(self._headway_received(update))
+
+    def headway_load(self, path: str, spans: list[list[Any]]) -> None:
+        """Load the tensors of a staged file into the model, in place."""
+        self._headway_reload(read_staged(path, [TensorSpan(*span) for span in spans]))
+
+    def headway_load_aside(self, path: str, spans: list[list[Any]]) -> None:
+        """Begin to load a staged file beside what is served: see `headway_load_part`."""
+        self._headway_begin(read_staged(path, [TensorSpan(*span) for span in spans]))
+
+    def headway_load_part(self) -> tuple[list[tuple[str, list[int]]], int] | None:
+        """Load the next part of the version that was begun. Returns the names and shapes that came, and their bytes,
+        once it is whole. Raises HeadwayError, with what is served as it was."""
+        aside = self._headway_aside
+        assert aside is not None
+        with self._headway_plain(self.model_runner.get_model()):
+            aside.load_part()
+        return (aside.came, aside.bytes) if aside.whole else None
 
     def headway_load_checkpoint(self) -> None:
         """Load the weights that the engine was started with."""
@@ -111,15 +124,19 @@ class HeadwayWorker(StreamWatch):
         """Let KV go that is held for other engines."""
         release_kv(request_ids)
 
-    def _headway_load_aside(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load tensors beside what is served. Raises as `_headway_reload`."""
+    def _headway_received(self, update: bytes) -> Iterator[tuple[str, Tensor]]:
+        if self._headway_receiver is None:
+            self._headway_receiver = make_receiver(str(self.device))
+        return self._headway_receiver.receive(msgspec.json.decode(update, type=WeightUpdate))
+
+    def _headway_begin(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         assert self._headway_kept is not None
         model = self.model_runner.get_model()
-        plain = without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext()
-        with plain, self._headway_kept.loading(model):
-            proof = self._headway_proof(model)
-            load_tensors(model, proof.watch(tensors))
-            proof.check()
+        with self._headway_plain(model):
+            self._headway_aside = VersionAside(model, self._headway_kept, self._headway_proof(model), tensors)
+
+    def _headway_plain(self, model: nn.Module) -> AbstractContextManager[None]:
+        return without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext()
 
     def _headway_proof(self, model: nn.Module) -> LoadedProof:
         return LoadedProof(model, self.rank % self.vllm_config.parallel_config.tensor_parallel_size)
@@ -127,7 +144,7 @@ class HeadwayWorker(StreamWatch):
     def _headway_reload(self, tensors: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Load tensors, or the checkpoint. Raises HeadwayError where this rank does not hold its part afterwards."""
         model = self.model_runner.get_model()
-        with without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext():
+        with self._headway_plain(model):
             if tensors is None:
                 reload_weights(self.model_runner, self.model_config)
                 self.headway_pack(model)

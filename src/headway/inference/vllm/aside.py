@@ -1,0 +1,50 @@
+"""A version on its way into a worker, beside the weights that it serves.
+
+It comes in parts. A worker computes nothing else while a part is loaded, so its tokens wait for one part at most.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from headway.inference.vllm.internals import load_tensors
+from headway.inference.vllm.kept import KeptWeights
+from headway.inference.vllm.loaded import LoadedProof
+
+PART_BYTES = 1 << 30
+"""A part ends with the tensor that reaches them: a few milliseconds of a GPU's memory."""
+
+
+class VersionAside:
+    """Loads `tensors` into the copies of `kept`. `came` are the names and shapes of those that did."""
+
+    def __init__(
+        self, model: nn.Module, kept: KeptWeights, proof: LoadedProof, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self._model, self._kept, self._proof = model, kept, proof
+        self._tensors = proof.watch(tensors)
+        self.came: list[tuple[str, list[int]]] = []
+        self.bytes = 0
+        self.whole = False
+
+    def load_part(self) -> None:
+        """Load the next part. Raises HeadwayError where the version is not whole in the end, not what was announced, or
+        not what this rank holds; what is served stays."""
+        if self.whole:
+            return
+        with self._kept.loading(self._model):
+            ended: list[bool] = []
+            load_tensors(self._model, self._part(ended))
+            if ended:
+                self._proof.check()
+                self.whole = True
+
+    def _part(self, ended: list[bool]) -> Iterator[tuple[str, Tensor]]:
+        until = self.bytes + PART_BYTES
+        for name, tensor in self._tensors:
+            self.came.append((name, list(tensor.shape)))
+            self.bytes += tensor.nbytes
+            yield name, tensor
+            if self.bytes >= until:
+                return
+        ended.append(True)
