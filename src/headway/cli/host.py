@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     from headway.config.host import HostSettings
     from headway.config.loader import load_settings
     from headway.launch.host import run_host
-    from headway.monitor.dry_run import with_pinned_commits, write_dry_run
+    from headway.monitor.dry_run import with_absolute_paths, with_pinned_commits, write_dry_run
     from headway.monitor.runs import create_run, discard_run, open_run
 
     options, argv = OptionParser("host", resume=Path, trainer=Path).parse_known_args(argv)
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     settings = with_pinned_commits(resolved.settings)
     paths = open_run(options.resume) if options.resume else create_run(settings.run, "host")
     try:
-        run_host(settings, paths)
+        run_host(with_absolute_paths(settings, paths, pin=False), paths)
     except UsageError:
         if not options.resume:
             discard_run(paths)

@@ -41,7 +41,7 @@ Examples:
 def run(argv: list[str]) -> int:
     from headway.config.loader import load_settings, write_settings
     from headway.config.sft import SftSettings
-    from headway.launch.tenant import check_tenant, find_tenancy
+    from headway.launch.tenant import check_tenant, find_tenancy, reach_host
     from headway.monitor.dry_run import with_absolute_paths, with_pinned_commits, write_dry_run
     from headway.monitor.runs import create_run, join_run, open_run
     from headway.trainer.parallel.group import in_group, rank_in_group
@@ -60,11 +60,14 @@ def run(argv: list[str]) -> int:
         print(*write_dry_run(settings, "sft"), sep="\n")
         return 0
     tenancy = None if in_group() else find_tenancy(options.host, options.tenant, options.resume, settings.run)
+    if tenancy is not None:
+        reach_host(tenancy)
     settings = with_pinned_commits(settings)
     paths = join_run(settings.run, "sft") if options.resume or in_group() else create_run(settings.run, "sft")
     if rank_in_group() == 0:
         write_settings(with_absolute_paths(settings, paths), paths.config / "sft.toml")
     if tenancy is not None:
+        settings = with_absolute_paths(settings, paths, pin=False)
         return _run_at_host(settings, paths, tenancy, new=options.resume is None)
     if (code := run_ranks("sft", argv, settings, paths)) is not None:
         return code
@@ -83,14 +86,13 @@ def run(argv: list[str]) -> int:
 
 def _run_at_host(settings: "SftSettings", paths: "RunPaths", tenancy: "Tenancy", *, new: bool) -> int:
     """Be a tenant until the last step, or until asked to stop."""
-    from headway.launch.tenant import forget_join_token, join_from, leave_host
+    from headway.launch.tenant import join_from, leave_host
     from headway.monitor.attempts import recorded_attempt
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import discard_run
     from headway.trainer.tenants.sft import sft_at_host
 
     setup_logging("trainer", paths, json=settings.log.json_lines, level=settings.log.level)
-    forget_join_token()
     try:
         join_from(settings, paths, tenancy)
     except UsageError:

@@ -48,20 +48,22 @@ def check_tenant(settings: TrainSettings) -> None:
 def at_host(settings: RlSettings, tenancy: Tenancy) -> RlSettings:
     """Give a run the host's engines. Raises UsageError where it could not be trained there."""
     check_tenant(settings)
-    forget_join_token()
-    with closing(HostClient(tenancy.url, tenancy.join_token)) as client:
-        engines = sorted(_wait_for(client).values())
+    engines = sorted(reach_host(tenancy).values())
     return settings.model_copy(update={"orchestrator": settings.orchestrator.model_copy(update={"engines": engines})})
 
 
-def forget_join_token() -> None:
-    """Give this process and its children the run's own token, not that for joining, from here on."""
+def reach_host(tenancy: Tenancy) -> dict[str, str]:
+    """Wait for a host that may have been started just now. Returns its engines. Raises UsageError where it refuses.
+
+    From here on this process and its children have the run's own token, not that for joining.
+    """
     for variable in (TOKEN, TOKEN_FILE):
         os.environ.pop(variable, None)
+    with closing(HostClient(tenancy.url, tenancy.join_token)) as client:
+        return _wait_for(client)
 
 
 def _wait_for(client: HostClient) -> dict[str, str]:
-    """Ask for the engines of a host that may have been started just now. Raises UsageError where it refuses."""
     deadline = time.monotonic() + WAIT_SECONDS
     try:
         return patiently(client.engines, lambda: time.monotonic() > deadline)
