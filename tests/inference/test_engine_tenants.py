@@ -3,16 +3,20 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
+from aiohttp import web
 from engine_serving import EmbeddedServer
-from tenants_common import adapter, ask, client, grant
+from tenants_common import AT_HOST, adapter, ask, client, grant
 
 from headway.core.protocol import GenerateChunk
 from headway.inference.tenants.grants import MOST_TENANTS
 from headway.orchestrator.fleet.engine import has_weights
+from headway.transport.http_thread import HttpThread
 from headway.transport.inference import EngineError
 
 PROMPT = list(range(5, 45))
@@ -153,6 +157,15 @@ def test_without_a_tenants_token_only_health_answers(shared: EmbeddedServer, tok
             ("POST", "/adapters", {"version": 9, "fingerprint": "a", "transport": {"type": "filesystem"}, **fields})
             for fields in ({"adapter": "ben"}, {"adapter": "policy", "mode": "wait"})
         ),
+        *(
+            ("POST", "/adapters", {"version": 9, "fingerprint": "a", "adapter": "policy", "transport": transport})
+            for transport in (
+                {"type": "filesystem", "path": "/"},
+                {"type": "http", "urls": ["http://127.0.0.1:9"]},
+                {"type": "shared_memory", "name": "a"},
+                {"type": "os"},
+            )
+        ),
     ],
 )
 def test_what_is_the_hosts_or_anothers_is_forbidden(shared: EmbeddedServer, method: str, route: str, body: Any) -> None:
@@ -160,6 +173,30 @@ def test_what_is_the_hosts_or_anothers_is_forbidden(shared: EmbeddedServer, meth
     assert status == 403 and reply["error"]["message"]
     assert shared.service.models() == {"policy": shared.service.weights().version, "anna": 3, "ben": 7}
     assert not shared.service.state().paused and shared.context.grants.names == ["anna", "ben", "carl"]
+
+
+def test_engines_fetch_adapters_from_their_host_whatever_a_tenant_names(shared: EmbeddedServer, tmp_path: Path) -> None:
+    update = adapter(shared, tmp_path, 5, 50)
+    visited = list[str]()
+
+    async def note(request: web.Request) -> web.Response:
+        visited.append(request.path)
+        return web.Response(body=AT_HOST[50])
+
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", note)])
+    theirs = HttpThread(app, "127.0.0.1", 0, "theirs")
+    named = {"url": f"http://127.0.0.1:{theirs.port}", "token": "x", "tenant": "../ben", "path": "/"}
+    sent = msgspec.to_builtins(msgspec.structs.replace(update, transport=update.transport | named))
+    refused = {"version": 51}, {"fingerprint": "0" * 16}, {"transport": {"type": "host", "alpha": "1"}}
+    for wrong in refused:
+        assert send(shared, "POST", "/adapters", sent | wrong, "token of anna")[0] in (400, 409, 422, 500), wrong
+        assert shared.service.models()["anna"] == 3
+    status, reply = send(shared, "POST", "/adapters", sent, "token of anna")
+    assert (status, reply["version"], visited) == (200, 50, [])
+    again = msgspec.to_builtins(adapter(shared, tmp_path, 1, 3))
+    assert send(shared, "POST", "/adapters", again, "token of anna")[0] == 200
+    theirs.close()
 
 
 def test_a_tenant_aborts_its_own_requests_only(shared: EmbeddedServer) -> None:

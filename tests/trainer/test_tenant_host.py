@@ -2,12 +2,14 @@
 harm themselves."""
 
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -36,9 +38,10 @@ from headway.transport.control.tokens import write_token
 from headway.transport.http_client import AnswerError, HttpClient
 from headway.transport.http_thread import HttpThread
 from headway.transport.rollouts import BatchSender, RankBatch
-from headway.transport.tenants.client import HostClient, SessionOverError, TenantClient
+from headway.transport.tenants.client import HostClient, SessionOverError, TenantClient, leave
 from headway.transport.tenants.service import HostService
 from headway.transport.tenants.tenancy import Tenancy
+from headway.transport.weights.announcements import latest
 
 ADMIN, JOIN = "admin-token-of-a-host", "join-token-of-a-host"
 STEPS = range(1, 7)
@@ -150,8 +153,16 @@ def when(condition: Callable[[], bool], act: Callable[[], None]) -> threading.Th
 def test_a_killed_host_and_a_killed_trainer_change_nothing(
     host: LiveHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, paths = own_settings("anna"), make_run(tmp_path, "anna")
+    settings, paths = own_settings("anna"), make_run(tmp_path / "elsewhere", "anna")
     expected, metrics = alone(settings, batches_of("anna", STEPS))
+    sent, request = list[bytes](), HttpClient._try
+
+    def note(self: HttpClient, method: str, route: str, body: bytes | None, headers: dict[str, str]) -> Any:
+        status, answer = request(self, method, route, body, headers)
+        sent.append(f"{route} {headers} ".encode() + (body or b"") + answer)
+        return status, answer
+
+    monkeypatch.setattr(HttpClient, "_try", note)
     tenancy = Tenancy(host.url, "anna", JOIN)
     record = Recorder.record
 
@@ -175,6 +186,11 @@ def test_a_killed_host_and_a_killed_trainer_change_nothing(
     assert same(exported(paths), expected)
     lines = list(read_metrics(paths.metrics / "trainer.jsonl"))
     assert [line["step"] for line in lines] == list(STEPS)
+    # Neither names a path of its own: they may be on two machines.
+    assert not any(str(tmp_path).encode() in data for data in sent) and len(sent) > 20
+    announced = latest(paths)
+    assert announced is not None and announced.transport == {"type": "host", "alpha": settings.model.lora.alpha}  # type: ignore[union-attr]
+    assert not paths.version(announced.version).exists()
     assert [line["loss"] for line in lines] == [pytest.approx(line["loss"], abs=0) for line in metrics]
 
 
@@ -233,6 +249,12 @@ def test_tokens_open_their_own_doors_only(host: LiveHost) -> None:
         host.join("ben", own_settings("ben"), token="the-token-of-anna")
     with pytest.raises(AnswerError, match="join token"):
         HttpClient(host.url, "wrong").request("POST", "/v1/tenants/eve/join", b"")
+    # A name that is a word of routes opens no other doors.
+    host.join("join", own_settings("dan"), token="the-token-of-join")
+    for method in ("GET", "DELETE"):
+        with pytest.raises(AnswerError, match="token of this tenant"):
+            HttpClient(host.url, JOIN).request(method, "/v1/tenants/join")
+    assert host.tenant("join").state == "waiting"
     for name in ("..", "Ben", "a" * 41, "a%2Fb"):
         with pytest.raises(AnswerError):
             HttpClient(host.url, JOIN).request("POST", f"/v1/tenants/{name}/join", b"")
@@ -244,6 +266,8 @@ def test_tokens_open_their_own_doors_only(host: LiveHost) -> None:
         ({"model__path": "tiny-llama"}, "model.path must be that of the trainer"),
         ({"model__lora__rank": 65}, "rank must be at most 64"),
         ({"seq_len": 65}, "seq_len must be at most 64"),
+        ({"model__lora__targets": ["q_proj", "experts"]}, 'targets must not have "experts"'),
+        ({"model__lora__dropout": 0.1}, "dropout must be 0"),
         ({"trainer__optim__type": "custom", "trainer__optim__path": "evil.py:Evil"}, "does not run at a host"),
     ],
 )
@@ -274,6 +298,42 @@ def test_a_full_host_refuses_and_keeps_who_is_there(tmp_path: Path) -> None:
                 "anna", TenantJoin(requested_settings(own_settings("anna")), "token-of-anna-and-more", {"x": b""})
             )
         assert client.beat().step == 0
+    finally:
+        host.kill()
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(host: LiveHost) -> None:
+    host.join("ben", own_settings("ben"))
+    address = urlsplit(host.url)
+    head = "POST /v1/tenants/{}/{} HTTP/1.1\r\nHost: host\r\nAuthorization: Bearer {}\r\nContent-Length: {}\r\n\r\n"
+    joined = host.join("dan", own_settings("dan"))
+    for name, route, token in (
+        ("dan", f"batches?session={joined._session}", "token-of-dan-and-more"),
+        ("eve", "join", JOIN),
+    ):
+        with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+            connection.sendall(head.format(name, route, token, (1 << 20) + 1).encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+    assert host.tenant("dan").refused == 1 and "request_mb" in host.tenant("dan").last_refusal
+
+
+def test_new_names_join_so_often_only_and_those_that_were_dropped_are_forgotten_in_the_end(tmp_path: Path) -> None:
+    host = LiveHost(tmp_path, tenants=2)
+    try:
+        for number in range(3):
+            host.join(f"old-{number}", own_settings("ben"))
+            host.now += 3601.0
+            while host.tenant(f"old-{number}").state != "dropped":
+                time.sleep(0.005)
+        host.join("anna", own_settings("anna"))
+        for number in range(16):
+            host.join(f"new-{number}", own_settings("ben"))
+            leave(host.url, f"new-{number}", f"token-of-new-{number}-and-more")
+        with pytest.raises(UsageError, match="20 joins within 60 s are too many"):
+            host.join("one-more", own_settings("ben"))
+        host.join("anna", own_settings("anna"))  # who is there comes back
+        assert [tenant.name for tenant in host.status().tenants] == ["anna", "old-1", "old-2"]
+        assert sorted(folder.name for folder in tmp_path.iterdir()) == ["anna", "old-1", "old-2"]
     finally:
         host.kill()
 

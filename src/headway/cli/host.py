@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     from headway.config.host import HostSettings
     from headway.config.loader import load_settings
     from headway.launch.host import run_host
-    from headway.monitor.dry_run import with_pinned_commits, write_dry_run
+    from headway.monitor.dry_run import with_absolute_paths, with_pinned_commits, write_dry_run
     from headway.monitor.runs import create_run, discard_run, open_run
 
     options, argv = OptionParser("host", resume=Path, trainer=Path).parse_known_args(argv)
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     settings = with_pinned_commits(resolved.settings)
     paths = open_run(options.resume) if options.resume else create_run(settings.run, "host")
     try:
-        run_host(settings, paths)
+        run_host(with_absolute_paths(settings, paths, pin=False), paths)
     except UsageError:
         if not options.resume:
             discard_run(paths)
@@ -114,13 +114,17 @@ def _lines(status: "HostStatus") -> list[str]:
     if status.tenants:
         lines.append(
             f"{'tenant':<20} {'state':<9} {'step':>6} {'weight':>6} {'share':>6} {'tokens':>10} "
-            f"{'seconds':>8} {'queued':>7} refused"
+            f"{'sampled':>10} {'seconds':>8} {'queued':>7} {status.currency and 'cost':>8} refused"
         )
     for t in status.tenants:
         lines.append(
-            f"{t.name:<20} {t.state:<9} {t.step:>6} {t.weight:>6.3g} {t.share:>6.0%} {t.tokens:>10} {t.seconds:>8.1f} "
-            f"{t.queue_seconds:>7.1f} {t.refused}{f' ({t.last_refusal})' if t.last_refusal else ''}"
+            f"{t.name:<20} {t.state:<9} {t.step:>6} {t.weight:>6.3g} {t.share:>6.0%} {t.tokens:>10} "
+            f"{t.sampled_tokens:>10} {t.seconds:>8.1f} {t.queue_seconds:>7.1f} "
+            f"{f'{t.cost:.4f}' if status.currency else '':>8} {t.refused}"
+            f"{f' ({t.last_refusal})' if t.last_refusal else ''}"
         )
+    if status.currency:
+        lines.append(f"cost is that of the trainer's seconds, in {status.currency}")
     if status.refused:
         lines.append(f"{status.refused} requests of nobody known were refused")
     return lines

@@ -53,14 +53,16 @@ def run(argv: list[str]) -> int:
     from headway.config.rl import RlSettings
     from headway.launch.checks import check_locks, check_parts, check_start
     from headway.launch.hosts import with_network_transports
-    from headway.launch.tenant import at_host, check_tenant
+    from headway.launch.tenant import at_host, check_tenant, find_tenancy
     from headway.monitor.dry_run import with_pinned_commits, write_dry_run
     from headway.monitor.runs import open_run
     from headway.orchestrator.environment_record import accept_changed
 
     options, argv = _parse(argv)
     resolved = load_settings(RlSettings, argv)
-    tenancy = None if resolved.dry_run else _tenancy(options, resolved.settings)
+    tenancy = None
+    if not resolved.dry_run:
+        tenancy = find_tenancy(options.host, options.tenant, options.resume, resolved.settings.run)
     if tenancy is not None:
         resolved = replace(resolved, settings=at_host(resolved.settings, tenancy))
     elif options.host:
@@ -86,19 +88,6 @@ def run(argv: list[str]) -> int:
     if not resolved.dry_run:  # before the run's folder is made: a model that is not there leaves nothing behind
         resolved = replace(resolved, settings=with_pinned_commits(resolved.settings))
     return _start(resolved, options, tenancy)
-
-
-def _tenancy(options: Namespace, settings: "RlSettings") -> "Tenancy | None":
-    """Return the run's place at a host: of --host, or of the run that is resumed; None where it trains by itself."""
-    from headway.launch.tenant import find_tenancy
-    from headway.monitor.runs import open_run
-    from headway.transport.tenants.tenancy import read_tenancy
-
-    if options.host:
-        return find_tenancy(options.host, options.tenant, options.resume, settings)
-    if options.tenant:
-        raise UsageError("--tenant is a name at a host; give --host, too")
-    return read_tenancy(open_run(options.resume)) if options.resume else None
 
 
 def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:

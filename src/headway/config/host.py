@@ -5,6 +5,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from headway.config.base import Settings, broken_rule
+from headway.config.cost import CostSettings
 from headway.config.inference import ServeSettings
 from headway.config.trainer import TrainSettings
 from headway.core.tenants import NAME
@@ -52,3 +53,5 @@ class HostSettings(TrainSettings, ServeSettings):
 
     host: TenancySettings = TenancySettings()
     """The service that tenants join, and their bounds and shares."""
+    cost: CostSettings = CostSettings()
+    """Prices, by which the trainer's time is divided among tenants."""

@@ -197,9 +197,9 @@ class WeightProbe(msgspec.Struct, frozen=True, omit_defaults=True):
 class WeightUpdate(msgspec.Struct, omit_defaults=True):
     """The body of POST /weights and the trainer's announcement of a version.
 
-    `transport` has a `type` ("filesystem", "point_to_point", "http", "shared_memory") and what that one needs to fetch
-    the tensors. `adapter` names the LoRA adapter that is updated; None updates the base weights. An engine that
-    can't reproduce `probe` with what it received refuses the version.
+    `transport` has a `type` ("filesystem", "point_to_point", "http", "shared_memory", or "host" for a tenant's adapter)
+    and what that one needs to fetch the tensors. `adapter` names the LoRA adapter that is updated; None updates the
+    base weights. An engine that can't reproduce `probe` with what it received refuses the version.
     """
 
     version: int

@@ -62,7 +62,7 @@ class StepOutcome(msgspec.Struct, frozen=True):
 
 
 class TenantStatus(msgspec.Struct):
-    """A tenant at a glance, with its costs since the host started: tokens, and seconds of the trainer."""
+    """A tenant at a glance, with its costs since the host's trainer started: tokens, and seconds of the trainer."""
 
     name: str
     state: str
@@ -80,6 +80,10 @@ class TenantStatus(msgspec.Struct):
     refused: int = 0
     last_refusal: str = ""
     silent_seconds: float = 0.0
+    sampled_tokens: int = 0
+    """Tokens that the engines sampled for it, since each of them started."""
+    cost: float = 0.0
+    """Price of its seconds of the trainer, 0 where the host knows no prices."""
 
 
 class HostStatus(msgspec.Struct):
@@ -92,6 +96,8 @@ class HostStatus(msgspec.Struct):
     tenants: list[TenantStatus]
     refused: int = 0
     """Requests that were refused and of no tenant here."""
+    currency: str = ""
+    """Name of the money that costs are in; empty where the host knows no prices."""
 
 
 class TenantUse(msgspec.Struct, frozen=True):

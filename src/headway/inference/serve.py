@@ -21,6 +21,7 @@ from headway.inference.engine import Engine, UpdateError
 from headway.inference.server import ServerContext, build_app
 from headway.inference.server.connections import OpenConnections
 from headway.inference.tenants.grants import Grants
+from headway.inference.tenants.view import HostAddress
 from headway.models.tiny import resolve_model
 from headway.monitor.logs import SUPERVISED
 from headway.rendering.load import load_renderer
@@ -29,6 +30,7 @@ from headway.transport.control.client import ControlClient, JoinedControl
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import find_token
 from headway.transport.http_client import check_trusted
+from headway.transport.tenants.tenancy import ADDRESS_FILE
 from headway.transport.tls import scheme, server_context
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ async def serve(
         role=settings.inference.role,
         max_waiting=settings.inference.max_waiting,
         grants=Grants(closed=settings.inference.tenants),
+        host=None if run is None else host_of(run, token),
     )
     app = build_app(context, settings.inference.host)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
@@ -153,6 +156,15 @@ def check_role(settings: ServeSettings, token: str | None) -> None:
         from headway.inference.vllm.transfers import check_transfers
 
         check_transfers(settings)
+
+
+def host_of(run: RunPaths, token: str | None) -> HostAddress | None:
+    """Find the host whose engine this is; None where `run` is an ordinary run."""
+    try:
+        url = (run.control / ADDRESS_FILE).read_text().strip()
+    except FileNotFoundError:
+        return None
+    return HostAddress(url, token or "")
 
 
 @asynccontextmanager

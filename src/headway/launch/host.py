@@ -70,6 +70,8 @@ def host_specs(paths: RunPaths, placement: Placement, engines: Sequence[str]) ->
 def _write_settings(settings: HostSettings, paths: RunPaths) -> None:
     write_settings(settings, paths.config / "host.toml")
     serve = {field: getattr(settings, field) for field in ServeSettings.model_fields}
+    # Closed from the start: before the first tenant there is nobody to serve either.
+    serve["inference"] = settings.inference.model_copy(update={"tenants": True})
     write_settings(ServeSettings.model_validate(serve), paths.config / "inference.toml")
 
 

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from headway.config.rl import RlSettings
+from headway.config.shared import RunSettings
 from headway.config.trainer import TrainSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
@@ -22,17 +23,22 @@ WAIT_SECONDS = 120.0
 """Time that a run waits for a host which does not answer yet."""
 
 
-def find_tenancy(host: str, name: str | None, resume: Path | None, settings: RlSettings) -> Tenancy:
-    """Return the place of a run at a host. Raises UsageError where it has no name, or the host no token."""
+def find_tenancy(host: str | None, name: str | None, resume: Path | None, settings: RunSettings) -> Tenancy | None:
+    """Return the place of a run at a host, by --host and --tenant or as the run that is resumed has it; None where it
+    trains by itself. Raises UsageError where it has no name, or the host no token."""
+    if host is None:
+        if name is not None:
+            raise UsageError("--tenant is a name at a host; give --host, too")
+        return read_tenancy(open_run(resume)) if resume else None
     url, token = find_host(host)
     before = read_tenancy(open_run(resume)) if resume else None
-    run = resume.resolve().name if resume else settings.run.name
+    run = resume.resolve().name if resume else settings.name
     if name is None and before is None and run is None:
         raise UsageError("a tenant has a name: give the run one with --run.name, or the tenant with --tenant")
     return Tenancy(url, tenant_name(name or (before.name if before else run or "")), token)
 
 
-def check_tenant(settings: RlSettings) -> None:
+def check_tenant(settings: TrainSettings) -> None:
     """Raise UsageError where a run could not be trained at any host."""
     from headway.trainer.tenants.requested import requested_settings
 
@@ -42,16 +48,22 @@ def check_tenant(settings: RlSettings) -> None:
 def at_host(settings: RlSettings, tenancy: Tenancy) -> RlSettings:
     """Give a run the host's engines. Raises UsageError where it could not be trained there."""
     check_tenant(settings)
-    # From here on this process and its children have the run's own token, not that for joining.
-    for variable in (TOKEN, TOKEN_FILE):
-        os.environ.pop(variable, None)
-    with closing(HostClient(tenancy.url, tenancy.join_token)) as client:
-        engines = sorted(_wait_for(client).values())
+    engines = sorted(reach_host(tenancy).values())
     return settings.model_copy(update={"orchestrator": settings.orchestrator.model_copy(update={"engines": engines})})
 
 
+def reach_host(tenancy: Tenancy) -> dict[str, str]:
+    """Wait for a host that may have been started just now. Returns its engines. Raises UsageError where it refuses.
+
+    From here on this process and its children have the run's own token, not that for joining.
+    """
+    for variable in (TOKEN, TOKEN_FILE):
+        os.environ.pop(variable, None)
+    with closing(HostClient(tenancy.url, tenancy.join_token)) as client:
+        return _wait_for(client)
+
+
 def _wait_for(client: HostClient) -> dict[str, str]:
-    """Ask for the engines of a host that may have been started just now. Raises UsageError where it refuses."""
     deadline = time.monotonic() + WAIT_SECONDS
     try:
         return patiently(client.engines, lambda: time.monotonic() > deadline)

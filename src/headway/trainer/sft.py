@@ -41,8 +41,7 @@ def sft(settings: SftSettings, paths: RunPaths) -> Path:
     with joined(settings) as ranks, StopRequest(FolderControl(paths)) as stop, ExitStack() as stack:
         rows = shared_rows(settings, paths, ranks, settings.data.path, "train")
         validation = load_validation(settings, paths, ranks)
-        log_interval = max(1, settings.max_steps // LOGGED_STEPS)
-        loop = TrainingLoop(settings, paths, ranks, stack, log_interval)
+        loop = TrainingLoop(settings, paths, ranks, stack, log_interval(settings))
         feed = RowFeed(settings, rows, ranks, stop, first_step=loop.state.step + 1)
         advance = stack.enter_context(progress_bar("fine-tuning", settings.max_steps))
         advance(loop.state.step)
@@ -59,6 +58,10 @@ def sft(settings: SftSettings, paths: RunPaths) -> Path:
         folder = loop.export()
         loop.checkpoints.wait()
         return folder
+
+
+def log_interval(settings: SftSettings) -> int:
+    return max(1, settings.max_steps // LOGGED_STEPS)
 
 
 class RowFeed:

@@ -92,7 +92,7 @@ def test_tenants_share_it_with_fewer_adapters_on_the_device_than_tenants(vllm: H
         with pytest.raises(LoadingError, match="anna has no adapter here yet"):
             await tenants[0].generate(GenerateRequest(TOKENS))
         for number, tenant in enumerate(tenants, 1):
-            await tenant.update(adapter(tmp_path / tenant.name, "policy", number))
+            await vllm.engine.update(adapter(tmp_path / tenant.name, tenant.name, number))
             assert tenant.models() == tenant.state().adapters == {"policy": number}
         sampling = SamplingParams(max_tokens=10, ignore_eos=True)
         for number in range(2):

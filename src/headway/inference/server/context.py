@@ -13,7 +13,7 @@ from headway.inference.server.conversations import Conversations
 from headway.inference.server.tokenizing import Tokenizing
 from headway.inference.tenants.admission import Admission
 from headway.inference.tenants.grants import Grants, tenant_secret
-from headway.inference.tenants.view import TenantEngine
+from headway.inference.tenants.view import HostAddress, TenantEngine
 from headway.rendering.base import Renderer
 
 
@@ -47,6 +47,8 @@ class ServerContext:
     grants: Grants = field(default_factory=Grants)
     admission: Admission | None = None
     """Where requests of tenants wait; made for the first."""
+    host: HostAddress | None = None
+    """Where adapters of tenants come from; None where whoever has the token loads them."""
     views: dict[str, "TenantView"] = field(default_factory=dict)
     """The server as its tenants see it, of those who were here."""
 
@@ -104,7 +106,7 @@ class TenantView(ServerContext):
     def of(cls, context: ServerContext, name: str, admission: Admission) -> "TenantView":
         assert context.token is not None
         secret = tenant_secret(context.token, name)
-        tenant = TenantEngine(context.engine, name, secret, admission)
+        tenant = TenantEngine(context.engine, name, secret, admission, context.host)
         view = cls(
             context.renderer,
             name,

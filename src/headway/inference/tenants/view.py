@@ -2,6 +2,8 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from math import isfinite
 
 from msgspec.structs import replace
 
@@ -13,6 +15,14 @@ from headway.inference.tenants.admission import Admission
 from headway.inference.tenants.shares import Turn
 
 
+@dataclass(frozen=True, slots=True)
+class HostAddress:
+    """The host that an engine belongs to: adapters of tenants come from there."""
+
+    url: str
+    token: str
+
+
 class TenantEngine:
     """Implements `inference.engine.Engine` for tenant `name`, over the engine that all share.
 
@@ -20,8 +30,10 @@ class TenantEngine:
     nobody else can name any of them. `share` is the tenant's part of the engine.
     """
 
-    def __init__(self, engine: Engine, name: str, secret: str, admission: Admission) -> None:
-        self._engine, self.name = engine, name
+    def __init__(
+        self, engine: Engine, name: str, secret: str, admission: Admission, host: HostAddress | None = None
+    ) -> None:
+        self._engine, self.name, self._host = engine, name, host
         self._secret = secret
         self._admission = admission
         self._in_flight: dict[str, Turn] = {}
@@ -124,7 +136,29 @@ class TenantEngine:
             raise RequestError('mode "wait" would hold up other tenants; use "keep" or "abort"', "mode", 403)
         if update.mode == "abort":
             self.abort_all()
-        return await self._engine.update(replace(update, adapter=self.name, mode="keep"))
+        return await self._engine.update(
+            replace(update, adapter=self.name, mode="keep", transport=self._from_host(update))
+        )
+
+    def _from_host(self, update: WeightUpdate) -> dict[str, object]:
+        """Fetch from the host, whatever else a tenant names: an engine reads no file and no address of its choice."""
+        if update.transport.get("type") != "host" or self._host is None:
+            raise RequestError(
+                f'engines fetch the adapter of tenant {self.name} from their host only; transport.type is "host" for '
+                "tenants of one, and elsewhere whoever has the server's token loads adapters",
+                "transport.type",
+                403,
+            )
+        alpha = update.transport.get("alpha")
+        if not isinstance(alpha, int | float) or not isfinite(alpha):
+            raise RequestError("transport.alpha must be a number", "transport.alpha")
+        return {
+            "type": "host",
+            "url": self._host.url,
+            "token": self._host.token,
+            "tenant": self.name,
+            "alpha": float(alpha),
+        }
 
     async def missing_blocks(self, request: GenerateRequest) -> list[bytes]:
         return await self._engine.missing_blocks(self._inner(request))

@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_settings(paths: RunPaths) -> dict[str, Any]:
     """Read the resolved settings of the run's command, or of the first process that wrote any."""
-    for name in ("rl", "sft", "train", "trainer", "orchestrate", "orchestrator"):
+    for name in ("rl", "sft", "host", "train", "trainer", "orchestrate", "orchestrator"):
         try:
             return tomllib.loads((paths.config / f"{name}.toml").read_text("utf-8"))
         except (OSError, ValueError):

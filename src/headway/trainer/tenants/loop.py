@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from safetensors.torch import save
 
 from headway.config.host import HostSettings
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.05
 _KEPT_OUTCOMES = 2
 _JOINS, _JOIN_SECONDS = 20, 60.0
-"""A tenant joins so often in this time, at most: each time costs all some of the trainer's."""
+"""A tenant joins so often in this time, at most, and so do new names together: each time costs all some of the
+trainer's."""
 _LOG_SECONDS = 1.0
 Result = TypeVar("Result")
 
@@ -55,6 +57,7 @@ class Account:
     """The step of the checkpoint on disk, as far as this process knows it."""
     outcomes: dict[int, StepOutcome] = field(default_factory=dict)
     adapters: dict[int, bytes] = field(default_factory=dict)
+    evaluations: dict[int, StepOutcome] = field(default_factory=dict)
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -88,8 +91,11 @@ class TenantLoop:
         self._trainer = TenantTrainer(settings, limits=limits)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._accounts: dict[str, Account] = {}
+        self._newcomers: deque[float] = deque(maxlen=_JOINS)
         self._strangers, self._log_at = 0, 0.0
         self.passes, self.busy_seconds = 0, 0.0
+        self.sampled: Callable[[], dict[str, int]] = dict
+        """Tells how many tokens the engines have sampled for each tenant."""
         for record, place in known_tenants(folder):
             self._take_up(Account(record, place, seen=clock()))
 
@@ -136,11 +142,17 @@ class TenantLoop:
     def join(self, name: str, request: TenantJoin) -> Future[TenantJoined]:
         return self._do(lambda: self._join(name, request))
 
-    def submit(self, name: str, batch: RankBatch) -> Future[None]:
-        return self._do(lambda: self._submit(name, batch))
+    def submit(self, name: str, batch: RankBatch, *, evaluation: bool = False) -> Future[None]:
+        return self._do(lambda: self._submit(name, batch, evaluation))
 
     def outcome(self, name: str, step: int) -> StepOutcome | None:
         return self._account(name).outcomes.get(step)
+
+    def evaluation(self, name: str, step: int) -> StepOutcome | None:
+        account, tenant = self._account(name), self._trainer.tenants.get(name)
+        if tenant is not None and tenant.stopped is not None:
+            return StepOutcome(step, {}, tenant.stopped)
+        return account.evaluations.get(step)
 
     def adapter(self, name: str, step: int) -> bytes | None:
         return self._account(name).adapters.get(step)
@@ -181,7 +193,14 @@ class TenantLoop:
             self.busy_seconds,
             [self._status(account, total) for account in accounts],
             self._strangers,
+            self._settings.cost.currency if self._hour() else "",
         )
+
+    def _hour(self) -> float:
+        """Return the price of an hour of the trainer."""
+        prices = self._settings.cost
+        on_gpu = self._trainer.device.type == "cuda"
+        return prices.gpu_hour if on_gpu else prices.core_hour * torch.get_num_threads()
 
     def _do(self, work: Callable[[], Result]) -> Future[Result]:
         """Let the training thread do something between two passes."""
@@ -212,8 +231,9 @@ class TenantLoop:
         before = self._accounts.get(name)
         if before is not None and before.record.token_sha256 != token_hash(request.token):
             raise RefusedRequestError("another run has this name; choose another with --tenant")
-        if before is not None:
-            _check_haste(before)
+        joined = self._newcomers if before is None else before.joined
+        _check_haste(joined)
+        joined.append(time.monotonic())
         record = TenantRecord(name, token_hash(request.token), request.settings)
         folder = TenantFolder(self._folder / name)
         sent = None if request.checkpoint is None else folder.receive(request.checkpoint)
@@ -222,10 +242,10 @@ class TenantLoop:
         folder.write(record)
         account = before or Account(record, folder)
         account.record, account.session, account.seen = record, secrets.token_hex(8), self._clock()
-        account.joined.append(time.monotonic())
         account.saved = None
         account.outcomes.clear()
-        account.adapters = {tenant.step: _adapter_bytes(tenant)}
+        account.evaluations.clear()
+        account.adapters = {tenant.step: self._adapter_bytes(tenant)}
         self._accounts[name] = account
         return TenantJoined(account.session, tenant.step, self._trainer.dtype, self._weight(name))
 
@@ -241,11 +261,13 @@ class TenantLoop:
         except HeadwayError as error:
             logger.warning('tenant "%s" is not taken up from disk: %s', account.record.name, error)
 
-    def _submit(self, name: str, batch: RankBatch) -> None:
+    def _submit(self, name: str, batch: RankBatch, evaluation: bool) -> None:
         account, tenant = self._account(name), self._trained(name)
-        if batch.step in account.outcomes or any(waiting.batch.step == batch.step for waiting in tenant.waiting):
+        known = set(account.evaluations if evaluation else account.outcomes)
+        known |= {waiting.batch.step for waiting in tenant.waiting if waiting.evaluation == evaluation}
+        if batch.step in known:
             return  # sent twice, since an answer was lost
-        self._trainer.submit(name, batch)
+        (self._trainer.evaluate if evaluation else self._trainer.submit)(name, batch)
 
     def _trained(self, name: str) -> Tenant:
         if name not in self._trainer.tenants:
@@ -287,7 +309,16 @@ class TenantLoop:
                 account.record = TenantRecord(name, account.record.token_sha256, account.record.settings, dropped=True)
                 account.folder.write(account.record)
                 account.session = None
+                self._forget_dropped()
                 logger.warning('tenant "%s" said nothing for %.0f s and is dropped; it may join again', name, silent)
+
+    def _forget_dropped(self) -> None:
+        """Keep as many tenants that were dropped as there may be others; the rest has to join as new ones do."""
+        dropped = [account for account in self._accounts.values() if account.record.dropped]
+        dropped.sort(key=lambda account: account.seen)
+        for account in dropped[: -self._settings.host.tenants]:
+            del self._accounts[account.record.name]
+            account.folder.remove()
 
     def _collect_costs(self) -> None:
         """Add what the trainer counted to the accounts, which outlive a tenant's leaving and coming back."""
@@ -299,15 +330,21 @@ class TenantLoop:
 
     def _finish(self, report: TenantReport) -> None:
         account, tenant = self._accounts[report.tenant], self._trainer.tenants[report.tenant]
-        account.steps += 1
         account.tokens += int(report.metrics.get("tokens", 0))
+        if report.evaluation:
+            _keep(account.evaluations, report.step, StepOutcome(report.step, report.metrics))
+            return
+        account.steps += 1
         # A step that failed was not taken: its report is of the one before.
         step = report.step if "tokens" in report.metrics else report.step + 1
-        account.adapters[tenant.step] = _adapter_bytes(tenant)
-        account.outcomes[step] = StepOutcome(step, report.metrics, report.error)
-        for kept in (account.outcomes, account.adapters):
-            for old in sorted(kept)[:-_KEPT_OUTCOMES]:
-                del kept[old]
+        _keep(account.adapters, tenant.step, self._adapter_bytes(tenant))
+        _keep(account.outcomes, step, StepOutcome(step, report.metrics, report.error))
+
+    def _adapter_bytes(self, tenant: Tenant) -> bytes:
+        """Encode the adapter as engines load it: safetensors under PEFT's names, in the precision of computation."""
+        dtype: torch.dtype = getattr(torch, self._trainer.dtype)
+        tensors = tenant.adapter.peft_tensors()
+        return save({name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors})
 
     def _status(self, account: Account, total: float) -> TenantStatus:
         name = account.record.name
@@ -321,15 +358,19 @@ class TenantLoop:
         status.steps, status.tokens, status.seconds = account.steps, account.tokens, account.seconds
         status.queue_seconds, status.refused = account.queue_seconds, account.refused
         status.last_refusal, status.silent_seconds = account.last_refusal, silent
+        status.sampled_tokens = self.sampled().get(name, 0)
+        status.cost = account.seconds / 3600 * self._hour()
         return status
 
 
-def _check_haste(account: Account) -> None:
-    joined = account.joined
+def _keep(kept: dict[int, Result], step: int, value: Result) -> None:
+    """Add what belongs to a step, and remove what belongs to old ones."""
+    kept[step] = value
+    for old in sorted(kept)[:-_KEPT_OUTCOMES]:
+        del kept[old]
+
+
+def _check_haste(joined: deque[float]) -> None:
+    """Refuse to join too often. Refused attempts count: they cost time, too."""
     if len(joined) == _JOINS and time.monotonic() - joined[0] < _JOIN_SECONDS:
-        raise RefusedRequestError(f"joined {_JOINS} times within {_JOIN_SECONDS:.0f} s; wait a minute", BUSY)
-
-
-def _adapter_bytes(tenant: Tenant) -> bytes:
-    """Encode the adapter as engines load it: safetensors under PEFT's names."""
-    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tenant.adapter.peft_tensors()})
+        raise RefusedRequestError(f"{_JOINS} joins within {_JOIN_SECONDS:.0f} s are too many; wait a minute", BUSY)

@@ -20,7 +20,6 @@ def requested_settings(settings: TrainSettings) -> str:
         "placement.trainer_ranks": settings.placement.trainer_ranks > 1,
         "trainer.checkpoints.remote": trainer.checkpoints.remote is not None,
         "trainer.fake_data": trainer.fake_data is not None,
-        f"weights.type {settings.weights.type}": settings.weights.type not in ("filesystem", "shared_memory"),
         **{
             f"trainer.{key}.type custom": getattr(trainer, key).type == "custom"
             for key in ("optim", "schedule", "loss")

@@ -44,6 +44,7 @@ def serve_tenants(settings: HostSettings, paths: RunPaths) -> None:
         logger.warning("host.address %s can be reached by others, and nothing is encrypted: see tls", own.address)
     with ExitStack() as stack:
         grants = stack.enter_context(closing(GrantSender(paths, admin, loop.grants)))
+        loop.sampled = grants.sampled
         service = HostService(loop, admin, join, own.request_mb << 20, grants.send)
         tls = server_context(settings.tls, own.address)
         stack.enter_context(closing(HttpThread(service.app, own.address, own.port, "host", tls)))
@@ -73,6 +74,6 @@ def record(writer: MetricsWriter, status: HostStatus) -> None:
         "refused": float(status.refused),
     }
     for tenant in status.tenants:
-        for name in ("step", "share", "tokens", "seconds", "queue_seconds", "refused"):
+        for name in ("step", "share", "tokens", "sampled_tokens", "seconds", "queue_seconds", "cost", "refused"):
             values[f"tenant/{tenant.name}/{name}"] = float(getattr(tenant, name))
     writer.log(status.passes, values)

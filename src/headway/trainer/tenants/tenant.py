@@ -59,13 +59,16 @@ class TenantReport:
     metrics: dict[str, float]
     skipped: bool
     error: str | None = None
+    evaluation: bool = False
+    """True where nothing was trained: the metrics are those of `step` on a batch of its own."""
 
 
 @dataclass(slots=True)
 class WaitingBatch:
-    """A batch of which the first `done` micro-batches are trained, and their sums."""
+    """A batch of which the first `done` micro-batches are trained, and their sums. An `evaluation` trains nothing."""
 
     batch: RankBatch
+    evaluation: bool = False
     done: int = 0
     sums: StepSums = field(default_factory=StepSums)
     since: float = field(default_factory=time.perf_counter)
@@ -103,22 +106,28 @@ class Tenant:
         self.seconds = 0.0
         """Seconds of passes, each divided by tokens among the tenants in it."""
 
-    def add(self, batch: RankBatch, config: ModelConfig, pass_tokens: int, limits: TenantLimits) -> None:
+    def add(self, waiting: WaitingBatch, config: ModelConfig, pass_tokens: int, limits: TenantLimits) -> None:
         """Let a batch wait for its turn. Raises TenantError, and leaves all as it was, where something is wrong."""
         try:
-            self._check(batch, config, pass_tokens, limits)
+            self._check_turn(waiting, limits)
+            self._check(waiting.batch, config, pass_tokens, limits)
         except HeadwayError as error:
             self.refused += 1
-            raise TenantError(self.name, f"batch {batch.step} is refused: {error}") from error
-        self.waiting.append(WaitingBatch(batch))
+            raise TenantError(self.name, f"batch {waiting.batch.step} is refused: {error}") from error
+        self.waiting.append(waiting)
 
-    def _check(self, batch: RankBatch, config: ModelConfig, pass_tokens: int, limits: TenantLimits) -> None:
+    def _check_turn(self, waiting: WaitingBatch, limits: TenantLimits) -> None:
         if self.stopped is not None:
             raise HeadwayError(f"the tenant was stopped: {self.stopped}")
         if len(self.waiting) >= limits.waiting_batches:
             raise HeadwayError(f"{len(self.waiting)} batches are waiting already; send it when one of them is trained")
-        if batch.step != (wanted := self.step + len(self.waiting) + 1):
-            raise HeadwayError(f"the next batch is number {wanted}")
+        last = self.step + sum(not other.evaluation for other in self.waiting)
+        if waiting.evaluation and waiting.batch.step != last:
+            raise HeadwayError(f"the step that can be evaluated is {last}")
+        if not waiting.evaluation and waiting.batch.step != last + 1:
+            raise HeadwayError(f"the next batch is number {last + 1}")
+
+    def _check(self, batch: RankBatch, config: ModelConfig, pass_tokens: int, limits: TenantLimits) -> None:
         sizes = [sum(micro.lengths) for micro in batch.micro_batches]
         if sum(sizes) > limits.batch_tokens:
             raise HeadwayError(f"it has {sum(sizes)} tokens, and a batch may have {limits.batch_tokens}")
@@ -151,13 +160,24 @@ class Tenant:
     def restart_batch(self) -> None:
         """Forget what is trained of the first batch, so that it begins again."""
         if self.waiting:
-            self.waiting[0] = WaitingBatch(self.waiting[0].batch)
+            self.waiting[0] = WaitingBatch(self.waiting[0].batch, self.waiting[0].evaluation)
         self.optimizer.zero_grad()
 
     @property
     def complete(self) -> bool:
         """Tell if all micro-batches of the first batch are trained, so that the step can be taken."""
         return bool(self.waiting) and self.waiting[0].done == len(self.waiting[0].batch.micro_batches)
+
+    def begin_evaluation(self) -> Callable[[], TenantReport]:
+        """Add up what was evaluated; nothing of the tenant changes. The report is read back when the caller asks."""
+        sums = self.waiting.popleft().sums
+        scalars = AsyncScalars(sums.values)
+
+        def end() -> TenantReport:
+            metrics = summarize(scalars.numbers() | _counted(sums))
+            return TenantReport(self.name, self.step, metrics, skipped=False, evaluation=True)
+
+        return end
 
     def begin_step(self) -> Callable[[], TenantReport]:
         """Clip and update, or change nothing if something is not finite. The version advances either way, when the
@@ -180,8 +200,7 @@ class Tenant:
         self.bad_steps = self.bad_steps + 1 if skipped else 0
         if self.bad_steps >= trainer.max_bad_steps:
             self.stop(f"the loss or gradients of {self.bad_steps} steps in a row were not finite")
-        counted = {"tokens": sums.real_tokens, "packed_tokens": sums.packed_tokens, "flops": sums.flops}
-        metrics = summarize(here | counted) | {
+        metrics = summarize(here | _counted(sums)) | {
             "lr": trainer.optim.lr * rate,
             "skipped": float(skipped),
             "refused": float(self.refused),
@@ -193,6 +212,10 @@ class Tenant:
         self.stopped = reason
         self.waiting.clear()
         self.optimizer.zero_grad()
+
+
+def _counted(sums: StepSums) -> dict[str, float]:
+    return {"tokens": sums.real_tokens, "packed_tokens": sums.packed_tokens, "flops": sums.flops}
 
 
 def _check_finite(micro: MicroBatch) -> None:

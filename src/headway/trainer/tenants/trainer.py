@@ -64,6 +64,10 @@ class TenantTrainer:
         return MappingProxyType(self._tenants)
 
     @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
     def dtype(self) -> str:
         """The precision of computation, by torch's name."""
         return resolve_dtype(self._settings.model.dtype, self._device.type)
@@ -116,11 +120,19 @@ class TenantTrainer:
 
     def submit(self, name: str, batch: RankBatch) -> None:
         """Take the next batch of a tenant. Raises TenantError, with nothing changed but a count, if it is refused."""
+        self._add(name, WaitingBatch(batch))
+
+    def evaluate(self, name: str, batch: RankBatch) -> None:
+        """Take a batch of which the losses are wanted, after the tenant's step of its number, and no gradients. It
+        waits, has its share of passes, and may be refused, as those do that are trained."""
+        self._add(name, WaitingBatch(batch, evaluation=True))
+
+    def _add(self, name: str, waiting: WaitingBatch) -> None:
         tenant = self._get(name)
         if not tenant.waiting:  # who had nothing to train has saved up nothing
             busy = [other.served for other in self._tenants.values() if other.ready]
             tenant.served = max([tenant.served, *([min(busy)] if busy else [])])
-        tenant.add(batch, self._model.config, self._settings.seq_len, self._limits)
+        tenant.add(waiting, self._model.config, self._settings.seq_len, self._limits)
 
     def run_pass(self) -> list[TenantReport]:
         """Run one pass over micro-batches of all tenants, and take the steps of those whose batch is complete."""
@@ -132,7 +144,9 @@ class TenantTrainer:
         _note_waits(chosen, started)
         took_part = {tenant.name: tenant for tenant, _, _ in chosen}
         try:
-            reports = self._train([TenantBlock.make(*one, self._model.config, self._device) for one in chosen])
+            blocks = [TenantBlock.make(*one, self._model.config, self._device) for one in chosen]
+            reports = self._evaluate([block for block in blocks if block.batch.evaluation])
+            reports += self._train([block for block in blocks if not block.batch.evaluation])
         except Exception as error:
             return self._suspect(list(took_part.values()), error)
         begun = [_guarded_step(tenant) for tenant in took_part.values() if tenant.complete]
@@ -166,6 +180,8 @@ class TenantTrainer:
 
     def _train(self, blocks: Sequence[TenantBlock]) -> list[TenantReport]:
         """Compute the gradients of a pass, and add them up by tenant. Returns reports of tenants whose loss failed."""
+        if not blocks:
+            return []
         hidden_TD = self._model(join_tokens(blocks, self._device, apart=self._apart)).hidden_TD
         parts = torch.split(hidden_TD.detach(), [block.use.block.rows for block in blocks])
         grads, failed = list[Tensor](), list[TenantReport]()
@@ -183,6 +199,24 @@ class TenantTrainer:
             if block.tenant.stopped is None:
                 block.tenant.adapter.add_gradients(block.use)
                 block.batch.done += 1
+        return failed
+
+    @torch.no_grad()
+    def _evaluate(self, blocks: Sequence[TenantBlock]) -> list[TenantReport]:
+        """Compute the losses of a pass without gradients. Returns reports of tenants whose loss failed."""
+        if not blocks:
+            return []
+        hidden_TD = self._model(join_tokens(blocks, self._device, apart=self._apart)).hidden_TD
+        failed = list[TenantReport]()
+        for block, part_TD in zip(
+            blocks, torch.split(hidden_TD, [block.use.block.rows for block in blocks]), strict=True
+        ):
+            if block.tenant.stopped is None:
+                try:
+                    self._loss(block, part_TD)
+                    block.batch.done += 1
+                except Exception as error:
+                    failed.append(_stopped(block.tenant, f"its loss failed: {type(error).__name__}: {error}"))
         return failed
 
     def _loss(self, block: TenantBlock, hidden_TD: Tensor) -> Tensor:
@@ -245,7 +279,7 @@ def _guarded_step(tenant: Tenant) -> Callable[[], TenantReport]:
             return failed(error)
 
     try:
-        ended = tenant.begin_step()
+        ended = tenant.begin_evaluation() if tenant.waiting[0].evaluation else tenant.begin_step()
     except Exception as error:
         report = failed(error)
         return lambda: report

@@ -83,6 +83,15 @@ class TenantClient:
         answer = self._request("GET", f"/outcomes/{step}")
         return msgspec.msgpack.decode(answer, type=StepOutcome | None)
 
+    def evaluate(self, batch: bytes) -> None:
+        """Send a batch whose losses are wanted after the step of its number."""
+        self._request("POST", "/evaluations", batch)
+
+    def evaluation(self, step: int) -> StepOutcome | None:
+        """Wait for an evaluation's report; None where it took longer than one request may."""
+        answer = self._request("GET", f"/evaluations/{step}")
+        return msgspec.msgpack.decode(answer, type=StepOutcome | None)
+
     def adapter(self, step: int) -> bytes:
         """Fetch the adapter after a step, as safetensors under PEFT's names."""
         return self._request("GET", f"/adapters/{step}")

@@ -3,13 +3,14 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
-from headway.core.tenants import TenantGrant
+from headway.core.tenants import TenantGrant, TenantUse
 from headway.transport.control.folder import FolderControl
 from headway.transport.http_client import AnswerError, HttpClient
 
@@ -28,6 +29,7 @@ class GrantSender:
         self._control = FolderControl(paths)
         self._sent: dict[str, tuple[object, float]] = {}
         """By engine: the list and the engine's start that were last told, and when."""
+        self._uses: dict[str, list[TenantUse]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="grants", daemon=True)
@@ -44,6 +46,13 @@ class GrantSender:
                     continue
                 if self._put(name, url, body):
                     self._sent[name] = told, time.monotonic()
+
+    def sampled(self) -> dict[str, int]:
+        """Count the tokens that all engines have sampled for each tenant, as they said when they were told last."""
+        counts = Counter[str]()
+        for uses in list(self._uses.values()):
+            counts.update({use.name: use.tokens for use in uses})
+        return counts
 
     def close(self) -> None:
         self._stop.set()
@@ -63,10 +72,10 @@ class GrantSender:
     def _put(self, name: str, url: str, body: bytes) -> bool:
         client = HttpClient(url, self._token, timeout=_TIMEOUT)
         try:
-            client.request("PUT", "/tenants", body)
+            self._uses[name] = msgspec.json.decode(client.request("PUT", "/tenants", body), type=list[TenantUse])
         except AnswerError as error:
             logger.warning("engine %s does not take the list of tenants (%d: %s)", name, error.status, error)
-        except HeadwayError as error:
+        except (HeadwayError, msgspec.DecodeError) as error:
             logger.debug("engine %s is not told of the tenants yet: %s", name, error)
             return False
         finally:

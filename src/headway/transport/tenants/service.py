@@ -47,9 +47,13 @@ class Host(Protocol):
 
     def join(self, name: str, request: TenantJoin) -> Future[TenantJoined]: ...
 
-    def submit(self, name: str, batch: RankBatch) -> Future[None]: ...
+    def submit(self, name: str, batch: RankBatch, *, evaluation: bool = False) -> Future[None]:
+        """Let a batch wait to be trained, or only its losses to be computed after the step of its number."""
+        ...
 
     def outcome(self, name: str, step: int) -> StepOutcome | None: ...
+
+    def evaluation(self, name: str, step: int) -> StepOutcome | None: ...
 
     def adapter(self, name: str, step: int) -> bytes | None: ...
 
@@ -83,6 +87,7 @@ class HostService:
     ) -> None:
         """`on_change` is called when a tenant has joined or left, before that is answered: engines have to know."""
         self._host, self._admin, self._join_token, self._on_change = host, admin, join, on_change
+        self._request_bytes = request_bytes
         self._sending = set[str]()
         self._joining = asyncio.Semaphore(_JOINS_AT_ONCE)
         self.app = web.Application(middlewares=[self._guard], client_max_size=request_bytes)
@@ -93,7 +98,9 @@ class HostService:
                 web.get("/v1/engines", self._get_engines),
                 web.post(f"{one}/join", self._join),
                 web.post(f"{one}/batches", self._post_batch),
+                web.post(f"{one}/evaluations", self._post_evaluation),
                 web.get(f"{one}/outcomes/{{step:\\d{{1,9}}}}", self._get_outcome),
+                web.get(f"{one}/evaluations/{{step:\\d{{1,9}}}}", self._get_evaluation),
                 web.get(f"{one}/adapters/{{step:\\d{{1,9}}}}", self._get_adapter),
                 web.get(f"{one}/checkpoints/{{step:\\d{{1,9}}}}", self._get_checkpoint),
                 web.get(one, self._get_tenant),
@@ -107,6 +114,8 @@ class HostService:
         name = request.match_info.get("name")
         try:
             self._check_token(request, name)
+            if (request.content_length or 0) > self._request_bytes:  # before any of it is read
+                raise web.HTTPRequestEntityTooLarge(self._request_bytes, request.content_length or 0)
             return await handler(request)  # type: ignore[no-any-return]
         except RefusedRequestError as error:
             return self._refuse(name, error.status, str(error))
@@ -123,9 +132,10 @@ class HostService:
 
     def _check_token(self, request: web.Request, name: str | None) -> None:
         header = request.headers.get("Authorization")
-        if is_bearer(header, self._admin) and not request.path.endswith("/join"):
+        joins = request.match_info.handler == self._join  # not by its path: a tenant may be called "join"
+        if is_bearer(header, self._admin) and not joins:
             return
-        if name is None or request.path.endswith("/join"):
+        if name is None or joins:
             if request.path == "/v1/status" or not is_bearer(header, self._join_token):
                 wanted = "admin token" if request.path == "/v1/status" else "join token"
                 raise RefusedRequestError(f"this route demands the host's {wanted}", 401)
@@ -166,6 +176,12 @@ class HostService:
         return _reply(joined)
 
     async def _post_batch(self, request: web.Request) -> web.Response:
+        return await self._receive_batch(request, evaluation=False)
+
+    async def _post_evaluation(self, request: web.Request) -> web.Response:
+        return await self._receive_batch(request, evaluation=True)
+
+    async def _receive_batch(self, request: web.Request, *, evaluation: bool) -> web.Response:
         name = request.match_info["name"]
         if name in self._sending:
             raise RefusedRequestError("a batch of this tenant is being received already; send one at a time", BUSY)
@@ -174,16 +190,22 @@ class HostService:
             async with asyncio.timeout(_BODY_SECONDS):
                 data = await request.read()
             batch = await asyncio.to_thread(_decode_batch, data)
-            await asyncio.wrap_future(self._host.submit(name, batch))
+            await asyncio.wrap_future(self._host.submit(name, batch, evaluation=evaluation))
         finally:
             self._sending.discard(name)
         return _reply({})
 
     async def _get_outcome(self, request: web.Request) -> web.Response:
+        return await self._wait_for(request, self._host.outcome)
+
+    async def _get_evaluation(self, request: web.Request) -> web.Response:
+        return await self._wait_for(request, self._host.evaluation)
+
+    async def _wait_for(self, request: web.Request, look: Callable[[str, int], StepOutcome | None]) -> web.Response:
         name, step = request.match_info["name"], int(request.match_info["step"])
         deadline = time.monotonic() + POLL_SECONDS
         pause = _LOOK_SECONDS
-        while (outcome := self._host.outcome(name, step)) is None and time.monotonic() < deadline:
+        while (outcome := look(name, step)) is None and time.monotonic() < deadline:
             await asyncio.sleep(pause)
             pause = min(1.2 * pause, 0.1)
             self._host.seen(name, request.query.get("session"))

@@ -17,7 +17,7 @@ from headway.transport.weights.mapped_memory import MappedMemory
 Fetch = Callable[[WeightUpdate, MappedMemory], tuple[Layout, Iterator[Arrival]]]
 """What every transport's module offers: the layout of a version, and its parts as they arrive."""
 
-TRANSPORTS = ("filesystem", "shared_memory", "point_to_point", "http")
+TRANSPORTS = ("filesystem", "shared_memory", "point_to_point", "http", "host")
 _MAX_NAMES = 5
 
 
