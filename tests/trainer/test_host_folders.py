@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from headway.trainer.state import TrainState, build_state
 
 RANKS = 4
 STEP = 3
+WHOLE = f"step {STEP} as it was"
 
 
 def tensors_of(state: TrainState) -> list[torch.Tensor]:
@@ -59,27 +61,42 @@ def share_of(folder: Path, host: str) -> float:
     return sum(sizes[path.name] for path in (folder / host).glob("checkpoints/step_*/*/*.distcp")) / sum(sizes.values())
 
 
-def test_each_of_four_hosts_keeps_half_of_a_checkpoint_and_any_can_be_lost(tmp_path: Path) -> None:
-    whole = f"step {STEP} as it was"
-    assert run_ranks(RANKS, on_hosts, tmp_path, ["a", "b", "c", "d"], False, True) == [whole] * 4
-    for host in "abcd":
-        assert 0.45 < share_of(tmp_path, host) < 0.55, "its own files and those of the host before it"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 3 as four hosts have saved it, on their disks and in the storage."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert run_ranks(RANKS, on_hosts, folder, ["a", "b", "c", "d"], False, True) == [WHOLE] * RANKS
+    return folder
 
-    shutil.rmtree(tmp_path / "c")
-    paths = run_paths(tmp_path / "a")
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "hosts"))
+
+
+def test_a_host_keeps_half_of_a_checkpoint_and_an_empty_one_takes_its_place(folder: Path) -> None:
+    for host in "abcd":
+        assert 0.45 < share_of(folder, host) < 0.55, "its own files and those of the host before it"
+    shutil.rmtree(folder / "c")
+    paths = run_paths(folder / "a")
     marker = paths.checkpoint(STEP) / CHECKPOINT_MARKER
     marker.write_text(re.sub(r'"written":[\d.]+', '"written":1.0', marker.read_text()))
-    assert run_ranks(RANKS, on_hosts, tmp_path, ["a", "b", "fresh", "d"], True, False) == [whole] * 4
-    assert 0.2 < share_of(tmp_path, "fresh") < 0.3, "what its rank reads"
+    assert run_ranks(RANKS, on_hosts, folder, ["a", "b", "fresh", "d"], True, False) == [WHOLE] * RANKS
+    assert 0.2 < share_of(folder, "fresh") < 0.3, "what its rank reads"
     assert (paths.checkpoints / "outdated_step_000003").is_dir(), "the others wrote it again while a was away"
-    assert run_ranks(2, on_hosts, tmp_path, ["b", "d"], True, False) == [whole] * 2, "on fewer hosts"
 
-    [refused] = run_ranks(1, on_hosts, tmp_path, ["a"], True, False)
+
+def test_fewer_hosts_go_on_where_they_have_all_files_together(folder: Path) -> None:
+    assert run_ranks(2, on_hosts, folder, ["b", "d"], True, False) == [WHOLE] * 2
+    [refused] = run_ranks(1, on_hosts, folder, ["a"], True, False)
     assert "the hosts lack files of step 3" in refused
+
+
+def test_new_hosts_continue_from_the_storage(folder: Path) -> None:
     new = ["new", "newer"]
-    assert run_ranks(2, on_hosts, tmp_path, new, True, True) == [whole] * 2, "from the storage"
+    assert run_ranks(2, on_hosts, folder, new, True, True) == [WHOLE] * 2
     for host in new:
-        assert share_of(tmp_path, host) < 0.8, "no more than its rank reads: half, and files that hold both halves"
+        assert share_of(folder, host) < 0.8, "no more than its rank reads: half, and files that hold both halves"
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=30))

@@ -76,7 +76,7 @@ class HostFolders:
         """Send these files of this rank to the hosts that shall keep them, too."""
         if self.shared:
             return
-        transfers = []
+        transfers: list[Transfer] = []
         for rank, files in enumerate(self._gather(_sizes(folder, names))):
             for name, size in files:
                 if name.endswith(TENSORS):
@@ -96,6 +96,7 @@ class HostFolders:
         owner = next(rank for rank, files in enumerate(held) if files)
         for name, size in held[owner]:
             self._broadcast(owner, folder / name, size)
+        dist.barrier(self._group)  # the other ranks of a host read what its first one has written
 
     def fetch(self, folder: Path, wanted: set[str]) -> None:
         """Get the files that this rank has to read to its host, where another host has them."""
@@ -103,7 +104,7 @@ class HostFolders:
             return
         wanted_by = self._gather(sorted(wanted))
         held = self._gather(_sizes(folder, _tensor_files(folder)) if self.leads else [])
-        transfers = []
+        transfers: list[Transfer] = []
         for host, leader in enumerate(self._leaders):
             ranks = range(leader, self._end(host))
             lacking = {name for rank in ranks for name in wanted_by[rank]} - {name for name, _ in held[leader]}
@@ -113,6 +114,7 @@ class HostFolders:
                     owner, size = owners[len(transfers) % len(owners)]
                     transfers.append(Transfer(folder / name, size, owner, leader))
         exchange(transfers, self._group)
+        dist.barrier(self._group)
 
     def wanted_here(self, wanted: set[str]) -> set[str]:
         """Return what the ranks of this host want together."""
