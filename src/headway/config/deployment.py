@@ -51,8 +51,9 @@ class KubernetesSettings(Settings):
     storage: str = Field(default="20Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
     """Size of those claims."""
     tls_secret: str | None = None
-    """A Secret that is there with `tls.crt`, `tls.key` and `ca.crt`, as cert-manager makes them: pods speak TLS with
-    it. The certificate must hold the name of the run's Service, headway-NAME. Default: plain HTTP between pods."""
+    """A Secret of the type kubernetes.io/tls that is there and holds its authority, too, as `ca.crt`, as cert-manager
+    makes them: pods speak TLS with it. The certificate must hold the name of the run's Service, headway-NAME. Default:
+    plain HTTP between pods."""
     node_selector: dict[str, str] = {}
     """Labels of the nodes that may run trainer and engines."""
 
