@@ -125,15 +125,23 @@ class Capture:
                 continue
 
 
-def make_certificates(folder: Path, hosts: list[Host]) -> Path:
-    """Write HOST.pem and HOST.key for every host, signed by an authority; returns the authority's certificate."""
+def make_certificates(folder: Path, hosts: list[Host], name: str = "") -> Path:
+    """Write HOST.pem and HOST.key for every host, signed by an authority; returns the authority's certificate.
+
+    They hold the host's address, or `name`.
+    """
     folder.mkdir()
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     authority, key = folder / "authority.pem", folder / "authority.key"
     usage = ["-addext", "keyUsage=critical,keyCertSign", "-subj", "/CN=authority"]
     subprocess.run([*make, *usage, "-keyout", key, "-out", authority], check=True, capture_output=True)
     for host in hosts:
-        names = ["-subj", f"/CN={host.name}", "-addext", f"subjectAltName=IP:{host.address}"]
+        names = [
+            "-subj",
+            f"/CN={host.name}",
+            "-addext",
+            f"subjectAltName={f'DNS:{name}' if name else f'IP:{host.address}'}",
+        ]
         files = ["-keyout", folder / f"{host.name}.key", "-out", folder / f"{host.name}.pem"]
         subprocess.run([*make, *names, "-CA", authority, "-CAkey", key, *files], check=True, capture_output=True)
     return authority

@@ -19,6 +19,8 @@ from headway.core.errors import UsageError
 from headway.launch.deployments.slurm import batch_script
 from headway.launch.hosts import parse_roles, with_network_transports
 from headway.launch.joining import join
+from headway.launch.trainer_hosts import HOSTS_HERE, TrainerHosts, parse_hosts
+from headway.transport.control.client import ControlClient
 from headway.transport.control.folder import FolderControl
 from headway.transport.control.tokens import read_token
 
@@ -128,6 +130,26 @@ def test_the_job_of_a_run_is_valid_shell_with_its_settings_and_without_its_token
     assert embedded is not None
     (tmp_path / "rl.toml").write_text(embedded[2])
     assert load_settings(RlSettings, ["@", str(tmp_path / "rl.toml")]).settings == settings
+
+
+def test_a_trainer_that_may_go_on_with_fewer_nodes_leaves_their_number_to_slurm() -> None:
+    flags = ("--deployment.trainer.nodes", "4", "--placement.trainer_ranks", "4", "--deployment.inference.nodes", "2")
+    script = batch_script(slurm_settings(*flags, "--deployment.trainer.fewest", "2"))
+    assert "#SBATCH --nodes=5-7\n" in script and "--hosts 2:4 " in script
+    assert "HEADWAY_TRAINER_NODES=$((${#nodes[@]} - 1 - 2))\n" in script
+    assert "#SBATCH --nodes=7\n" in batch_script(slurm_settings(*flags))
+    with pytest.raises(UsageError, match="must not be more than nodes"):
+        slurm_settings(*flags, "--deployment.trainer.fewest", "5")
+
+
+def test_hosts_wait_for_those_that_the_scheduler_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most(here: str | None) -> int:
+        monkeypatch.delenv(HOSTS_HERE, raising=False)
+        if here:
+            monkeypatch.setenv(HOSTS_HERE, here)
+        return TrainerHosts(ControlClient("http://127.0.0.1:1", TOKEN), parse_hosts("2:4"), 8, []).hosts.most
+
+    assert [most(here) for here in (None, "4", "3", "1", "9")] == [4, 4, 3, 2, 4]
 
 
 def test_a_job_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

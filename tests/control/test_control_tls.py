@@ -1,8 +1,10 @@
 """TLS by given certificates: who is trusted, and what a user is told where something is wrong."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from control_helpers import TOKEN
@@ -58,6 +60,32 @@ def test_who_knows_the_authority_trusts_a_server_and_others_are_told(
     monkeypatch.setenv(tls.CA_FILE, str(authority.with_name("none.pem")))
     with pytest.raises(UsageError, match=r"none\.pem is no PEM file"):
         check_trusted(url)
+
+
+def test_a_host_called_by_its_address_may_show_the_name_of_the_run(
+    authority: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pods do, whose addresses no certificate holds; with blocking clients and with those of an event loop."""
+    named = make_certificates(authority.with_name("of-pods"), [Host("pod", "10.9.9.9", "")], name="headway-run")
+    server = serve(certified(named, "pod"))
+    url = f"https://127.0.0.1:{server.port}"
+    monkeypatch.setenv(tls.CA_FILE, str(named))
+
+    async def ask() -> int:
+        async with aiohttp.ClientSession() as session, session.get(url, ssl=tls.client_context()) as answer:
+            return answer.status
+
+    with pytest.raises(UsageError, match="IP address mismatch"):
+        check_trusted(url)
+    monkeypatch.setenv(tls.NAME, "headway-another")
+    with pytest.raises(UsageError, match="Hostname mismatch"):
+        check_trusted(url)
+    monkeypatch.setenv(tls.NAME, "headway-run")
+    check_trusted(url)
+    assert asyncio.run(ask()) == 404
+    with pytest.raises(UsageError, match="Hostname mismatch"):
+        check_trusted(url.replace("127.0.0.1", "localhost"))
+    server.close()
 
 
 def test_a_server_without_tls_is_not_taken_for_one(authority: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,13 +22,14 @@ from headway.cli import main
 from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
 from headway.core.errors import UsageError
-from headway.launch.deployments.kubernetes import to_yaml
+from headway.launch.deployments.kubernetes import preview, to_yaml
 from headway.launch.deployments.kubernetes.manifests import run_objects, secret
 
 VERSIONS = ("1.35.0", "1.36.0", "1.37.0")
 """Versions of Kubernetes whose schemas are checked: those that are maintained."""
 SEVERAL = ("--deployment.trainer.nodes", "2", "--deployment.trainer.processes", "8", "--placement.trainer_ranks", "16")
 GPUS = ("--deployment.trainer.gpus", "8", "--deployment.inference.gpus", "4", "--deployment.inference.nodes", "3")
+TLS = ("--deployment.kubernetes.tls_secret", "certificates")
 FORMS = ("jobs", "jobset", "leaderworkerset")
 
 
@@ -123,7 +125,7 @@ def test_all_objects_of_all_forms_pass_the_strict_schemas(version: str) -> None:
     for form in FORMS:
         form_flags = ("--deployment.kubernetes.form", form, "--deployment.inference.memory", "64Gi")
         claim = ("--deployment.kubernetes.claim", "shared")
-        for flags in ((), (*GPUS, "--deployment.trainer.cpus", "16"), (*SEVERAL, *claim)):
+        for flags in ((), (*GPUS, *TLS, "--deployment.trainer.cpus", "16"), (*SEVERAL, *claim)):
             for body in [secret(settings(), "a-token"), *objects(*form_flags, *flags)]:
                 check(body, version)
 
@@ -156,6 +158,26 @@ def test_pods_ask_for_gpus_run_as_nobody_special_and_get_the_token_from_the_secr
         assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_pods_mount_the_secret_with_their_certificate_and_speak_tls(form: str) -> None:
+    made = objects(*TLS, "--deployment.kubernetes.form", form)
+    pods = [pod for body in made for pod in pod_specs(body)]
+    assert len(pods) == 3
+    for pod in pods:
+        [container] = pod["containers"]
+        assert {"name": "tls", "secret": {"secretName": "certificates"}} in pod["volumes"]
+        assert {"name": "tls", "mountPath": "/etc/headway-tls", "readOnly": True} in container["volumeMounts"]
+        values = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert values["HEADWAY_URL"] == "https://headway-run:8500" and values["HEADWAY_TLS_NAME"] == "headway-run"
+        assert values["HEADWAY_CA_FILE"] == "/etc/headway-tls/ca.crt"
+        assert container["command"][-1].startswith("(umask 077 && cp /etc/headway-tls/tls.key /tmp/headway-tls.key)")
+        probe = container.get("livenessProbe", {}).get("httpGet", {"scheme": "HTTPS"})
+        assert probe["scheme"] == "HTTPS"
+    printed = yaml.safe_load_all(preview(settings(*TLS), None))
+    written = tomllib.loads(next(body for body in printed if body["kind"] == "ConfigMap")["data"]["rl.toml"])
+    assert written["tls"] == {"certificate": "/etc/headway-tls/tls.crt", "key": "/tmp/headway-tls.key"}
+
+
 @pytest.mark.parametrize("form", ["jobs", "jobset", "leaderworkerset"])
 def test_ranks_of_several_nodes_meet_by_the_run(form: str) -> None:
     made = objects(*SEVERAL, "--deployment.kubernetes.form", form, "--deployment.kubernetes.claim", "shared")
@@ -175,7 +197,7 @@ def test_what_kubernetes_would_refuse_is_refused_with_advice() -> None:
         objects(*SEVERAL)
     with pytest.raises(UsageError, match="trainer_ranks is 1"):
         objects("--deployment.trainer.nodes", "2", "--deployment.kubernetes.claim", "shared")
-    with pytest.raises(UsageError, match="service mesh"):
+    with pytest.raises(UsageError, match=r"deployment\.kubernetes\.tls_secret"):
         objects("--tls.certificate", "host.pem", "--tls.key", "host.key")
 
 

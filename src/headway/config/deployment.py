@@ -20,6 +20,23 @@ class NodeSettings(Settings):
     """Memory of each node on Kubernetes, such as 64Gi: kept for it, and its limit."""
 
 
+class TrainerNodeSettings(NodeSettings):
+    fewest: int | None = Field(default=None, ge=1)
+    """Nodes with which the trainer goes on where no more are to be had: after one was lost, Slurm starts the job again
+    with what it has. Needs a layout that allows it. Default: all of `nodes`."""
+
+    @model_validator(mode="after")
+    def _fewest_is_not_more(self) -> Self:
+        if self.fewest is not None and self.fewest > self.nodes:
+            raise broken_rule("fewest", f"must not be more than nodes ({self.nodes})")
+        return self
+
+    @property
+    def hosts(self) -> str:
+        """The number of hosts as `headway train --hosts` takes it."""
+        return str(self.nodes) if self.fewest is None else f"{self.fewest}:{self.nodes}"
+
+
 class KubernetesSettings(Settings):
     image: str = "headway:latest"
     """Image of all containers, such as one built from the `Containerfile`."""
@@ -33,6 +50,10 @@ class KubernetesSettings(Settings):
     and what `setup` or `model.path` name below `deployment.folder`. Default: a claim each for head and trainer."""
     storage: str = Field(default="20Gi", pattern=r"^\d+(Mi|Gi|Ti)$")
     """Size of those claims."""
+    tls_secret: str | None = None
+    """A Secret of the type kubernetes.io/tls that is there and holds its authority, too, as `ca.crt`, as cert-manager
+    makes them: pods speak TLS with it. The certificate must hold the name of the run's Service, headway-NAME. Default:
+    plain HTTP between pods."""
     node_selector: dict[str, str] = {}
     """Labels of the nodes that may run trainer and engines."""
 
@@ -50,7 +71,7 @@ class DeploymentSettings(Settings):
     """Folder for the files of a node's processes, on its own disk or a shared one. Variables are those of the node,
     such as $USER and $HEADWAY_NODE. On Kubernetes volumes are mounted there, and it is /outputs where it is not
     absolute. A run continues where this folder still is what it was."""
-    trainer: NodeSettings = NodeSettings()
+    trainer: TrainerNodeSettings = TrainerNodeSettings()
     """Nodes that train."""
     inference: NodeSettings = NodeSettings()
     """Nodes that serve the policy."""
@@ -81,6 +102,11 @@ class DeploymentSettings(Settings):
     def nodes(self) -> int:
         """Nodes of the job: the orchestrator's, the trainer's and the engines'."""
         return 1 + self.trainer.nodes + self.inference.nodes
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Nodes of the job where the trainer has its fewest."""
+        return 1 + (self.trainer.fewest or self.trainer.nodes) + self.inference.nodes
 
     @model_validator(mode="after")
     def _is_one_line(self) -> Self:

@@ -243,6 +243,9 @@ class CheckpointSettings(Settings):
     """Also keep every checkpoint whose step is a multiple of this."""
     export_interval: int | None = Field(default=None, ge=1)
     """Steps between two Hugging Face exports; one is always made at the end."""
+    copies: int = Field(default=2, ge=1)
+    """Hosts that keep each part of a checkpoint, where the trainer's hosts share no folder: the one that wrote it, and
+    the next ones. All but one of them may be lost."""
     remote: str | None = None
     """Folder on another disk or fsspec URL, such as s3://bucket/my-run: every complete checkpoint and every export is
     copied there, and a trainer that has lost its disk continues from the newest whole one. One run has it alone."""

@@ -27,9 +27,15 @@ class DamagedCopyError(StorageError):
     """A copy is not what was stored."""
 
 
-class _File(msgspec.Struct):
+class FileDescription(msgspec.Struct):
+    """A stored file, as a manifest describes it."""
+
     size: int
     sha256: str
+
+
+Manifest = dict[str, FileDescription]
+"""The files of a stored folder, by name."""
 
 
 def is_url(text: str) -> bool:
@@ -58,34 +64,50 @@ class Storage:
     def upload(self, folder: Path, name: str) -> None:
         """Copy a folder. A copy of that name is replaced, and is not whole meanwhile."""
         self.remove(name)
-        manifest: dict[str, _File] = {}
-        for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-            relative = file.relative_to(folder).as_posix()
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        self.finish(name, self.upload_files(folder, name, files))
+
+    def upload_files(self, folder: Path, name: str, files: list[str]) -> Manifest:
+        """Copy some files of a folder, of which others may upload the rest; `finish` makes it whole."""
+        manifest: Manifest = {}
+        for relative in files:
             with self._asking():
                 self._files.makedirs(f"{self._root}/{name}/{relative}".rpartition("/")[0], exist_ok=True)
-                self._files.put_file(str(file), f"{self._root}/{name}/{relative}")
-            manifest[relative] = _describe(file)
+                self._files.put_file(str(folder / relative), f"{self._root}/{name}/{relative}")
+            manifest[relative] = _describe(folder / relative)
+        return manifest
+
+    def finish(self, name: str, manifest: Manifest) -> None:
+        """Make a folder whole whose files are all there."""
         self.write(f"{name}/{MANIFEST}", msgspec.json.encode(manifest))
 
     def download(self, name: str, folder: Path) -> None:
         """Copy a whole folder here, where it appears when all of it has come. Raises DamagedCopyError."""
+        manifest = self.manifest(name)
+        with atomic_directory(folder) as aside:
+            self.download_files(name, aside, manifest)
+
+    def manifest(self, name: str) -> Manifest:
+        """Return the description of a whole folder. Raises DamagedCopyError."""
         try:
-            manifest = msgspec.json.decode(self.read(f"{name}/{MANIFEST}") or b"", type=dict[str, _File])
+            return msgspec.json.decode(self.read(f"{name}/{MANIFEST}") or b"", type=Manifest)
         except msgspec.DecodeError as error:
             raise DamagedCopyError(f"{self.url}/{name}: its manifest cannot be read: {error}") from None
-        with atomic_directory(folder) as aside:
-            for relative, described in manifest.items():
-                file = aside / relative
-                if not file.resolve().is_relative_to(aside.resolve()):
-                    raise DamagedCopyError(f"{self.url}/{name}: its manifest names {relative}, which is outside")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    with self._asking():
-                        self._files.get_file(f"{self._root}/{name}/{relative}", str(file))
-                except FileNotFoundError:
-                    raise DamagedCopyError(f"{self.url}/{name}: {relative} is missing") from None
-                if _describe(file) != described:
-                    raise DamagedCopyError(f"{self.url}/{name}: {relative} is not what was stored")
+
+    def download_files(self, name: str, folder: Path, files: Manifest) -> None:
+        """Copy some files of a stored folder into `folder`, in this order. Raises DamagedCopyError."""
+        for relative, described in files.items():
+            file = folder / relative
+            if not file.resolve().is_relative_to(folder.resolve()):
+                raise DamagedCopyError(f"{self.url}/{name}: its manifest names {relative}, which is outside")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with self._asking():
+                    self._files.get_file(f"{self._root}/{name}/{relative}", str(file))
+            except FileNotFoundError:
+                raise DamagedCopyError(f"{self.url}/{name}: {relative} is missing") from None
+            if _describe(file) != described:
+                raise DamagedCopyError(f"{self.url}/{name}: {relative} is not what was stored")
 
     def remove(self, name: str) -> None:
         """Remove a folder, its manifest first."""
@@ -118,6 +140,6 @@ class Storage:
             raise StorageError(f"{self.url}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def _describe(file: Path) -> _File:
+def _describe(file: Path) -> FileDescription:
     with file.open("rb") as content:
-        return _File(file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest())
+        return FileDescription(file.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest())

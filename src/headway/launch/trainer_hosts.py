@@ -2,6 +2,7 @@
 anew, together with the others, when a rank or a host was lost."""
 
 import logging
+import os
 import re
 import time
 from contextlib import suppress
@@ -20,6 +21,8 @@ from headway.transport.http_client import UnreachableError
 
 logger = logging.getLogger(__name__)
 
+HOSTS_HERE = "HEADWAY_TRAINER_NODES"
+"""Set by a scheduler that knows how many hosts of the trainer it has started: they need not wait for more."""
 _ASK_SECONDS = 0.5
 _BEAT_SECONDS = 2.0
 _FINAL = (0, STOPPED, UsageError.exit_code, PermanentError.exit_code)
@@ -52,7 +55,9 @@ class TrainerHosts:
             raise UsageError(
                 f"placement.trainer_ranks is {ranks}, which {hosts.most} hosts cannot share evenly; change one of them"
             )
-        self._client, self._count, self._ranks, self._argv = client, hosts, ranks // hosts.most, argv
+        self._client, self._ranks, self._argv = client, ranks // hosts.most, argv
+        here = int(os.environ.get(HOSTS_HERE, hosts.most))
+        self.hosts = HostCount(hosts.fewest, min(max(here, hosts.fewest), hosts.most))
 
     def run(self) -> int:
         """Run until the ranks have done their work, are asked to stop, or keep dying; returns their exit code."""
@@ -77,11 +82,11 @@ class TrainerHosts:
     def _host(self) -> TrainerHost:
         address = own_address(self._client.http.host)
         port = free_port(address)
-        return TrainerHost(own_name(), time.time(), self._ranks, address, port, self._count.most, self._count.fewest)
+        return TrainerHost(own_name(), time.time(), self._ranks, address, port, self.hosts.most, self.hosts.fewest)
 
     def _meet(self, host: TrainerHost) -> GroupPlace | None:
         """Wait for the other hosts; None when the run has ended. Raises HeadwayError where it does not answer."""
-        logger.info("waiting for %d hosts at %s", self._count.most, self._client.http.url)
+        logger.info("waiting for %d hosts at %s", self.hosts.most, self._client.http.url)
         heard = time.monotonic()
         while True:
             try:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
@@ -43,6 +45,16 @@ class SafeReader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata  # type: ignore[no-any-return]  # checked above
+
+
+def files_to_read(folder: Path, tensors: dict[str, Tensor]) -> set[str]:
+    """Return the names of the files that hold this rank's parts of the tensors, which may have been written by other
+    ranks, and by fewer or more of them."""
+    metadata = SafeReader(folder).read_metadata()
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=False)
+    indexes = [item.storage_index for item in planner.create_local_plan().items]
+    return {str(metadata.storage_data[index].relative_path) for index in indexes if metadata.storage_data}
 
 
 class _Unpickler(pickle.Unpickler):

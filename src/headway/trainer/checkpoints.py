@@ -7,6 +7,7 @@ without one is half-written, and never read.
 import logging
 import pickle
 import shutil
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from headway.config.trainer import CheckpointSettings, TrainSettings
-from headway.core.errors import DamagedError, HeadwayError, UsageError
+from headway.core.errors import DamagedError, HeadwayError, PermanentError, UsageError
 from headway.core.files import write_atomic
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.models.config import ModelConfig
 from headway.models.registry import config_to_hf
-from headway.trainer.checkpoint_reader import SafeReader
-from headway.trainer.checksums import find_damage, write_checksums
+from headway.trainer.checkpoint_reader import SafeReader, files_to_read
+from headway.trainer.checksums import find_damage, recorded_files, write_checksums
 from headway.trainer.copies import RemoteCopies
-from headway.trainer.parallel.folders import HostFolders
+from headway.trainer.parallel.folders import FOLDER, HostFolders
+from headway.trainer.parallel.gather import gather_values
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.state import TrainState
 
 logger = logging.getLogger(__name__)
-
-FOLDER = "trainer"
 
 
 class DamagedCheckpointError(DamagedError):
@@ -42,13 +42,19 @@ class DamagedCheckpointError(DamagedError):
 
 
 class Marker(msgspec.Struct):
-    """The content of a complete checkpoint's marker. A state must have the same `origin` to be restored from it."""
+    """The content of a complete checkpoint's marker. A state must have the same `origin` to be restored from it.
+
+    `hosts` is the number of hosts that have its files together, each some of them; `written` is the time, by the first
+    rank's clock, and the same on all of them.
+    """
 
     step: int
     updates: int
     bad_steps: int
     seed: int
     origin: dict[str, Any]
+    hosts: int = 1
+    written: float = 0.0
 
 
 class Checkpoints:
@@ -59,12 +65,12 @@ class Checkpoints:
         self._keep = settings.trainer.checkpoints
         # A group of their own: collectives of background writes must not mix with those of training.
         self._group = dist.new_group(backend="gloo")
-        self._folders = HostFolders(paths, self._group)
+        self._folders = HostFolders(paths, self._group, self._keep.copies)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._newest: int | None = None
         self._copies: RemoteCopies | None = None
-        if self._keep.remote is not None and ranks.is_main:
+        if self._keep.remote is not None:
             self._copies = RemoteCopies(self._keep.remote, paths, lambda steps: superseded(steps, self._keep))
 
     def restore(self, state: TrainState) -> bool:
@@ -75,12 +81,20 @@ class Checkpoints:
         A damaged one is set aside where there is one before it. Raises UsageError when it is of another model or
         optimizer, and DamagedCheckpointError when there is no other.
         """
+        self._set_outdated_aside()
+        known = self._folders.known_checkpoints()
         if self._folders.leads:
-            _remove_unfinished(self._paths)
-            if self._copies:
-                self._copies.fetch_newest()
+            _remove_unfinished(self._paths, known)
         self._ranks.barrier()
-        steps = self._folders.complete_checkpoints()
+        steps = [step for step in self._folders.whole_checkpoints(known) if not self._lacks_files(step)]
+        if self._copies:
+            steps += self._download_newer(state, max(steps, default=-1))
+        if known and not steps:
+            raise PermanentError(
+                f"{self._paths.checkpoints}: the hosts lack files of step {known[-1]}. Start those "
+                "that wrote it, or remove the folder on all of them to train again from the beginning"
+            )
+        self._set_newer_aside(steps)
         while steps:
             step = steps.pop()
             damage = self._try(state, step)
@@ -95,6 +109,70 @@ class Checkpoints:
             self._set_aside(step, damage, steps[-1])
         return False
 
+    def _set_outdated_aside(self) -> None:
+        """Take checkpoints out of this host's list that the others have written again while it was away."""
+        if self._folders.shared:
+            return
+        markers = {step: _read_marker(self._paths.checkpoint(step)) for step in self._paths.complete_checkpoints()}
+        mine = [(step, marker.written) for step, marker in markers.items() if marker]
+        newest: dict[int, float] = {}
+        for step, written in (entry for host in gather_values(mine, self._group) for entry in host):
+            newest[step] = max(written, newest.get(step, 0.0))
+        if self._folders.leads:
+            for step, written in mine:
+                if written < newest[step]:
+                    _move_aside(self._paths.checkpoint(step), "outdated")
+        self._ranks.barrier()
+
+    def _set_newer_aside(self, steps: list[int]) -> None:
+        """Take checkpoints that are newer than the newest whole one out of the run's list: they will be made again."""
+        if self._folders.leads and steps:
+            for step in self._paths.complete_checkpoints():
+                if step > steps[-1]:
+                    _move_aside(self._paths.checkpoint(step), "incomplete")
+        self._ranks.barrier()
+
+    def _lacks_files(self, step: int) -> bool:
+        """Tell whether this only folder is one of several that had a checkpoint together, and has not all of it."""
+        folder = self._paths.checkpoint(step)
+        if not self._folders.shared:
+            return False
+        marker = _read_marker(folder)
+        lacking = [name for name in recorded_files(folder / FOLDER) if not (folder / FOLDER / name).exists()]
+        if marker is None or marker.hosts == 1 or not lacking:
+            return False
+        logger.warning("%s has not all files of it: others are on the %d hosts that wrote it", folder, marker.hosts)
+        return True
+
+    def _download_newer(self, state: TrainState, newest: int) -> list[int]:
+        """Download the newest whole copy, where there is one after step `newest`. Damaged ones are passed over.
+
+        Every host gets the files that its ranks read.
+        """
+        assert self._copies is not None
+        for step in self._copies.steps_after(newest):
+            folder, damage = self._paths.checkpoint(step), None
+            if self._folders.leads:
+                shutil.rmtree(folder, ignore_errors=True)
+                damage = self._copies.fetch_small(step)
+            self._ranks.barrier()
+            wanted = self._folders.wanted_here(self._files_to_read(folder / FOLDER, state))
+            if self._folders.leads and damage is None:
+                damage = self._copies.fetch_tensors(step, None if self._folders.shared else wanted)
+            if not self._ranks.any(damage is not None):
+                return [step]
+            if self._folders.leads:
+                shutil.rmtree(folder, ignore_errors=True)
+                logger.warning("%s; the one before it is taken", damage or f"another host found {folder} damaged")
+        return []
+
+    def _files_to_read(self, folder: Path, state: TrainState) -> set[str]:
+        """Return the files with this rank's tensors; none where the index is damaged, which `load` tells all ranks."""
+        try:
+            return files_to_read(folder, _tensors(state))
+        except Exception:  # an index that cannot be read raises anything
+            return set()
+
     def _try(self, state: TrainState, step: int) -> "DamagedCheckpointError | None":
         try:
             self.load(state, step)
@@ -105,16 +183,15 @@ class Checkpoints:
     def _set_aside(self, step: int, damage: "DamagedCheckpointError | None", before: int) -> None:
         """Take a damaged checkpoint out of the run's list, but keep it for whoever looks into it."""
         folder = self._paths.checkpoint(step)
-        aside = folder.with_name(f"damaged_{folder.name}")
         if self._folders.leads:
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            aside = _move_aside(folder, "damaged")
             logger.warning("%s; it is kept as %s, and training continues from step %d", damage, aside.name, before)
         self._ranks.barrier()
 
     def load(self, state: TrainState, step: int) -> None:
         """Load the complete checkpoint of `step` into `state`. Only reads, so the run may be going on."""
         folder = self._paths.checkpoint(step)
+        self._folders.fetch_small(step)
         if (folder / "adapter").is_dir():
             raise UsageError(
                 f"{folder} was made at a host and holds an adapter alone, in PEFT's format: {folder / 'adapter'}. To "
@@ -123,6 +200,10 @@ class Checkpoints:
         try:
             marker = msgspec.json.decode((folder / CHECKPOINT_MARKER).read_bytes(), type=Marker)
             check_origin(folder, marker.origin, origin_of(state.config, self._settings))
+            if not self._folders.shared:
+                self._folders.fetch(folder / FOLDER, self._files_to_read(folder / FOLDER, state))
+            elif self._lacks_files(step):
+                raise HeadwayError(f"{folder} is a part of a checkpoint; use it with the hosts that have the others")
             self._check_files(folder / FOLDER)
             load(_tensors(state), storage_reader=SafeReader(folder / FOLDER), process_group=self._group)
         except (CheckpointException, msgspec.DecodeError, OSError, pickle.UnpicklingError, EOFError) as error:
@@ -132,7 +213,8 @@ class Checkpoints:
 
     def _check_files(self, folder: Path) -> None:
         """Raise OSError on all ranks if a file that one of them checked is not what was written."""
-        damage = find_damage(folder, self._folders.reader, self._folders.readers)
+        part = not self._folders.shared
+        damage = find_damage(folder, self._folders.reader, self._folders.readers, part=part)
         if self._ranks.any(damage is not None):
             raise OSError(damage or "another rank found a file that is not what was written")
 
@@ -150,7 +232,8 @@ class Checkpoints:
         self._ranks.barrier()
         copy = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(state).items()}
         origin = origin_of(state.config, self._settings)
-        marker = Marker(state.step, state.optimizer.updates, state.bad_steps, self._settings.seed, origin)
+        hosts = self._folders.count
+        marker = Marker(state.step, state.optimizer.updates, state.bad_steps, self._settings.seed, origin, hosts)
         self._writing = self._thread.submit(self._write, copy, marker)
 
     def wait(self) -> None:
@@ -165,7 +248,7 @@ class Checkpoints:
 
     def copy_export(self, folder: Path) -> None:
         """Upload an export, where the settings name a storage for it."""
-        if self._copies:
+        if self._copies and self._ranks.is_main:
             self._copies.add_export(folder)
 
     def close(self) -> None:
@@ -180,16 +263,18 @@ class Checkpoints:
         # Returns on the first rank when all ranks have written and the index of what they wrote is on disk.
         save(dict(tensors), storage_writer=writer, process_group=self._group)
         write_checksums(folder / FOLDER, self._ranks.rank)
-        self._folders.share(folder / FOLDER, _files_of(folder / FOLDER, self._ranks.rank))
+        files = _files_of(folder / FOLDER, self._ranks.rank)
+        self._folders.share(folder / FOLDER, files)
         # Batches go once two checkpoints cover them: the first of the two must not be on this disk alone then.
         if self._copies:
             self._copies.wait()
-        dist.barrier(self._group)
+        marker.written = gather_values(time.time(), self._group)[0]
         if self._folders.leads:
             write_atomic(folder / CHECKPOINT_MARKER, msgspec.json.encode(marker))
-            if self._copies:
-                self._copies.add_checkpoint(marker.step)
             self._remove_superseded()
+        if self._copies:
+            own = [f"{FOLDER}/{name}" for name in files]
+            self._copies.add_checkpoint(marker.step, [*own, *([CHECKPOINT_MARKER] if self._ranks.is_main else [])])
 
     def _remove_superseded(self) -> None:
         for old in superseded(self._paths.complete_checkpoints(), self._keep):
@@ -251,7 +336,23 @@ def _tensors(state: TrainState) -> dict[str, Tensor]:
     return weights | {f"optimizer.{name}": tensor for name, tensor in state.optimizer.state_tensors().items()}
 
 
-def _remove_unfinished(paths: RunPaths) -> None:
+def _read_marker(folder: Path) -> Marker | None:
+    try:
+        return msgspec.json.decode((folder / CHECKPOINT_MARKER).read_bytes(), type=Marker)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _move_aside(folder: Path, why: str) -> Path:
+    """Take a checkpoint out of a run's list, but keep it for whoever looks into it."""
+    aside = folder.with_name(f"{why}_{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return folder.rename(aside)
+
+
+def _remove_unfinished(paths: RunPaths, known: list[int]) -> None:
+    """Remove checkpoints without a marker, except those that another host has finished: all files were there then."""
     for folder in paths.checkpoints.glob("step_*"):
-        if folder.name.removeprefix("step_").isdigit() and not (folder / CHECKPOINT_MARKER).is_file():
+        step = folder.name.removeprefix("step_")
+        if step.isdigit() and int(step) not in known and not (folder / CHECKPOINT_MARKER).is_file():
             shutil.rmtree(folder, ignore_errors=True)

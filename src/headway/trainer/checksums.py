@@ -16,18 +16,33 @@ def write_checksums(folder: Path, rank: int) -> None:
     write_atomic(folder / f"checksums_{rank}.json", msgspec.json.encode(sums))
 
 
-def find_damage(folder: Path, rank: int, ranks: int) -> str | None:
-    """Check this rank's share of the files in `folder` that have checksums; describe the first that is not whole."""
+def recorded_files(folder: Path) -> list[str]:
+    """Return the names of the files that have checksums in `folder`; none where those cannot be read."""
     try:
-        recorded: dict[str, int] = {}
-        for path in folder.glob("checksums_*.json"):
-            recorded |= msgspec.json.decode(path.read_bytes(), type=dict[str, int])
-        for name in sorted(recorded)[rank::ranks]:
+        return sorted(_recorded(folder))
+    except (OSError, msgspec.DecodeError):
+        return []
+
+
+def find_damage(folder: Path, rank: int, ranks: int, *, part: bool = False) -> str | None:
+    """Check this rank's share of the files in `folder` that have checksums; describe the first that is not whole.
+    Where the folder is a `part` of a checkpoint, files that are not there are elsewhere."""
+    try:
+        recorded = _recorded(folder)
+        names = [name for name in sorted(recorded) if not part or (folder / name).exists()]
+        for name in names[rank::ranks]:
             if _checksum(folder / name) != recorded[name]:
                 return f"the checksum of {name} differs"
     except (OSError, msgspec.DecodeError) as error:
         return str(error)
     return None
+
+
+def _recorded(folder: Path) -> dict[str, int]:
+    recorded: dict[str, int] = {}
+    for path in folder.glob("checksums_*.json"):
+        recorded |= msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+    return recorded
 
 
 def _checksum(path: Path) -> int:

@@ -1,8 +1,10 @@
 """TLS of a run's servers, by certificates that its operator gives, and the authorities that its clients trust."""
 
 import os
+import socket
 import ssl
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 
 from headway.config.shared import TlsSettings
@@ -11,6 +13,10 @@ from headway.core.processes import is_loopback
 
 CA_FILE = "HEADWAY_CA_FILE"
 """Set to the certificate of the authority that signed the run's own, where that is not a public one."""
+
+NAME = "HEADWAY_TLS_NAME"
+"""Set to the name that all certificates of the run hold, where they cannot hold the addresses of its hosts, as those of
+pods, which nobody knows before they start."""
 
 
 def server_context(settings: TlsSettings, host: str) -> ssl.SSLContext | None:
@@ -38,17 +44,59 @@ def server_context(settings: TlsSettings, host: str) -> ssl.SSLContext | None:
 
 
 def client_context() -> ssl.SSLContext:
-    """Return what clients trust: public authorities, and the one that HEADWAY_CA_FILE names. Raises UsageError."""
-    return _trusting(os.environ.get(CA_FILE))
+    """Return what clients trust: public authorities, and the one that HEADWAY_CA_FILE names. A host that is called by
+    its address may show a certificate for the name in HEADWAY_TLS_NAME instead. Raises UsageError."""
+    return _trusting(os.environ.get(CA_FILE), os.environ.get(NAME))
 
 
 def scheme(context: ssl.SSLContext | None) -> str:
     return "http" if context is None else "https"
 
 
+class _NamingContext(ssl.SSLContext):
+    """Asks of a host that is called by its address for a certificate of one name. Other names stand for themselves."""
+
+    name: str
+
+    def wrap_socket(
+        self,
+        sock: socket.socket,
+        server_side: bool = False,
+        do_handshake_on_connect: bool = True,
+        suppress_ragged_eofs: bool = True,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLSocket:
+        name = self._expected(server_hostname)
+        return super().wrap_socket(
+            sock, server_side, do_handshake_on_connect, suppress_ragged_eofs, server_hostname=name, session=session
+        )
+
+    def wrap_bio(
+        self,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        server_side: bool = False,
+        server_hostname: str | bytes | None = None,
+        session: ssl.SSLSession | None = None,
+    ) -> ssl.SSLObject:
+        return super().wrap_bio(incoming, outgoing, server_side, self._expected(server_hostname), session)
+
+    def _expected(self, host: str | bytes | None) -> str | bytes | None:
+        try:
+            ip_address(host.decode() if isinstance(host, bytes) else host or "")
+        except ValueError:
+            return host
+        return self.name
+
+
 @cache
-def _trusting(authority: str | None) -> ssl.SSLContext:
+def _trusting(authority: str | None, name: str | None) -> ssl.SSLContext:
     context = ssl.create_default_context()
+    if name:
+        context = _NamingContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.name = name
+        context.load_default_certs()
     if authority:
         try:
             context.load_verify_locations(Path(authority))

@@ -5,6 +5,7 @@
 | HEADWAY_RUN, HEADWAY_SETTINGS | name of the run, and the file with its settings |
 | HEADWAY_HOST, HEADWAY_PORT, HEADWAY_URL | address of the control service; the host is that of the head alone |
 | HEADWAY_NODE | name of this node, by which its folder and its engines are told apart |
+| HEADWAY_TRAINER_NODES | nodes that the trainer has this time, where the scheduler knows it |
 | HEADWAY_TOKEN | the run's token |
 """
 
@@ -25,7 +26,7 @@ _TRAINER = """
 exec {headway} train --run "$HEADWAY_URL" --restart --run.name "$HEADWAY_RUN.trainer" --run.output_dir "{folder}"
 """
 _TRAINER_OF_SEVERAL = """
-exec {headway} train --run "$HEADWAY_URL" --hosts {nodes} --run.name "$HEADWAY_RUN.trainer" --run.output_dir "{folder}"
+exec {headway} train --run "$HEADWAY_URL" --hosts {hosts} --run.name "$HEADWAY_RUN.trainer" --run.output_dir "{folder}"
 """
 _ENGINE = """
 exec {headway} serve --run "$HEADWAY_URL" --replicas {processes} --name "inference-$HEADWAY_NODE" \\
@@ -52,7 +53,7 @@ def role_commands(settings: RlSettings, python: str, *, folder: str | None = Non
     flags = f" {engine}" if engine else ""
     return RoleCommands(
         head=_HEAD.format(**common),
-        trainer=trainer.format(**common, nodes=deployment.trainer.nodes),
+        trainer=trainer.format(**common, hosts=deployment.trainer.hosts),
         engine=_ENGINE.format(**common, processes=deployment.inference.processes, flags=flags),
     )
 

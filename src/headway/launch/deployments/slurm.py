@@ -74,10 +74,12 @@ step() {{
     exit "$code"
   ) &
 }}
+# Fewer than at first, where nodes were lost and it may go on without them.
+export HEADWAY_TRAINER_NODES=$((${{#nodes[@]}} - 1 - {engine_nodes}))
 step 0 1 '{head}'
 head=$!
-step 1 {trainer_nodes} '{trainer}'
-step {first_engine} {engine_nodes} '{engine}'
+step 1 "$HEADWAY_TRAINER_NODES" '{trainer}'
+step $((1 + HEADWAY_TRAINER_NODES)) {engine_nodes} '{engine}'
 
 # The scheduler's notice before the time limit: let the steps write their checkpoints, then queue the job again.
 requeue=
@@ -116,9 +118,7 @@ def batch_script(settings: RlSettings, *, port: int | None = None) -> str:
         head=commands.head,
         trainer=commands.trainer,
         engine=commands.engine,
-        trainer_nodes=deployment.trainer.nodes,
         engine_nodes=deployment.inference.nodes,
-        first_engine=1 + deployment.trainer.nodes,
     )
 
 
@@ -187,11 +187,11 @@ def _ask(*command: str) -> str:
 
 def _options(settings: RlSettings) -> list[str]:
     deployment = settings.deployment
+    fewest = deployment.fewest_nodes
     return [
         f"--job-name=headway-{settings.run.name}",
-        f"--nodes={deployment.nodes}",
-        "--ntasks-per-node=1",
-        "--exclusive",
+        f"--nodes={deployment.nodes}" if fewest == deployment.nodes else f"--nodes={fewest}-{deployment.nodes}",
+        "--exclusive",  # and no number of tasks: of MIN-MAX nodes Slurm would give as few as hold them
         *([f"--gpus-per-node={_gpus(deployment)}"] if _gpus(deployment) else []),
         "--requeue",
         "--open-mode=append",

@@ -1,24 +1,28 @@
-"""Folders of a trainer's hosts: one that all ranks see, or one on each host, which the ranks then keep alike.
+"""Folders of a trainer's hosts: one that all ranks see, or one on each host.
 
-Every host gets all files of a checkpoint, so that any of them can be lost, and fewer can go on.
+Where each host has its own, the files with tensors are kept by the host that wrote them and by the next ones, `copies`
+in all. Everything else of a checkpoint is small, and on every host. A host that lacks a file it has to read gets it
+from one that has it.
 """
 
 import os
 import time
 import uuid
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from headway.core.files import sync_directory
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
+from headway.trainer.checksums import recorded_files
+from headway.trainer.parallel.gather import gather_values
+from headway.trainer.parallel.transfers import Transfer, broadcast_file, exchange
 
-_CHUNK = 16 * 2**20
+FOLDER = "trainer"
+"""Folder of a checkpoint with all files but its marker."""
+TENSORS = ".distcp"
+"""How names of the files with tensors end."""
 _SEE_SECONDS = 3.0
 """Time that a network file system gets to show a new file on another host."""
 
@@ -27,14 +31,15 @@ class HostFolders:
     """The run folder as the ranks of a group see it. Every rank has one and calls it alike.
 
     `leads` is true for the rank that writes into this host's folder what is written once; `readers` are the ranks that
-    read the same folder, of which this is number `reader`.
+    read the same folder, of which this is number `reader`. `count` is the number of folders.
     """
 
-    def __init__(self, paths: RunPaths, group: ProcessGroup) -> None:
+    def __init__(self, paths: RunPaths, group: ProcessGroup, copies: int) -> None:
         """Find out by a file whether all ranks see one folder."""
-        self._paths, self._group = paths, group
+        self._paths, self._group, self._copies = paths, group, copies
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self.shared, self.leads, self.reader, self.readers = True, self._rank == 0, self._rank, self._size
+        self._leaders = [0]
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self._size)))
         if local_size == self._size:
             return
@@ -42,55 +47,95 @@ class HostFolders:
         if not self.shared:
             local_rank = int(os.environ["LOCAL_RANK"])
             self.leads, self.reader, self.readers = local_rank == 0, local_rank, local_size
+            self._leaders = [rank for rank, leads in enumerate(self._gather(self.leads)) if leads]
 
-    def complete_checkpoints(self) -> list[int]:
-        """Return the steps of the checkpoints that all hosts have, after those that lack the newest got it."""
-        here = self._paths.complete_checkpoints()
+    @property
+    def count(self) -> int:
+        return len(self._leaders)
+
+    def known_checkpoints(self) -> list[int]:
+        """Return the steps of the checkpoints that are complete by the marker of some host."""
+        return sorted({step for steps in self._gather(self._paths.complete_checkpoints()) for step in steps})
+
+    def whole_checkpoints(self, known: list[int]) -> list[int]:
+        """Return those of the steps whose files the hosts have all of, together."""
         if self.shared:
-            return here
-        known: list[list[int]] = self._gather(here)
-        newest = max((steps[-1] for steps in known if steps), default=None)
-        if newest is None:
-            return []
-        if any(newest not in steps for steps in known):
-            owner = next(rank for rank, steps in enumerate(known) if newest in steps)
-            folder, files = self._paths.checkpoint(newest), []
-            if self._rank == owner:
-                files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-                files.sort(key=lambda name: name == CHECKPOINT_MARKER)  # comes last, as always
-            self.share(folder, files)
-        return sorted(set.intersection(*(set(steps) for steps in known)) | {newest})
+            return list(known)
+        folders = [self._paths.checkpoint(step) / FOLDER for step in known]
+        mine = [(_tensor_files(folder), recorded_files(folder)) for folder in folders] if self.leads else []
+        hosts = [found for found in self._gather(mine) if found]
+        whole = []
+        for number, step in enumerate(known):
+            present = {name for host in hosts for name in host[number][0]}
+            recorded = {name for host in hosts for name in host[number][1]}
+            if recorded <= present:
+                whole.append(step)
+        return whole
 
     def share(self, folder: Path, names: list[str]) -> None:
-        """Send these files of this rank to the hosts that do not have them. Files that are there stay as they are."""
+        """Send these files of this rank to the hosts that shall keep them, too."""
         if self.shared:
             return
-        for rank, files in enumerate(self._gather([(name, (folder / name).stat().st_size) for name in names])):
+        transfers: list[Transfer] = []
+        for rank, files in enumerate(self._gather(_sizes(folder, names))):
             for name, size in files:
-                self._send(rank, folder / name, size)
+                if name.endswith(TENSORS):
+                    transfers += [Transfer(folder / name, size, rank, keeper) for keeper in self._keepers(rank)]
+                else:
+                    self._broadcast(rank, folder / name, size)
+        exchange(transfers, self._group)
 
-    def _send(self, sender: int, file: Path, size: int) -> None:
-        """Send one file to all ranks; those that lead a host which lacks it write it."""
-        wanted = self.leads and not file.exists()
-        aside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
-        with ExitStack() as stack:
-            source = stack.enter_context(file.open("rb")) if self._rank == sender else None
-            if wanted:
-                file.parent.mkdir(parents=True, exist_ok=True)
-            target = stack.enter_context(aside.open("wb")) if wanted else None
-            for start in range(0, size, _CHUNK):
-                piece = torch.empty(min(_CHUNK, size - start), dtype=torch.uint8)
-                if source:
-                    piece.copy_(torch.frombuffer(bytearray(source.read(len(piece))), dtype=torch.uint8))
-                dist.broadcast(piece, sender, group=self._group)
-                if target:
-                    target.write(piece.numpy().tobytes())
-            if target:
-                target.flush()
-                os.fsync(target.fileno())
-        if wanted:
-            aside.rename(file)
-            sync_directory(file.parent)
+    def fetch_small(self, step: int) -> None:
+        """Get the files without tensors of a checkpoint to the hosts that lack them, its marker last."""
+        if self.shared:
+            return
+        folder = self._paths.checkpoint(step)
+        files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS]
+        names = sorted((str(path.relative_to(folder)) for path in files), key=lambda name: name == CHECKPOINT_MARKER)
+        held = self._gather(_sizes(folder, names if (folder / CHECKPOINT_MARKER).is_file() else []))
+        owner = next(rank for rank, files in enumerate(held) if files)
+        for name, size in held[owner]:
+            self._broadcast(owner, folder / name, size)
+        dist.barrier(self._group)  # the other ranks of a host read what its first one has written
+
+    def fetch(self, folder: Path, wanted: set[str]) -> None:
+        """Get the files that this rank has to read to its host, where another host has them."""
+        if self.shared:
+            return
+        wanted_by = self._gather(sorted(wanted))
+        held = self._gather(_sizes(folder, _tensor_files(folder)) if self.leads else [])
+        transfers: list[Transfer] = []
+        for host, leader in enumerate(self._leaders):
+            ranks = range(leader, self._end(host))
+            lacking = {name for rank in ranks for name in wanted_by[rank]} - {name for name, _ in held[leader]}
+            for name in sorted(lacking):
+                owners = [(rank, size) for rank in self._leaders for other, size in held[rank] if other == name]
+                if owners:
+                    owner, size = owners[len(transfers) % len(owners)]
+                    transfers.append(Transfer(folder / name, size, owner, leader))
+        exchange(transfers, self._group)
+        dist.barrier(self._group)
+
+    def wanted_here(self, wanted: set[str]) -> set[str]:
+        """Return what the ranks of this host want together."""
+        found = self._gather(sorted(wanted))
+        if self.shared:
+            return {name for names in found for name in names}
+        first = self._rank - self.reader
+        return {name for names in found[first : first + self.readers] for name in names}
+
+    def _keepers(self, rank: int) -> list[int]:
+        """Return the ranks on the next hosts that keep a copy of what `rank` writes."""
+        host = max(number for number, leader in enumerate(self._leaders) if leader <= rank)
+        others = [(host + offset) % self.count for offset in range(1, min(self._copies, self.count))]
+        position = rank - self._leaders[host]
+        return [self._leaders[other] + position % (self._end(other) - self._leaders[other]) for other in others]
+
+    def _end(self, host: int) -> int:
+        return self._leaders[host + 1] if host + 1 < self.count else self._size
+
+    def _broadcast(self, sender: int, file: Path, size: int) -> None:
+        broadcast_file(file, size, sender, self.leads and not file.exists(), self._group)
 
     def _sees_first_ranks_file(self) -> bool:
         name = self._gather(f".seen_{uuid.uuid4().hex}")[0]
@@ -109,15 +154,12 @@ class HostFolders:
         return sees
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, as JSON has them."""
-        data = torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
-        dist.all_gather(found, padded, group=self._group)
-        return [
-            msgspec.json.decode(part[: int(size)].numpy().tobytes()) for part, size in zip(found, sizes, strict=True)
-        ]
+        return gather_values(value, self._group)
+
+
+def _tensor_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob(f"*{TENSORS}"))
+
+
+def _sizes(folder: Path, names: list[str]) -> list[tuple[str, int]]:
+    return [(name, (folder / name).stat().st_size) for name in names]

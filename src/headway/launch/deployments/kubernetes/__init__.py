@@ -11,7 +11,9 @@ from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.launch.deployments.kubernetes.cluster import Cluster, KubernetesRun
 from headway.launch.deployments.kubernetes.manifests import DEFAULT_PORT, object_name, run_objects, secret
+from headway.launch.deployments.kubernetes.pods import POD_TLS
 from headway.transport.control.tokens import find_token, write_token
+from headway.transport.tls import NAME
 
 _RECORD = "kubernetes.json"
 _NO_SECRET = """\
@@ -23,7 +25,7 @@ _NO_SECRET = """\
 
 def preview(settings: RlSettings, port: int | None) -> str:
     name = object_name(settings)
-    objects = run_objects(settings, to_toml(settings), port or DEFAULT_PORT)
+    objects = run_objects(settings, _settings_in_pods(settings), port or DEFAULT_PORT)
     return _NO_SECRET.format(name=name) + to_yaml(objects)
 
 
@@ -34,14 +36,23 @@ def launch(settings: RlSettings, paths: RunPaths, port: int | None) -> bool:
     token = find_token(paths)
     assert token is not None
     name = object_name(settings)
-    objects = run_objects(settings, to_toml(settings), port or DEFAULT_PORT)
+    objects = run_objects(settings, _settings_in_pods(settings), port or DEFAULT_PORT)
     cluster.apply([secret(settings, token), *objects])
     write_atomic(paths.control / _RECORD, json.dumps({"namespace": cluster.namespace, "name": name}))
     print(f"{len(objects)} objects in namespace {cluster.namespace}: see `headway status {paths.root}`")
-    print(f"its address is http://{name}:{port or DEFAULT_PORT} in the cluster; from here, after")
+    encrypted = settings.deployment.kubernetes.tls_secret is not None
+    scheme, trust = ("https", f", HEADWAY_CA_FILE of its authority and {NAME}={name}") if encrypted else ("http", "")
+    print(f"its address is {scheme}://{name}:{port or DEFAULT_PORT} in the cluster; from here, after")
     print(f"  kubectl --namespace {cluster.namespace} port-forward service/{name} {port or DEFAULT_PORT}")
-    print(f"http://127.0.0.1:{port or DEFAULT_PORT}, with HEADWAY_TOKEN_FILE={paths.control / 'token'}")
+    print(f"{scheme}://127.0.0.1:{port or DEFAULT_PORT}, with HEADWAY_TOKEN_FILE={paths.control / 'token'}{trust}")
     return True
+
+
+def _settings_in_pods(settings: RlSettings) -> str:
+    """Write the settings as all pods read them, with the files of their certificate where they have one."""
+    if settings.deployment.kubernetes.tls_secret is not None:
+        settings = settings.model_copy(update={"tls": POD_TLS})
+    return to_toml(settings)
 
 
 def to_yaml(objects: list[dict[str, Any]]) -> str:

@@ -49,8 +49,8 @@ def run_objects(settings: RlSettings, toml: str, port: int) -> list[Manifest]:
     cluster = settings.deployment.kubernetes
     if settings.tls.certificate is not None:
         raise UsageError(
-            "a certificate cannot name the addresses that pods will get; leave tls out, and encrypt between pods by "
-            "the cluster's network or a service mesh"
+            "files of this machine are not in pods; put certificate and key into a Secret, and name it in "
+            "deployment.kubernetes.tls_secret"
         )
     ports = [{"name": "control", "port": port, "targetPort": port}]
     selector = {**_labels(settings), "app.kubernetes.io/component": "head"}
@@ -88,7 +88,8 @@ def _pods(settings: RlSettings, port: int) -> tuple[Pod, Pod, Pod]:
         engine=f"--inference.port {ENGINE_PORT}",
     )
     claim = deployment.kubernetes.claim
-    health = {"httpGet": {"path": "/health", "port": ENGINE_PORT}}
+    scheme = {} if deployment.kubernetes.tls_secret is None else {"scheme": "HTTPS"}
+    health = {"httpGet": {"path": "/health", "port": ENGINE_PORT, **scheme}}
     pod = partial(Pod, name=name, port=port, deployment=deployment)
     return (
         pod("head", commands.head, NodeSettings(), claim or f"{name}-head", {"tcpSocket": {"port": port}}),

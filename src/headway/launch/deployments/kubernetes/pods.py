@@ -1,16 +1,25 @@
 """One pod of a role: its container, what it mounts, what it is given, and how it is looked after."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headway.config.deployment import DeploymentSettings, NodeSettings
+from headway.config.shared import TlsSettings
 from headway.core.errors import STOPPED
 from headway.transport.control.tokens import TOKEN
+from headway.transport.tls import CA_FILE, NAME
 
 USER = 1000
 """The user of the containers, as in the `Containerfile`."""
 _SETTINGS_FOLDER = "/etc/headway"
+_TLS_FOLDER = "/etc/headway-tls"
+POD_TLS = TlsSettings(certificate=Path(f"{_TLS_FOLDER}/tls.crt"), key=Path("/tmp/headway-tls.key"))
+"""Certificate and key in a pod whose deployment names a Secret of them."""
+# Files of a Secret belong to root, and a group that may read them: the key has to be the user's alone.
+_TAKE_KEY = f"(umask 077 && cp {_TLS_FOLDER}/tls.key {POD_TLS.key}) || exit"
 _SCRIPT = """\
+{take_key}
 {setup}
 asked=
 trap 'asked=1; woken=1; kill -{signal} $! 2>/dev/null' TERM
@@ -72,10 +81,17 @@ class Pod:
     def _container(self) -> dict[str, Any]:
         # A head that is told to end would end the run for all; one that is gone is waited for.
         signal = "KILL" if self.role == "head" else "TERM"
-        script = _SCRIPT.format(setup=self.deployment.setup, command=self.command, stopped=STOPPED, signal=signal)
+        script = _SCRIPT.format(
+            take_key=_TAKE_KEY if self._tls_secret else "",
+            setup=self.deployment.setup,
+            command=self.command,
+            stopped=STOPPED,
+            signal=signal,
+        ).lstrip()
         mounts = [
             {"name": "run", "mountPath": run_folder(self.deployment)},
             {"name": "settings", "mountPath": _SETTINGS_FOLDER, "readOnly": True},
+            *([{"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True}] if self._tls_secret else []),
             *([{"name": "shared-memory", "mountPath": "/dev/shm"}] if self.node.gpus else []),
         ]
         return {
@@ -94,7 +110,8 @@ class Pod:
             "HEADWAY_RUN": self.name.removeprefix("headway-"),
             "HEADWAY_SETTINGS": f"{_SETTINGS_FOLDER}/rl.toml",
             "HEADWAY_PORT": str(self.port),
-            "HEADWAY_URL": f"http://{self.name}:{self.port}",
+            "HEADWAY_URL": f"{'https' if self._tls_secret else 'http'}://{self.name}:{self.port}",
+            **({CA_FILE: f"{_TLS_FOLDER}/ca.crt", NAME: self.name} if self._tls_secret else {}),
             **self.deployment.environment,
         }
         fields = {"HEADWAY_HOST": "status.podIP", "HEADWAY_NODE": "metadata.name"}
@@ -128,5 +145,10 @@ class Pod:
         return [
             {"name": "run", **storage},
             {"name": "settings", "configMap": {"name": self.name}},
+            *([{"name": "tls", "secret": {"secretName": self._tls_secret}}] if self._tls_secret else []),
             *([shared_memory] if self.node.gpus else []),
         ]
+
+    @property
+    def _tls_secret(self) -> str | None:
+        return self.deployment.kubernetes.tls_secret
