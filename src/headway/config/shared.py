@@ -95,6 +95,9 @@ class ModelSettings(Settings):
     the head, routers, norms and attention stay as they are (docs/precision.md)."""
     lora: LoraSettings | None = None
     """Train an adapter instead of all weights."""
+    vision_tower: Literal["frozen", "trained", "lora"] = "frozen"
+    """Training of the vision tower, of models that have one: it stays as it is; all of its weights are trained; or
+    `lora` also adapts those of its linear layers that `lora.targets` names (docs/models.md)."""
 
     @model_validator(mode="after")
     def _one_implementation(self) -> Self:
@@ -102,6 +105,9 @@ class ModelSettings(Settings):
             raise broken_rule(
                 "family", 'is a class of Headway\'s, which model.implementation = "transformers" leaves out'
             )
+        if (self.vision_tower == "lora" and self.lora is None) or (self.vision_tower == "trained" and self.lora):
+            given = "with" if self.lora else "without"
+            raise broken_rule("vision_tower", f'cannot be "{self.vision_tower}" {given} model.lora')
         if self.compute == "fp8" and self.implementation == "transformers":
             raise broken_rule("compute", 'must be "dtype" with model.implementation = "transformers"')
         return self

@@ -7,6 +7,7 @@ from typing import Annotated, Self
 import msgspec
 import numpy as np
 
+from headway.core.images import TokenImages, join_images
 from headway.core.samples import BranchKey, Sample
 from headway.core.streams import Experts, Fill, Floats, Ints, TokenStreams, blank_streams, streams_of
 
@@ -15,13 +16,14 @@ class MicroBatch(TokenStreams, kw_only=True):
     """Several samples end to end over one flat axis T. `lengths` are the samples' sizes, in order.
 
     Two streams are derived: `positions` restart at every sample, and `temperatures` repeat the sample's. `keys` name
-    the samples' branches; empty where nobody asks for them.
+    the samples' branches; empty where nobody asks for them. `images` are those of all samples, each once.
     """
 
     positions: Annotated[Ints, Fill(0)]
     temperatures: Annotated[Floats, Fill(1)]
     lengths: list[int]
     keys: list[BranchKey] = msgspec.field(default_factory=list)
+    images: TokenImages | None = None
 
     @classmethod
     def blank(cls, lengths: Sequence[int]) -> Self:
@@ -41,6 +43,7 @@ class MicroBatch(TokenStreams, kw_only=True):
             lengths=lengths,
             keys=[sample.key for sample in samples],
             routed_experts=_join_experts(samples),
+            images=join_images([(len(sample), sample.images) for sample in samples]),
             **{name: np.concatenate([getattr(s, name) for s in samples]) for name in streams_of(Sample)},
         )
 
@@ -81,7 +84,9 @@ class Batch(msgspec.Struct):
             for micro in micro_batches:
                 found.update(msgspec.msgpack.encode((rank, micro.lengths, micro.keys, self.counts)))
                 arrays = [getattr(micro, name) for name in streams_of(MicroBatch)]
-                for array in (*arrays, *([] if micro.routed_experts is None else [micro.routed_experts])):
+                arrays += [] if micro.routed_experts is None else [micro.routed_experts]
+                arrays += [] if micro.images is None else micro.images.arrays()
+                for array in arrays:
                     found.update(np.ascontiguousarray(array).data.cast("B"))
         return found.digest()
 

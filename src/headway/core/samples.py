@@ -4,6 +4,7 @@ from typing import Self
 
 import msgspec
 
+from headway.core.images import TokenImages
 from headway.core.streams import TokenStreams, blank_streams
 
 
@@ -16,13 +17,15 @@ class BranchKey(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Sample(TokenStreams, kw_only=True):
-    """One branch: the tokens of the nodes `nodes` of trace `trace` of an episode, sampled at one temperature."""
+    """One branch: the tokens of the nodes `nodes` of trace `trace` of an episode, sampled at one temperature.
+    `images` are those that its tokens have placeholders for; None: there are none."""
 
     temperature: float = 1.0
     agent: str = "policy"
     episode_id: str = ""
     trace: int = 0
     nodes: list[int] = msgspec.field(default_factory=list)
+    images: TokenImages | None = None
 
     @classmethod
     def blank(cls, size: int) -> Self:

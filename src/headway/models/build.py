@@ -54,7 +54,7 @@ def init_weights(model: nn.Module, spread: float, seed: int) -> None:
                 fill_recurrent(parameter, name.rpartition(".")[2])
             elif name.endswith("bias"):
                 parameter.zero_()
-            elif "norm" in name:
+            elif "norm" in name or name in neutral:
                 parameter.fill_(neutral.get(name, 1.0))
             else:
                 fill_normal(parameter, spread, f"{seed}/{name}")

@@ -23,7 +23,8 @@ def block_shapes(config: ModelConfig) -> list[BlockShape]:
 def parameter_count(config: ModelConfig) -> int:
     """Count all weights, a tied head once."""
     embeddings = (1 if config.tied else 2) * config.vocab_size * config.width
-    return embeddings + config.width + sum(block.weights for block in block_shapes(config))
+    more = find_family(config.family).more_weights(config)
+    return embeddings + config.width + sum(block.weights for block in block_shapes(config)) + more
 
 
 def active_parameter_count(config: ModelConfig) -> int:

@@ -14,7 +14,7 @@ from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.norm import RMSNorm
-from headway.models.layers.rope import RotaryTable
+from headway.models.layers.rope import Rotary, RotaryTable
 from headway.models.packed import ModelOutput, PackedTokens
 from headway.models.rotary import RopeParameters
 
@@ -103,19 +103,30 @@ class DecoderLM(nn.Module):
             block.recompute = recompute(layer)
 
     def forward(self, tokens: PackedTokens) -> ModelOutput:
-        rotary = [table.gather(tokens.positions_T) for table in self.rotary]
+        rotary = self.rotary_at(tokens)
         given = None if tokens.routed_experts_TLk is None else tokens.routed_experts_TLk.long()
         context = ForwardContext(tokens.plan, rotary, self._gate(tokens), tokens.chosen_positions)
         blocks = tokens.adapter_blocks
         if blocks is not None and blocks.apart and blocks.only is None:
             context.parts = split_context(context, blocks)
-        hidden_TD, experts = self.model(tokens.token_ids_T, context, given)
+        hidden_TD, experts = self.run_layers(tokens, context, given)
         output = ModelOutput(hidden_TD)
         if self.config.experts:
             output = ModelOutput(hidden_TD, self._routing(experts), self.config.experts)
         if context.chosen_positions:
             output.chosen_positions = {n: at for n, at in context.chosen_positions.items() if at is not None}
         return output
+
+    def rotary_at(self, tokens: PackedTokens) -> list[Rotary]:
+        """The rotary positions of the tokens, one for each of the family's `ropes`."""
+        return [table.gather(tokens.positions_T) for table in self.rotary]
+
+    def run_layers(
+        self, tokens: PackedTokens, context: ForwardContext, given_TLk: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Hidden states after the final norm, and each layer's experts, as `Decoder.forward` returns them."""
+        hidden_TD, experts = self.model(tokens.token_ids_T, context, given_TLk)
+        return hidden_TD, experts
 
     def _gate(self, tokens: PackedTokens) -> AdapterGate:
         """Choose the adapters of a pass: those that come with the tokens, or the bank's."""

@@ -10,6 +10,8 @@ from headway.models.recurrent import RecurrentState
 from headway.models.rotary import DEFAULT_ROPE_THETA, RopeParameters
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headway.models.decoder import DecoderLM
     from headway.models.layers.attention import Attention
     from headway.models.layers.block import Block
@@ -306,9 +308,21 @@ class Family:
         """The name here of a parameter that a checkpoint holds whole."""
         return name
 
+    def module_name(self, name: str) -> str:
+        """The name in Hugging Face's model of a module that is called `name` here, for adapters."""
+        return name
+
+    def as_written(self, name: str, tensor: "Tensor", config: ModelConfig) -> "Tensor":
+        """A tensor of a checkpoint as this family writes it, where some checkpoints have another layout of it."""
+        return tensor
+
     def skips_tensor(self, name: str, config: ModelConfig) -> bool:
         """Tell whether a tensor of a checkpoint belongs to a part of the model that is not computed here."""
         return False
+
+    def more_weights(self, config: ModelConfig) -> int:
+        """Count the parameters beside embeddings, blocks, the final norm and the head."""
+        return 0
 
     def cache(self, config: ModelConfig, layer: int) -> LayerCache:
         """Describe what layer number `layer` keeps while serving."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headway.core.images import Grid
 from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks
 from headway.models.ops.attention import QKV
@@ -124,12 +125,25 @@ class AttentionPlan:
 
 
 @dataclass(slots=True)
+class ImageTokens:
+    """Images of a pass: their patches (P, N), end to end, and the grid of each; the U tokens that their features
+    replace, and the number of each token's feature among those of all images. `positions` (3, T) are those of all
+    tokens in time, height and width."""
+
+    patches_PN: Tensor
+    grids: Sequence[Grid]
+    tokens_U: Tensor
+    features_U: Tensor
+    positions_3T: Tensor
+
+
+@dataclass(slots=True)
 class PackedTokens:
     """`routed_experts` (T, layers, k) tells MoE layers which experts to use; rows of -1 leave it to the router.
 
     `adapters` (T,) is each token's index into the adapter bank, -1 for none. `chosen_positions` are, by layer, the
     positions (T, k) that sparse attention is to attend to; rows of -1 leave it to the layer. `adapter_blocks` are
-    adapters of their own for blocks of the tokens, instead of the bank's.
+    adapters of their own for blocks of the tokens, instead of the bank's. `images` are for models that see.
     """
 
     token_ids_T: Tensor
@@ -139,6 +153,7 @@ class PackedTokens:
     adapters_T: Tensor | None = None
     chosen_positions: Mapping[int, Tensor] | None = None
     adapter_blocks: AdapterBlocks | None = None
+    images: ImageTokens | None = None
 
 
 @dataclass(slots=True)

@@ -26,10 +26,12 @@ from headway.models.families.nemotron_h import NemotronH
 from headway.models.families.olmo2 import Olmo2
 from headway.models.families.olmo3 import Olmo3
 from headway.models.families.qwen2 import Qwen2
+from headway.models.families.qwen2_5_vl import Qwen25VL
 from headway.models.families.qwen3 import Qwen3
 from headway.models.families.qwen3_5 import Qwen35MoeText, Qwen35Text
 from headway.models.families.qwen3_moe import Qwen3Moe
 from headway.models.families.qwen3_next import Qwen3Next
+from headway.models.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
 from headway.models.family import Family
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ _OWN: tuple[type[Family], ...] = (
     *(Llama, Mistral, Qwen2, Qwen3, Qwen3Moe, Gemma3Text, Olmo2, Olmo3),
     *(Glm4Moe, GptOss, MiniMaxM2, Afmoe, Laguna, DeepseekV3, DeepseekV32, GlmMoeDsa),
     *(Qwen3Next, Qwen35Text, Qwen35MoeText, NemotronH),
+    *(Qwen25VL, Qwen3VL, Qwen3VLMoe),
 )
 for _family in _OWN:
     register_family(_family())

@@ -16,6 +16,9 @@ from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
 from headway.models.ops.routed_experts import expert_counts
 from headway.models.packed import ModelOutput, PackedTokens
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.inputs import image_tokens
+from headway.models.vision.places import check_placeholders, packed_positions
 from headway.trainer.losses.components import LossTokens
 from headway.trainer.parallel.context import ContextGroup, ScoredShare
 
@@ -53,6 +56,8 @@ class Inputs:
             plan=PackedPlan(micro.lengths, device) if self._share is None else self._share.plan,
             routed_experts_TLk=None if experts is None else self._put(self._part(experts, -1), torch.int64),
         )
+        if micro.images is not None and isinstance(config, VisionConfig):
+            self.tokens.images = image_tokens(micro.images, micro.lengths, config, self._put)
 
     @cached_property
     def scored(self) -> Scored:
@@ -127,6 +132,8 @@ def prepare(
 ) -> Inputs:
     """Raises HeadwayError, naming the stream, where the micro-batch contradicts itself or the model."""
     check(micro, config)
+    if micro.images is not None and context is not None:
+        raise HeadwayError("micro-batch: images cannot be split over ranks yet; set trainer.parallel.context = 1")
     return Inputs(micro, config, device, context)
 
 
@@ -163,6 +170,7 @@ def check(micro: MicroBatch, config: ModelConfig) -> None:
     if not (micro.temperatures > 0).all():
         raise HeadwayError("micro-batch: temperatures must be above 0 (greedy tokens have temperature 1)")
     _check_experts(micro, config, size)
+    _check_images(micro, config, size)
 
 
 def _check_experts(micro: MicroBatch, config: ModelConfig, size: int) -> None:
@@ -174,6 +182,22 @@ def _check_experts(micro: MicroBatch, config: ModelConfig, size: int) -> None:
         raise HeadwayError(f"micro-batch: routed_experts has shape {experts.shape}, the model wants {expected}")
     if experts.max() >= config.experts or experts.min() < -1:
         raise HeadwayError(f"micro-batch: routed_experts must be -1 to {config.experts - 1}")
+
+
+def _check_images(micro: MicroBatch, config: ModelConfig, size: int) -> None:
+    images = micro.images
+    if images is None:
+        return
+    if not isinstance(config, VisionConfig):
+        raise HeadwayError(f"micro-batch: it has images, but models of the family {config.family!r} do not see")
+    try:
+        images.check(size)
+        if (numbers := images.patches.shape[1]) != config.tower.patch_numbers:
+            raise HeadwayError(f"images: patches of {numbers} numbers, not {config.tower.patch_numbers}")
+        check_placeholders(micro.token_ids, images, config.image_token, config.tower.merge)
+        packed_positions(micro.lengths, images, config.tower.merge)
+    except HeadwayError as error:
+        raise HeadwayError(f"micro-batch: {error}") from None
 
 
 def check_counts(micro_batches: list[MicroBatch], counts: ComponentCounts, step: int) -> None:

@@ -21,6 +21,7 @@ from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.ops.linear import tune_matmul
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
+from headway.models.vision.training import prepare_tower
 from headway.trainer.balance import ExpertBalance
 from headway.trainer.memory.copies import make_copies
 from headway.trainer.memory.recompute import recompute_policy
@@ -87,6 +88,7 @@ def make_state(
         compute_dtype=dtype,
         recompute=recompute_policy(trainer.activations, config.layers),
     )
+    prepare_tower(model, settings.model.vision_tower, ranks.size)
     fp8 = settings.model.compute == "fp8"
     if fp8:
         apply_fp8(model)

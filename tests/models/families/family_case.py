@@ -6,10 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headway.config.trainer import ActivationSettings
+from headway.core.images import Grid, TokenImages, join_images
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model
@@ -19,6 +21,9 @@ from headway.models.decoder import DecoderLM
 from headway.models.family import Family
 from headway.models.packed import ModelOutput, PackedTokens
 from headway.models.registry import find_family, load_config
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.inputs import image_tokens, put_on_cpu
+from headway.models.vision.places import feature_count, feature_places
 from headway.trainer.memory.recompute import recompute_policy
 
 HERE = Path(__file__).parent
@@ -31,7 +36,12 @@ class FamilyCase:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.hf = make_hf_model(json.loads((HERE / f"{name}.json").read_text()))
+        values = json.loads((HERE / f"{name}.json").read_text())
+        self.grids: dict[int, list[Grid]] = {
+            int(sample): [Grid(*grid) for grid in grids] for sample, grids in values.pop("images", {}).items()
+        }
+        """The images of samples, by the sample's number. Equal grids are the same image."""
+        self.hf = make_hf_model(values)
         self.hf.save_pretrained(folder)
         self.own = not name.startswith("transformers/")
         """Run by Headway's code, not by Hugging Face's."""
@@ -66,17 +76,52 @@ class FamilyCase:
         draw = torch.Generator().manual_seed(seed)
         return torch.randint(0, self.config.vocab_size, (sum(lengths),), generator=draw)
 
+    def samples(self, lengths: Sequence[int]) -> tuple[Tensor, TokenImages | None]:
+        """Tokens of samples, with the placeholders of their images, and these images."""
+        ids_T, config = self.tokens(lengths), self.config
+        if not self.grids:
+            return ids_T, None
+        assert isinstance(config, VisionConfig)
+        ids_T[(ids_T == config.image_token) | (ids_T == config.video_token)] = 0
+        images = join_images([(length, self._images(n)) for n, length in enumerate(lengths)])
+        assert images is not None
+        ids_T[feature_places(images, config.tower.merge)[0]] = config.image_token
+        return ids_T, images
+
+    def _images(self, sample: int) -> TokenImages | None:
+        """Images from the sample's second token on, with two tokens between them."""
+        grids = self.grids.get(sample, [])
+        if not grids:
+            return None
+        assert isinstance(self.config, VisionConfig)
+        tower = self.config.tower
+        images, uses, start = [], list[tuple[int, int]](), 1
+        for number, grid in enumerate(grids):
+            draw = np.random.default_rng(grid)
+            patches = draw.standard_normal((grid.patches, tower.patch_numbers), dtype=np.float32)
+            images.append((str(grid), grid, patches))
+            uses.append((start, number))
+            start += feature_count(grid, tower.merge) + 2
+        return TokenImages.of(images, uses)
+
+    def extra(self, images: TokenImages | None, lengths: Sequence[int]) -> dict[str, Any]:
+        """Inputs of our model beside tokens."""
+        if images is None:
+            return {}
+        assert isinstance(self.config, VisionConfig)
+        return {"images": image_tokens(images, lengths, self.config, put_on_cpu)}
+
 
 def make_hf_model(values: dict[str, Any]) -> Any:
     """Build transformers' model of a config.json, in float32, and draw its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.for_model(**values)
     # Its other implementations of attention ignore some settings, and its grouped products refuse odd sizes.
     config._experts_implementation = "eager"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # some start from random numbers of their own, such as the decay of Mamba
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = hf_class(config).from_config(config, attn_implementation="eager", dtype=torch.float32)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.padding_idx = None  # its gradient of that row would be zero, whether a sample has the token or not
@@ -84,13 +129,20 @@ def make_hf_model(values: dict[str, Any]) -> Any:
     return model.eval()
 
 
+def hf_class(config: Any) -> Any:
+    """The class that builds and loads models of transformers' config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
 def load_hf_model(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Load a checkpoint in transformers: the model and its report of what did not fit."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
     config._experts_implementation = "eager"
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = hf_class(config).from_pretrained(
         folder, config=config, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
     return model.eval(), report
@@ -121,9 +173,27 @@ def packed_logits(model: DecoderLM, ids_T: Tensor, lengths: Sequence[int], **ext
     return model.logits(run_packed(model, ids_T, lengths, **extra).hidden_TD)
 
 
-def hf_logits(reference: Any, ids_T: Tensor, lengths: list[int]) -> Tensor:
+def hf_logits(reference: Any, ids_T: Tensor, lengths: list[int], images: TokenImages | None = None) -> Tensor:
     """Each sample alone."""
-    return torch.cat([reference(ids[None], use_cache=False).logits[0] for ids in ids_T.split(lengths)])
+    logits, first = [], 0
+    for ids in ids_T.split(lengths):
+        extra = {} if images is None else hf_images(reference, ids, images, first)
+        logits.append(reference(ids[None], use_cache=False, **extra).logits[0])
+        first += len(ids)
+    return torch.cat(logits)
+
+
+def hf_images(reference: Any, ids: Tensor, images: TokenImages, first: int) -> dict[str, Tensor]:
+    """The images of the sample that begins at token `first`, as transformers takes them."""
+    own = [image for start, image in images.uses.tolist() if first <= start < first + len(ids)]
+    if not own:
+        return {}
+    patches = images.split()
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([patches[image] for image in own])),
+        "image_grid_thw": torch.from_numpy(images.grids[own]).long(),
+        "mm_token_type_ids": (ids == reference.config.image_token_id).int()[None],
+    }
 
 
 def token_logprobs(model: DecoderLM, sequences: list[list[int]], **extra: Any) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """Every family computes what transformers computes, in the trainer and in the engine.
 
 A case is a small config.json of transformers in the folder of its family, `FAMILY/CASE.json`: adding one adds no code.
-Those in the folder `transformers` are of other families, and run by Hugging Face's own modules.
+Those in the folder `transformers` are of other families, and run by Hugging Face's own modules. `images` in a case of a
+model that sees are the grids of images by the number of the sample that shows them.
 """
 
 import json
@@ -102,18 +103,18 @@ class TestFamily:
                 assert any(counts(hf, key, other) for other in others(value)), key
 
     def test_packed_logits_equal_transformers(self, case: FamilyCase) -> None:
-        ids = case.tokens(LENGTHS)
+        ids, images = case.samples(LENGTHS)
         with torch.no_grad():
-            theirs = hf_logits(case.hf, ids, LENGTHS)
-            ours = packed_logits(case.model, ids, LENGTHS)
+            theirs = hf_logits(case.hf, ids, LENGTHS, images)
+            ours = packed_logits(case.model, ids, LENGTHS, **case.extra(images, LENGTHS))
         assert ours.dtype == torch.float32 and theirs.std() > 0.1
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
     def test_gradients_equal_transformers(self, case: FamilyCase, tmp_path: Path) -> None:
         model = case.fresh()
         backward(model, case)
-        ids, weights = case.tokens(LENGTHS), loss_weights(case)
-        (hf_logits(case.hf, ids, LENGTHS) * weights).sum().backward()
+        (ids, images), weights = case.samples(LENGTHS), loss_weights(case)
+        (hf_logits(case.hf, ids, LENGTHS, images) * weights).sum().backward()
         check_gradients(gradients(model), hf_gradients(case.hf, tmp_path / "grads"))
 
     @pytest.mark.parametrize("checkpoint", ["selective", "full"])
@@ -131,9 +132,10 @@ class TestFamily:
         assert (tmp_path / "ours" / "config.json").read_bytes() == (tmp_path / "again" / "config.json").read_bytes()
         loaded, report = load_hf_model(tmp_path / "ours")
         assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-        ids = case.tokens(LENGTHS)
+        ids, images = case.samples(LENGTHS)
         with torch.no_grad():
-            torch.testing.assert_close(hf_logits(loaded, ids, LENGTHS), hf_logits(case.hf, ids, LENGTHS))
+            theirs = hf_logits(case.hf, ids, LENGTHS, images)
+            torch.testing.assert_close(hf_logits(loaded, ids, LENGTHS, images), theirs)
 
     def test_costs_are_those_of_the_model(self, case: FamilyCase) -> None:
         assert parameter_count(case.config) == sum(p.numel() for p in case.model.parameters())
@@ -277,7 +279,8 @@ def loss_weights(case: FamilyCase) -> Tensor:
 
 
 def backward(model: DecoderLM, case: FamilyCase) -> None:
-    (packed_logits(model, case.tokens(LENGTHS), LENGTHS) * loss_weights(case)).sum().backward()
+    ids, images = case.samples(LENGTHS)
+    (packed_logits(model, ids, LENGTHS, **case.extra(images, LENGTHS)) * loss_weights(case)).sum().backward()
 
 
 def check_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

@@ -20,6 +20,7 @@ from headway.models.build import fill_uniform
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import Experts
 from headway.models.layers.linear import Linear
+from headway.models.registry import find_family
 from headway.models.sharded import gathered
 
 PREFIX = "base_model.model."
@@ -38,12 +39,14 @@ def bank_of(model: DecoderLM) -> AdapterBank:
 @dataclass(frozen=True, slots=True)
 class AdaptableWeight:
     """A weight that can have an adapter: that of a linear layer, (out, in), or one of all experts, (E, out, in). `name`
-    is the layer's, for experts with the weight's; `holders` are the attributes of `module` for A and B."""
+    is the layer's, for experts with the weight's, and `hf_name` that in Hugging Face's model; `holders` are the
+    attributes of `module` for A and B."""
 
     name: str
     module: nn.Module
     weight: nn.Parameter
     holders: tuple[str, str]
+    hf_name: str
 
     @property
     def target(self) -> str:
@@ -68,21 +71,23 @@ class AdaptableWeight:
     def peft_name(self) -> str:
         """PEFT's name without `lora_A.weight`. It wraps a module once for each of its parameters, from the first on:
         the wrapper of the last is outermost."""
-        module, _, weight = self.name.rpartition(".")
+        module, _, weight = self.hf_name.rpartition(".")
         if not self.stacked:
-            return self.name
+            return self.hf_name
         return f"{module}.base_layer" if weight == "gate_up_proj" else module
 
 
 def adaptable_weights(model: DecoderLM) -> Iterator[AdaptableWeight]:
     """Iterate over those of the blocks; the head has none."""
+    family = find_family(model.config.family)
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module is not getattr(model, "lm_head", None):
-            yield AdaptableWeight(name, module, module.weight, ("lora_A", "lora_B"))
+        if isinstance(module, Linear) and module.adaptable and module is not getattr(model, "lm_head", None):
+            yield AdaptableWeight(name, module, module.weight, ("lora_A", "lora_B"), family.module_name(name))
         elif isinstance(module, Experts):
             for weight in ("gate_up_proj", "down_proj"):
                 holders = (f"lora_{weight}_A", f"lora_{weight}_B")
-                yield AdaptableWeight(f"{name}.{weight}", module, module.get_parameter(weight), holders)
+                theirs = family.module_name(f"{name}.{weight}")
+                yield AdaptableWeight(f"{name}.{weight}", module, module.get_parameter(weight), holders, theirs)
 
 
 def adapters_of(model: DecoderLM) -> Iterator[tuple[AdaptableWeight, nn.Parameter, nn.Parameter]]:

@@ -33,6 +33,10 @@ COMPANIONS = (
     "tokenizer.model",
     "chat_template.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
 )
 
 

@@ -117,12 +117,13 @@ def _as_written(
 ) -> Iterator[tuple[str, Tensor]]:
     """Cut parameters that came whole, under the model's own names, into the tensors that checkpoints have of them."""
     own: dict[str, nn.Parameter] | None = None
+    family = find_family(model.config.family)
     for name, tensor in tensors:
         if name in expected:
-            yield name, tensor
+            yield name, family.as_written(name, tensor, model.config)
             continue
         own = dict(base_parameters(model)) if own is None else own
-        ours = find_family(model.config.family).own_name(name, model.config)
+        ours = family.own_name(name, model.config)
         if ours in own and tensor.shape == own[ours].shape:
             yield from ((part.name, part_of(tensor, part)) for part in checkpoint_tensors(model, ours))
         else:

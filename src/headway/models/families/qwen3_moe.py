@@ -1,5 +1,6 @@
 """Qwen3-MoE: Qwen3's attention; experts instead of the MLP in all layers except `dense_layers`."""
 
+from collections.abc import Collection
 from typing import Any
 
 from headway.models.config import ModelConfig
@@ -17,7 +18,7 @@ class Qwen3Moe(Family):
         "expert_width": "moe_intermediate_size",
         "normalize_gates": "norm_topk_prob",
     }
-    hf_reads = ("num_local_experts", "num_experts", "decoder_sparse_step", "mlp_only_layers")
+    hf_reads: Collection[str] = ("num_local_experts", "num_experts", "decoder_sparse_step", "mlp_only_layers")
     hf_fixed = {"use_sliding_window": False}
     hf_ignored = ("sliding_window", "max_window_layers")
     chat_format = "qwen3"

@@ -70,6 +70,9 @@ class Linear(nn.Module):
     own precision. With `fp8` the weight's products are in FP8 (`headway.models.fp8`), those of adapters never.
     """
 
+    adaptable = True
+    """Adapters may be put beside it."""
+
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))

@@ -26,6 +26,12 @@ class RotaryTable:
         cos, sin = self.table(positions_T.device)
         return cos[positions_T].unsqueeze(1), sin[positions_T].unsqueeze(1)
 
+    def gather_axes(self, positions_AT: Tensor, axes_D: Tensor) -> Rotary:
+        """cos and signed sin of positions in several axes, where each number turns by the position in its own axis."""
+        cos, sin = self.table(positions_AT.device)
+        rows_TD, numbers_D = positions_AT[axes_D].t(), torch.arange(len(axes_D), device=axes_D.device)
+        return cos[rows_TD, numbers_D].unsqueeze(1), sin[rows_TD, numbers_D].unsqueeze(1)
+
     def table(self, device: torch.device) -> Rotary:
         """cos and signed sin of all positions, (positions, rotary size)."""
         tables = self._tables.get(device)

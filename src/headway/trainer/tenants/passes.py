@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headway.core.batches import MicroBatch
+from headway.core.errors import HeadwayError
 from headway.models.adapters.blocks import AdapterBlocks
 from headway.models.adapters.separate import AdapterUse
 from headway.models.attention import PackedPlan
@@ -32,6 +33,8 @@ class TenantBlock:
     def make(
         cls, tenant: Tenant, batch: WaitingBatch, micro: MicroBatch, config: ModelConfig, device: torch.device
     ) -> "TenantBlock":
+        if micro.images is not None:
+            raise HeadwayError("micro-batch: tenants cannot train on images yet")
         inputs = prepare(micro, config, device)
         routed = inputs.tokens.routed_experts_TLk is not None
         return cls(tenant, batch, inputs, tenant.adapter.use(micro.lengths, routed=routed))

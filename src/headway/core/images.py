@@ -1,0 +1,99 @@
+"""Images among the tokens of samples, as they travel from environments to the trainer.
+
+An image is named by a hash of its encoded bytes. Where it appears, the tokens have a run of placeholders, one for each
+feature that the model's vision tower makes of it; the tower's input is the image's patches, which its family's
+processor computed. The same image may appear in several samples of a micro-batch: it is sent, and computed, once.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import HeadwayError
+from headway.core.streams import Floats, Ints
+
+
+class Grid(NamedTuple):
+    """The patches of an image: times, rows and columns. A still image has one time."""
+
+    times: int
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        return self.times * self.rows * self.columns
+
+
+def image_digest(encoded: bytes) -> str:
+    """Name an image by its encoded bytes: 32 hexadecimal digits."""
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+class TokenImages(msgspec.Struct):
+    """The I images of a sample or a micro-batch, each once, and their U uses.
+
+    `grids` (I, 3) are their patches in times, rows and columns, and `patches` (P, N) these patches, image after image,
+    N numbers each. `uses` (U, 2), in the order of tokens: the token at which the placeholders of an image begin, and
+    the image's number.
+    """
+
+    digests: list[str]
+    grids: Ints
+    patches: Floats
+    uses: Ints
+
+    @classmethod
+    def of(cls, images: Sequence[tuple[str, Grid, Floats]], uses: Sequence[tuple[int, int]]) -> Self:
+        """Join images, given by digest, grid and patches, and name the tokens where these are used."""
+        grids = np.asarray([grid for _, grid, _ in images], dtype=np.int32).reshape(-1, 3)
+        patches = np.concatenate([patches for _, _, patches in images])
+        return cls([digest for digest, _, _ in images], grids, patches, np.asarray(uses, np.int32).reshape(-1, 2))
+
+    @property
+    def shapes(self) -> list[Grid]:
+        """The grids as numbers."""
+        return [Grid(*grid) for grid in self.grids.tolist()]
+
+    def split(self) -> list[Floats]:
+        """The patches of each image."""
+        ends = np.cumsum([grid.patches for grid in self.shapes])
+        return np.split(self.patches, ends[:-1])
+
+    def arrays(self) -> list[NDArray[Any]]:
+        return [self.grids, self.patches, self.uses]
+
+    def check(self, tokens: int) -> None:
+        """Raise HeadwayError where this contradicts itself, or places an image outside of so many tokens."""
+        images = len(self.digests)
+        if images < 1 or self.grids.shape != (images, 3) or self.uses.ndim != 2 or self.uses.shape[1:] != (2,):
+            raise HeadwayError(f"images: {images} digests, grids {self.grids.shape}, uses {self.uses.shape}")
+        if self.grids.min() < 1 or self.patches.ndim != 2:
+            raise HeadwayError("images: a grid is empty, or patches are not rows of numbers")
+        if sum(grid.patches for grid in self.shapes) != len(self.patches):
+            raise HeadwayError(f"images: the grids do not add up to {len(self.patches)} patches")
+        if not len(self.uses) or self.uses.min() < 0 or (self.uses.max(0) >= (tokens, images)).any():
+            raise HeadwayError(f"images: uses must name tokens below {tokens} and images below {images}")
+
+
+def join_images(parts: Sequence[tuple[int, TokenImages | None]]) -> TokenImages | None:
+    """Join the images of samples, given with the number of tokens in each. None: no sample has any."""
+    if not any(images for _, images in parts):
+        return None
+    known: dict[str, int] = {}
+    found: list[tuple[str, Grid, Floats]] = []
+    uses: list[tuple[int, int]] = []
+    start = 0
+    for size, images in parts:
+        if images is not None:
+            for digest, grid, patches in zip(images.digests, images.shapes, images.split(), strict=True):
+                if digest not in known:
+                    known[digest] = len(found)
+                    found.append((digest, grid, patches))
+            uses += [(start + token, known[images.digests[image]]) for token, image in images.uses.tolist()]
+        start += size
+    return TokenImages.of(found, uses)

@@ -1,0 +1,73 @@
+"""A decoder that sees: features of images stand among the embeddings of tokens."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headway.models.config import ModelConfig
+from headway.models.decoder import DecoderLM
+from headway.models.layers.block import Block
+from headway.models.layers.context import ForwardContext
+from headway.models.layers.norm import RMSNorm
+from headway.models.layers.rope import Rotary
+from headway.models.packed import ImageTokens, PackedTokens
+from headway.models.rotary import RopeParameters
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.tower import VisionTower
+
+
+class VisionLM(DecoderLM):
+    """A causal language model over packed tokens and images. `axes` says which of a token's three positions turns each
+    rotary number of a head (M-RoPE). Passes without images know nothing of the tower."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        block: Callable[[ModelConfig, int], Block],
+        tower: VisionTower,
+        *,
+        axes: Sequence[int],
+        norm: type[RMSNorm] = RMSNorm,
+        ropes: Sequence[RopeParameters] | None = None,
+    ) -> None:
+        super().__init__(config, block, norm=norm, ropes=ropes)
+        self.model.visual = tower
+        self.axes = list(axes)
+
+    @property
+    def tower(self) -> VisionTower:
+        tower = self.model.visual
+        assert isinstance(tower, VisionTower)
+        return tower
+
+    def rotary_at(self, tokens: PackedTokens) -> list[Rotary]:
+        if tokens.images is None:
+            return super().rotary_at(tokens)
+        axes = torch.tensor(self.axes, device=tokens.token_ids_T.device)
+        return [table.gather_axes(tokens.images.positions_3T, axes) for table in self.rotary]
+
+    def run_layers(
+        self, tokens: PackedTokens, context: ForwardContext, given_TLk: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        if tokens.images is None:
+            return super().run_layers(tokens, context, given_TLk)
+        return self._run_images(tokens, context, given_TLk, tokens.images)
+
+    def _run_images(
+        self, tokens: PackedTokens, context: ForwardContext, given_TLk: Tensor | None, images: ImageTokens
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Features stand instead of the placeholders' embeddings, and deeper ones are added after the first layers."""
+        x_TD = self.model.embed_tokens(tokens.token_ids_T)
+        # One adapter in training; those of several requests are not told apart in images.
+        gate = context.adapter_gate if isinstance(context.adapter_gate, float) else None
+        features = self.tower(images.patches_PN.to(x_TD.dtype), images.grids, gate)
+        at_U, of_U = images.tokens_U, images.features_U
+        x_TD = x_TD.index_copy(0, at_U, features.last_FD[of_U])
+        experts: list[Tensor | None] = []
+        for number, layer in enumerate(self.layers):
+            x_TD, experts_Tk = layer(x_TD, context, None if given_TLk is None else given_TLk[:, number])
+            experts.append(experts_Tk)
+            if number < len(features.deep):
+                x_TD = x_TD.index_add(0, at_U, features.deep[number][of_U])
+        return self.model.norm(x_TD), experts
