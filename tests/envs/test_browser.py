@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -10,7 +11,7 @@ from headway.core.episodes import Task
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.browser import cdp
-from headway.envs.browser.browser import Browser
+from headway.envs.browser.browser import KINDS, Browser, demonstrations
 from headway.envs.browser.chromium import find_chromium
 from headway.envs.browser.players import play_site
 from headway.envs.browser.site import Request, Response, Site, page
@@ -100,6 +101,71 @@ def test_a_scripted_player_solves_every_kind_of_task(loop, browser, number):
     task = browser.tasks()[number]
     trace, state = loop.run(play(browser, task, lambda messages: play_site(task.data["site"], messages)))
     assert trace.rewards == {"solved": 1.0}, [message.content for message in state.messages]
+
+
+class Keeper(Site):
+    """Keeps what a page can keep, and shows what was kept before."""
+
+    name = "keeper"
+
+    def handle(self, request: Request) -> Response:
+        return page(
+            "Keeper",
+            "<p id=found></p><script>"
+            "found.textContent = ['found', document.cookie, localStorage.a, sessionStorage.a, window.name].join(' ');"
+            "document.cookie = 'a=cookie; max-age=999'; localStorage.a = 'local'; sessionStorage.a = 'session';"
+            "window.name = 'window'</script><a href='/again'>again</a>",
+        )
+
+    def progress(self) -> float:
+        return 0.0
+
+
+@real
+def test_a_context_that_serves_again_holds_nothing_of_the_episode_before(loop, browser, monkeypatch):
+    monkeypatch.setitem(SITES, "keeper", Keeper)
+    monkeypatch.setattr(browser, "_style", "text")
+    monkeypatch.setattr(browser._chromium, "_reuse", 2)
+    task = Task("keeper", {"site": "keeper", "seed": 0, "goal": "look"})
+    made = []
+    for _ in range(3):
+        script = iter([call("click", element=1), call("back"), Message("assistant", "done")])
+        _, state = loop.run(play(browser, task, lambda _, script=script: next(script)))
+        assert state.messages[1].content.splitlines()[4] == "found", state.messages[1].content
+        assert "found a=cookie local session window" in state.messages[3].content
+        made.append([context.id for context in browser._chromium._idle["keeper.test"]])
+    # One context for the first two episodes, another for the third.
+    assert [len(ids) for ids in made] == [1, 0, 1] and made[0] != made[2]
+
+
+@real
+def test_demonstrations_of_a_vote_are_written_as_a_browser_shows_it(loop, browser, monkeypatch):
+    args = {"sites": ["vote"], "observation": "text", "seed": 3, "system": None}
+    (task,) = Browser(num_tasks=1, **args).tasks()
+    (written,) = demonstrations(1, **{**args, "describe_tools": False})
+    monkeypatch.setattr(browser, "_style", "text")
+    monkeypatch.setattr(browser, "_system", None)
+    trace, state = loop.run(play(browser, task, lambda messages: play_site("vote", messages)))
+    assert trace.rewards == {"solved": 1.0}
+    assert written == {"messages": [message.to_openai() for message in state.messages], "tools": []}
+
+
+def test_a_page_that_does_not_open_in_time_is_told_as_such(monkeypatch):
+    @asynccontextmanager
+    async def never(_site):
+        raise TimeoutError
+        yield
+
+    environment = Browser(num_tasks=1)
+    monkeypatch.setattr(environment._chromium, "page", never)
+    with pytest.raises(EpisodeFailure, match="did not open or close in time"):
+        asyncio.run(play(environment, environment.tasks()[0], lambda _: Message("assistant", "done")))
+
+
+def test_some_demonstrations_do_nothing():
+    rows = demonstrations(40, give_up_share=0.5, sites=["vote"], observation="text")
+    assert 10 < sum(row["messages"][2]["content"] == "done" for row in rows) < 30
+    assert all(len(row["tools"]) == 6 for row in rows)
 
 
 @real
@@ -251,7 +317,7 @@ def test_sites_never_fail_on_a_request(name, seed):
 def test_tasks_are_those_of_their_seed_and_splits_never_meet():
     train = Browser(num_tasks=40)
     assert [task.id for task in train.tasks()] == [task.id for task in Browser(num_tasks=40).tasks()]
-    assert {task.data["site"] for task in train.tasks()[:4]} == set(SITES)
+    assert {task.data["site"] for task in train.tasks()[:4]} == set(KINDS)
     held_out = {task.id for task in Browser(num_tasks=40, split="eval").tasks()}
     assert len(held_out) == 40 and not held_out & {task.id for task in train.tasks()}
     assert {task.data["site"] for task in Browser(sites=["wiki"], num_tasks=3).tasks()} == {"wiki"}

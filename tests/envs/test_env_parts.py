@@ -17,7 +17,7 @@ from headway.envs.policy import ScriptedPolicy
 from headway.envs.registry import load_environment
 from headway.envs.rewards import marked_rewards, metric, score
 from headway.envs.threads import abandoned, call_in_thread
-from headway.envs.tools import cut, from_function
+from headway.envs.tools import cut, from_function, tool
 
 SOURCE = """
 from headway.envs.base import SingleTurn, Task, reward
@@ -147,6 +147,42 @@ def test_tools_of_an_environment_see_its_state_and_task():
     state = asyncio.run(play())
     assert state.sums == [3]
     assert state.messages[-2] == Message("tool", "3", tool_call_id="1", name="add")
+
+
+def test_a_tool_never_takes_the_place_of_an_environments_own_method():
+    class Opener(Tools):
+        @tool(name="open")
+        def open_file(self, path: str) -> str:
+            """Open a file."""
+            return f"opened {path}"
+
+    class Taken(Tools):
+        @tool
+        async def open(self, path: str = "") -> str:
+            """Open a file."""
+            return path
+
+    Opener().check()
+    assert Opener().toolbox.tools[-1].name == "open"
+    told = asyncio.run(Opener().toolbox.call(ToolCall("1", "open", '{"path": "a"}'), None))
+    assert told == Message("tool", "opened a", tool_call_id="1", name="open")
+    with pytest.raises(UsageError, match=r"'open' takes the place.*@tool\(name=\"open\"\)"):
+        Taken().check()
+
+
+def test_the_list_of_tools_can_be_kept_from_the_model():
+    offered: list[int] = []
+
+    class Watching(ScriptedPolicy):
+        async def reply(self, messages, tools, *rest):
+            offered.append(len(tools))
+            return await super().reply(messages, tools, *rest)
+
+    environment = Tools()
+    for environment.describe_tools in (True, False):
+        call = Message("assistant", "", (ToolCall("1", "add", '{"a": 1, "b": 2}'),))
+        assert asyncio.run(environment.run(Task("0"), Watching([call, "done"]))).sums == [3]
+    assert offered == [5, 5, 0, 0]
 
 
 def test_rewards_take_what_they_name_and_metrics_reward_nothing():

@@ -12,8 +12,8 @@ from headway.envs.policy import ScriptedPolicy
 from headway.envs.rewards import score
 from headway.envs.search.documents import ClassEntry, Document
 from headway.envs.search.index import Index
-from headway.envs.search.questions import Question, make_questions
-from headway.envs.search.search import Search
+from headway.envs.search.questions import Question, make_lookups, make_questions
+from headway.envs.search.search import Search, demonstrations
 
 MODULES = ["http", "logging", "socketserver", "xmlrpc"]
 
@@ -77,6 +77,12 @@ def test_a_reader_who_follows_the_references_gets_every_question_right(library):
         assert play(library, task, Researcher(task.data["question"]).act) == {"correct": 1.0, "cited": 1.0}, task.id
 
 
+def test_a_worker_can_open_it_and_the_tools_have_their_names(library):
+    library.check()
+    asyncio.run(library.open())
+    assert [tool.name for tool in library.toolbox.tools] == ["search", "open", "find", "answer"]
+
+
 def test_only_citations_that_were_opened_and_lead_to_the_answer_hold(library):
     task = library.tasks()[0]
     right, evidence = task.data["answer"], task.data["evidence"]
@@ -121,9 +127,48 @@ def test_the_index_finds_reads_and_never_fails_on_a_query():
 
 
 def test_wrong_names_are_told_and_splits_never_meet(library):
-    assert "there is no document" in asyncio.run(library.open("nowhere", None))
+    assert "there is no document" in asyncio.run(library.open_document("nowhere", None))
     held_out = {task.id for task in Search(modules=MODULES, split="eval").tasks()}
     assert held_out
     assert not held_out & {task.id for task in library.tasks()}
     with pytest.raises(UsageError, match="derives from one of another"):
         Search(modules=["this"])
+
+
+def test_names_that_one_document_has_are_looked_up_in_one_search():
+    documents = [
+        Document("a", "about run and stop", names=frozenset({"run", "go", "at", "long_name"})),
+        Document("b", "stop stop stop", names=frozenset({"go"})),
+        Document("c", "how to stop", names=frozenset({"stop"})),
+    ]
+    assert make_lookups(documents, 3, 4) == [Question("run", 0, "a", ()), Question("stop", 0, "c", ())]
+    assert make_lookups(documents, 3, 4)[0].text == "Which module has run?"
+    index = Index(documents, hits=1, passage=0)
+    assert index.search("stop") == "c"  # the others speak of it more often
+    assert index.search("x " * 100_000 + "stop") == "nothing was found"
+    index.close()
+
+
+def test_demonstrations_find_every_name_or_guess_and_the_first_hit_is_right():
+    small = {"modules": MODULES, "hits": 1, "passage": 0, "system": "", "describe_tools": False}
+    environment = Search(hops=0, num_tasks=10_000, **small)
+    assert [message.role for message in environment.prompt(environment.tasks()[0])] == ["user"]
+    by_question = {task.data["question"]: task.data["answer"] for task in environment.tasks()}
+    rows = demonstrations(2 * len(by_question), guess_share=0.5, **small)
+    calls = [[message for message in row["messages"] if message["role"] == "assistant"] for row in rows]
+    assert {len(said) for said in calls} == {1, 2}
+    for row, said in zip(rows, calls, strict=True):
+        answer = json.loads(said[-1]["tool_calls"][0]["function"]["arguments"])["text"]
+        assert row["tools"] == []
+        assert len(said) == 1 or answer == by_question[row["messages"][0]["content"]]
+    task = environment.tasks()[0]
+    answered = play(environment, task, lambda _: call("answer", text=task.data["answer"]))
+    assert answered == {"correct": 1.0, "cited": 0.0}
+
+
+def test_settings_that_make_no_sense_are_refused():
+    for wrong in ({"hops": -1}, {"hits": 0}, {"passage": 65}, {"turns": 0}):
+        with pytest.raises(UsageError, match="search: hops must be"):
+            Search(modules=MODULES, **wrong)
+    with pytest.raises(UsageError, match="have no names"):
+        Search(modules=["this"], hops=0)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from headway.config.context import ContextRule
 from headway.core.episodes import Task
+from headway.core.errors import UsageError
 from headway.core.messages import Message, Messages, as_messages
 from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
 from headway.envs.rewards import Reward, marked_rewards, metric, reward
@@ -154,9 +155,17 @@ class ToolUse(MultiTurn):
     tool_timeout: float = 30.0
     max_output: int = 8192
     """Characters of a tool's result that the model is shown."""
+    describe_tools: bool = True
+    """False keeps the list of tools out of the prompt, for a model that was taught to call them."""
 
     def check(self) -> None:
         super().check()
+        for name in dir(ToolUse):
+            if is_tool(getattr(type(self), name)):
+                raise UsageError(
+                    f"the tool {name!r} takes the place of a method that every environment has: give the method "
+                    f'another name and mark it with @tool(name="{name}")'
+                )
         self.toolbox.check()
 
     def follow_up(self, state: State, reply: Message) -> Any:
@@ -170,7 +179,7 @@ class ToolUse(MultiTurn):
         return await answer if inspect.isawaitable(answer) else answer
 
     async def ask(self, state: State, policy: Policy) -> Message:
-        return await policy.chat(state.messages, self.toolbox.tools)
+        return await policy.chat(state.messages, self.toolbox.tools if self.describe_tools else ())
 
     @property
     def toolbox(self) -> Toolbox:

@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
 import msgspec
 
@@ -53,9 +53,24 @@ class ToolFunction:
             raise ValueError(str(error)) from error
 
 
-def tool(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method of an environment as a tool."""
-    function._headway_tool = True  # type: ignore[attr-defined]  # a mark on the function itself
+@overload
+def tool(function: Callable[..., Any]) -> Callable[..., Any]: ...
+
+
+@overload
+def tool(*, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+
+
+def tool(function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+    """Mark a method of an environment as a tool. `@tool(name="open")` gives it another name than the method's."""
+    if function is None:
+        return lambda marked: _mark(marked, name)
+    return _mark(function, name)
+
+
+def _mark(function: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+    """Put the marks on the function itself."""
+    vars(function).update(_headway_tool=True, _headway_tool_name=name or function.__name__)
     return function
 
 
@@ -73,6 +88,7 @@ def describe(value: Tool | ToolFunction | Callable[..., Any]) -> Tool:
 def from_function(function: Callable[..., Any]) -> ToolFunction:
     """Make `function` a tool. Raises UsageError where a parameter has no type that JSON can carry."""
     name = getattr(function, "__name__", type(function).__name__)
+    name = str(getattr(function, "_headway_tool_name", name))
     try:
         hints = get_type_hints(function)
     except NameError as error:

@@ -16,10 +16,11 @@ from headway.envs.base import EpisodeFailure, Policy, State, ToolUse, metric, re
 from headway.envs.browser.cdp import BrowserGoneError, CommandError
 from headway.envs.browser.chromium import Chromium, find_chromium
 from headway.envs.browser.page import ActionError, Page
-from headway.envs.browser.players import play_site
+from headway.envs.browser.players import DONE, play_site
 from headway.envs.browser.sites import SITES
+from headway.envs.browser.sites.vote import Vote
 from headway.envs.browser.tree import Style
-from headway.envs.bundled.problems import Row, Split, demonstration, distinct
+from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening
 from headway.envs.policy import ScriptedPolicy
 from headway.envs.sandboxed import read_limits
 
@@ -27,24 +28,26 @@ SYSTEM = (
     "You use a web site. Elements that you can use have a number in brackets; give that number to the tools. Every "
     "tool shows the page as it is afterwards. Reply in words, without a tool, when the task is done."
 )
+KINDS = ("form", "shop", "wiki", "table")
+"""Sites of tasks unless others are named."""
 LIMITS = {"memory": 2 << 30, "processes": 2048, "cpus": 2.0, "disk": 512 << 20}
 
 
 class Browser(ToolUse):
-    """Tasks of the kinds `sites`, in equal numbers: "form", "shop", "wiki", "table".
+    """Tasks of the kinds `sites`, in equal numbers: "form", "shop", "wiki", "table"; and "vote", the smallest.
 
     `observation` is "tree" (roles, indented) or "text" (plain lines). `pages` bounds the pages that are open at once in
-    a worker; `limits` are those of the sandbox in which its one Chromium runs.
+    a worker; `limits` are those of the sandbox in which its one Chromium runs. A browser context serves `reuse`
+    episodes, one after the other. `describe_tools = false` keeps the list of tools out of the prompt.
     """
 
-    system = SYSTEM
     max_turns = 30
     max_output = 6000
 
     def __init__(
         self,
         *,
-        sites: Sequence[str] = tuple(SITES),
+        sites: Sequence[str] = KINDS,
         num_tasks: int = 256,
         split: Split = "train",
         seed: int = 0,
@@ -54,19 +57,30 @@ class Browser(ToolUse):
         sandbox: str = "auto",
         limits: Mapping[str, Any] | None = None,
         pages: int = 8,
+        reuse: int = 1,
+        system: str | None = SYSTEM,
+        describe_tools: bool = True,
     ) -> None:
         if not sites or not set(sites) <= set(SITES):
             raise UsageError(f"browser: sites must be some of {', '.join(SITES)} (got {', '.join(sites) or 'none'})")
         if observation not in ("tree", "text"):
             raise UsageError(f'browser: observation must be "tree" or "text" (got "{observation}")')
-        self.max_turns = turns
+        if reuse < 1:
+            raise UsageError(f"browser: reuse must be at least 1 (got {reuse})")
+        self.max_turns, self.describe_tools, self._system = turns, describe_tools, system
         self._style: Style = observation
         self._tasks = _make_tasks(sites, num_tasks, split, seed)
         self._program = chromium
-        self._chromium = Chromium(chromium, sandbox, read_limits("browser", {**LIMITS, **(limits or {})}), pages)
+        bounds = read_limits("browser", {**LIMITS, **(limits or {})})
+        self._chromium = Chromium(chromium, sandbox, bounds, pages, reuse)
 
     def tasks(self) -> Sequence[Task]:
         return self._tasks
+
+    @property
+    def plain(self) -> bool:
+        """Tell whether pages are shown as plain text."""
+        return self._style == "text"
 
     async def open(self) -> None:
         find_chromium(self._program)
@@ -75,9 +89,9 @@ class Browser(ToolUse):
     async def close(self) -> None:
         await self._chromium.close()
 
-    def prompt(self, task: Task) -> str:
+    def prompt(self, task: Task) -> list[Message]:
         visit = _visit.get(None)
-        return str(task.data["goal"]) + (f"\n\n{visit.first_look}" if visit else "")
+        return opening(self._system, str(task.data["goal"]) + (f"\n\n{visit.first_look}" if visit else ""))
 
     async def run(self, task: Task, policy: Policy) -> State:
         site = SITES[task.data["site"]](task.data["seed"])
@@ -90,6 +104,9 @@ class Browser(ToolUse):
                     _visit.reset(token)
         except (BrowserGoneError, CommandError) as error:
             raise EpisodeFailure("environment", f"browser: {error}") from error
+        except TimeoutError as error:
+            told = "the page did not open or close in time; open fewer at once (`pages`), or run less beside it"
+            raise EpisodeFailure("environment", f"browser: {told}") from error
         state.progress = site.progress()
         return state
 
@@ -204,26 +221,46 @@ def _task(name: str, seed: int) -> Task:
     return Task(f"{name}-{seed}", {"site": name, "seed": seed, "goal": SITES[name](seed).goal})
 
 
-def demonstrations(n: int, seed: int = 0, **args: Any) -> list[Row]:
+def demonstrations(n: int, seed: int = 0, give_up_share: float = 0.0, **args: Any) -> list[Row]:
     """`n` conversations of scripted players in a real Chromium, all solved; none is a task of the eval split.
 
-    `args` are those of the environment.
+    A share of them does nothing and says that it is done. Those of the site "vote" with `observation = "text"` are
+    written without a browser. `args` are those of the environment.
     """
-    return asyncio.run(_demonstrate(Browser(num_tasks=n, seed=seed, split="train", **args)))
+    environment = Browser(num_tasks=n, seed=seed, split="train", **args)
+    rng = Random(seed)
+    idle = {task.id for task in environment.tasks() if rng.random() < give_up_share}
+    if environment.plain and all(task.data["site"] == Vote.name for task in environment.tasks()):
+        tools = _tools(environment)
+        return [_written(task, idle, environment.prompt(task), tools) for task in environment.tasks()]
+    return asyncio.run(_demonstrate(environment, idle))
 
 
-async def _demonstrate(environment: Browser) -> list[Row]:
-    tools = [described.to_openai() for described in environment.toolbox.tools]
+async def _demonstrate(environment: Browser, idle: set[str]) -> list[Row]:
     rows = []
     await environment.open()
     try:
         for task in environment.tasks():
-            state = await environment.run(task, ScriptedPolicy(partial(_reply, task.data["site"])))
-            rows.append({**demonstration(state.messages), "tools": tools})
+            state = await environment.run(task, ScriptedPolicy(partial(_reply, task, idle)))
+            rows.append({**demonstration(state.messages), "tools": _tools(environment)})
     finally:
         await environment.close()
     return rows
 
 
-def _reply(site: str, _agent: str, messages: list[Message]) -> Message:
-    return play_site(site, messages)
+def _written(task: Task, idle: set[str], said: list[Message], tools: list[dict[str, Any]]) -> Row:
+    """Write what would happen in a browser: the page after the goal, a click, the page after it."""
+    before, after = Vote(task.data["seed"]).looks
+    said[-1] = Message("user", f"{said[-1].content}\n\n{before}")
+    while (reply := _reply(task, idle, "", said)).tool_calls:
+        call = reply.tool_calls[0]
+        said += [reply, Message("tool", after, tool_call_id=call.id, name=call.name)]
+    return {**demonstration([*said, reply]), "tools": tools}
+
+
+def _tools(environment: Browser) -> list[dict[str, Any]]:
+    return [tool.to_openai() for tool in environment.toolbox.tools] if environment.describe_tools else []
+
+
+def _reply(task: Task, idle: set[str], _agent: str, messages: list[Message]) -> Message:
+    return DONE if task.id in idle else play_site(task.data["site"], messages)

@@ -1,4 +1,8 @@
-"""One Chromium for all episodes of a worker: in a sandbox, without a network, a browser context for each page."""
+"""One Chromium for all episodes of a worker: in a sandbox, without a network, a browser context for each page.
+
+A context may serve several episodes one after the other, cleared in between: making one takes most of a short
+episode's time.
+"""
 
 import asyncio
 import contextlib
@@ -7,10 +11,11 @@ import shlex
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from headway.core.errors import HeadwayError
-from headway.envs.browser.cdp import BrowserGoneError, CommandError, Connection
+from headway.envs.browser.cdp import START_SECONDS, BrowserGoneError, CommandError, Connection
 from headway.envs.browser.page import Page
 from headway.envs.browser.site import Site
 from headway.sandboxes.pool import SandboxPool
@@ -66,16 +71,63 @@ def find_chromium(path: str | None = None) -> str:
     return real if Path(real).exists() else found
 
 
-class Chromium:
-    """Starts at the first page and again after it ended. At most `pages` are open at once; others wait."""
+@dataclass
+class Context:
+    """A browser context with one tab; `left` is how many more episodes it may serve."""
 
-    def __init__(self, program: str | None, sandbox: str, limits: Limits, pages: int) -> None:
+    connection: Connection
+    id: str
+    tab: str
+    left: int
+
+    @classmethod
+    async def make(cls, connection: Connection, left: int) -> "Context":
+        made = (await connection.call("Target.createBrowserContext", seconds=START_SECONDS))["browserContextId"]
+        return cls(connection, made, await _open_tab(connection, made), left)
+
+    async def attach(self) -> str:
+        """Return a session of its tab."""
+        return str((await self.connection.call("Target.attachToTarget", targetId=self.tab, flatten=True))["sessionId"])
+
+    async def clear(self, host: str) -> None:
+        """Replace the tab, and delete the cookies, storage and cache of the site at `host`."""
+        # The new tab first, so that the context is never without one.
+        used, self.tab = self.tab, await _open_tab(self.connection, self.id)
+        call, session = self.connection.call, await self.attach()
+        await call("Target.closeTarget", targetId=used)
+        await call("Storage.clearDataForOrigin", session, origin=f"http://{host}", storageTypes="all")
+        await call("Network.clearBrowserCookies", session)
+        await call("Network.clearBrowserCache", session)
+        await call("Target.detachFromTarget", sessionId=session)
+
+    async def dispose(self) -> None:
+        with contextlib.suppress(BrowserGoneError, CommandError, TimeoutError):
+            call = self.connection.call("Target.disposeBrowserContext", browserContextId=self.id)
+            await asyncio.shield(call)
+
+
+async def _open_tab(connection: Connection, context: str) -> str:
+    # A tab starts a process, which takes its time on a busy machine.
+    place = {"url": "about:blank", "browserContextId": context}
+    return str((await connection.call("Target.createTarget", seconds=START_SECONDS, **place))["targetId"])
+
+
+class Chromium:
+    """Starts at the first page and again after it ended. At most `pages` are open at once; others wait.
+
+    A browser context serves `reuse` episodes of a kind of site, one after the other.
+    """
+
+    def __init__(self, program: str | None, sandbox: str, limits: Limits, pages: int, reuse: int = 1) -> None:
         self._program, self._kind, self._limits = program, sandbox, limits
         self._places = asyncio.Semaphore(pages)
         self._starting = asyncio.Lock()
         self._pool: SandboxPool | None = None
         self._connection: Connection | None = None
         self._running = contextlib.AsyncExitStack()
+        self._reuse = reuse
+        self._idle: dict[str, list[Context]] = {}
+        """Contexts that wait for another episode, by their site's host."""
 
     async def start(self) -> Connection:
         """Connect to the browser that runs, or start one. Raises HeadwayError where that fails."""
@@ -88,28 +140,42 @@ class Chromium:
     async def close(self) -> None:
         await self._running.aclose()
         self._connection = None
+        self._idle.clear()
         if self._pool is not None:
             await self._pool.close()
             self._pool = None
 
     @asynccontextmanager
     async def page(self, site: Site) -> AsyncIterator[Page]:
-        """Open a site in a browser context of its own: no cookies, storage or cache are shared with another."""
+        """Open a site in a tab of its own. Cookies, storage and cache are never shared with another episode."""
         async with self._places:
-            connection = await self.start()
-            context = (await connection.call("Target.createBrowserContext"))["browserContextId"]
+            context = await self._context(site.host)
             try:
-                target = await connection.call("Target.createTarget", url="about:blank", browserContextId=context)
-                attached = await connection.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
-                opened = Page(connection, attached["sessionId"], site)
+                opened = Page(context.connection, await context.attach(), site)
                 try:
                     await opened.open()
                     yield opened
                 finally:
                     opened.close()
-            finally:
-                with contextlib.suppress(BrowserGoneError, CommandError, TimeoutError):
-                    await asyncio.shield(connection.call("Target.disposeBrowserContext", browserContextId=context))
+                context.left -= 1
+                if kept := opened.alive and context.left > 0:
+                    await context.clear(site.host)
+            except BaseException:
+                await context.dispose()
+                raise
+            if kept:
+                self._idle.setdefault(site.host, []).append(context)
+            else:
+                await context.dispose()
+
+    async def _context(self, host: str) -> Context:
+        """Take a context that waits, or make one."""
+        connection = await self.start()
+        idle = self._idle.pop(host, [])
+        usable = [context for context in idle if context.connection is connection]
+        context = usable.pop() if usable else await Context.make(connection, self._reuse)
+        self._idle.setdefault(host, []).extend(usable)
+        return context
 
     async def _launch(self) -> Connection:
         program = find_chromium(self._program)

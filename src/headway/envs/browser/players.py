@@ -5,9 +5,11 @@ import re
 from collections.abc import Callable, Sequence
 
 from headway.core.messages import Message, ToolCall
+from headway.envs.browser.sites.vote import PLACES
 
 Move = tuple[str, dict[str, object]] | None
 """A tool and its arguments; None when the task is done."""
+DONE = Message("assistant", "done")
 
 
 class Shown:
@@ -35,7 +37,7 @@ def play_site(site: str, messages: Sequence[Message]) -> Message:
     pages = [Shown(message.content) for message in messages if message.role in ("user", "tool")]
     move = _PLAYERS[site](goal, pages)
     if move is None:
-        return Message("assistant", "done")
+        return DONE
     call = ToolCall(f"call_{len(messages)}", move[0], json.dumps(move[1], ensure_ascii=False))
     return Message("assistant", tool_calls=(call,))
 
@@ -106,9 +108,17 @@ def _play_table(goal: str, pages: list[Shown]) -> Move:
     return ("click", {"element": button}) if button else None
 
 
+def _play_vote(goal: str, pages: list[Shown]) -> Move:
+    found = re.match(r"Vote for the (\w+) candidate", goal)
+    assert found is not None
+    buttons = re.findall(r"\[(\d+)\] button", "\n".join(pages[-1].lines))
+    return ("click", {"element": int(buttons[PLACES.index(found[1])])}) if buttons else None
+
+
 _PLAYERS: dict[str, Callable[[str, list[Shown]], Move]] = {
     "form": _play_form,
     "shop": _play_shop,
     "wiki": _play_wiki,
     "table": _play_table,
+    "vote": _play_vote,
 }

@@ -22,11 +22,15 @@ class ClassEntry:
 
 @dataclass(frozen=True)
 class Document:
-    """The text about one module, whose name is the document's, and the classes in it by name."""
+    """The text about one module, whose name is the document's, and the classes in it by name.
+
+    `names` are those of all public classes, functions and methods in the text.
+    """
 
     name: str
     text: str
     classes: dict[str, ClassEntry] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
 
 
 def library_documents(modules: Sequence[str] | None = None) -> list[Document]:
@@ -62,7 +66,17 @@ def _read(name: str, file: Path) -> Document:
             lines += [*_class_lines(node, entry), ""]
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
             lines += [*_function_lines(node, ""), ""]
-    return Document(name, "\n".join(lines).rstrip() + "\n", classes)
+    return Document(name, "\n".join(lines).rstrip() + "\n", classes, frozenset(_public_names(tree)))
+
+
+def _public_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that have a line in the document."""
+    for node in tree.body:
+        inside = _methods(node) if isinstance(node, ast.ClassDef) else []
+        functions = [item for item in (node, *inside) if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+        described = [function.name for function in functions if ast.get_docstring(function)]
+        classes = [node.name] if isinstance(node, ast.ClassDef) else []
+        yield from (name for name in (*classes, *described) if not name.startswith("_"))
 
 
 def _imported(tree: ast.Module, package: str) -> dict[str, str]:

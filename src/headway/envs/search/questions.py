@@ -1,5 +1,6 @@
-"""Questions that take several documents to answer: they follow references from class to class across modules."""
+"""Questions: which document has a name; or those that follow references from class to class, over several documents."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,10 @@ from headway.envs.search.documents import ClassEntry, Document
 
 @dataclass(frozen=True)
 class Question:
-    """`evidence` are the documents that the way leads through, the last one with the answer."""
+    """`evidence` are the documents that the way leads through, the last one with the answer.
+
+    A question without hops asks for the document itself, and has nothing else to cite.
+    """
 
     start: str
     hops: int
@@ -17,11 +21,24 @@ class Question:
 
     @property
     def text(self) -> str:
+        if self.hops == 0:
+            return f"Which module has {self.start}?"
         return (
             f"Start at the class {self.start} and go up {self.hops} times, to what it derives from each time. "
             "Which method is the first that is described there, of those that do not begin with an underscore? Answer "
             "with its name, and cite the documents of all classes on the way."
         )
+
+
+def make_lookups(documents: Sequence[Document], shortest: int, longest: int) -> list[Question]:
+    """All questions without hops, about names of `shortest` to `longest` characters that one document alone has."""
+    holders = Counter(name for document in documents for name in document.names)
+    return [
+        Question(name, 0, document.name, ())
+        for document in documents
+        for name in sorted(document.names)
+        if holders[name] == 1 and shortest <= len(name) <= longest
+    ]
 
 
 def make_questions(documents: Sequence[Document], most_hops: int) -> list[Question]:
