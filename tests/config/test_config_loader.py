@@ -163,6 +163,14 @@ def test_unknown_keys_name_the_file_and_the_nearest_setting(tmp_path: Path) -> N
     assert refusal(*argv).startswith(f"{tmp_path / 'a.toml'}: trainer.optim.learning_rates is not a setting")
 
 
+def test_unknown_keys_and_wrong_values_are_said_together(tmp_path: Path) -> None:
+    text = '[trainer.optim]\nlrr = 2\nlr = "fast"\nwieght_decay = 1\n[[orchestrator.envs]]\nid = 5\nnam = "a"\n'
+    lines = refusal(*layer(tmp_path, "a.toml", text)).splitlines()
+    named = ("trainer.optim.lrr", "trainer.optim.wieght_decay", "orchestrator.envs.0.nam")
+    named += ("trainer.optim.lr ", "orchestrator.envs.0.id")
+    assert len(lines) == 5 and all(any(name in line for line in lines) for name in named), lines
+
+
 def test_unknown_flags_name_the_nearest_setting() -> None:
     assert (
         refusal("--trainer.optim.lrr", "1") == "--trainer.optim.lrr: no such setting; did you mean --trainer.optim.lr?"
