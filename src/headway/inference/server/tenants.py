@@ -18,7 +18,7 @@ _THEIRS = frozenset(
         ("GET", "/health"),
         ("GET", "/state"),
         ("GET", "/v1/models"),
-        ("GET", "/v1/models/{name:.+}"),
+        ("GET", "/v1/models/{name}"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("POST", "/inference/v1/generate"),
