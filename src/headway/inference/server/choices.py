@@ -109,7 +109,7 @@ async def _stream(
 
 
 def _envelope(kind: str, request: GenerateRequest, writers: Sequence[ChoiceWriter]) -> dict[str, Any]:
-    """What all objects of an answer begin with. The model has the name by which the client asked for it."""
+    """The fields that all objects of an answer begin with; the model has the name by which the client asked for it."""
     return envelope(kind, request.request_id or "", writers[0].body.model)
 
 

@@ -58,7 +58,7 @@ def summarize(paths: RunPaths) -> dict[str, Any]:
 
 
 def _attempts(record: dict[str, Any]) -> int:
-    """How often the run was started or resumed; records of old or foreign runs may not say."""
+    """Count how often the run was started or resumed; records of old or foreign runs may not say."""
     attempts = record.get("attempts")
     return max(1, len(attempts)) if isinstance(attempts, list) else 1
 
