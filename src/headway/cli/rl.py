@@ -137,7 +137,8 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenan
     from headway.monitor.runs import create_run, discard_run, open_run
 
     if options.parent:
-        check_fork(*options.parent, resolved.settings.max_steps)
+        origin, step = options.parent
+        check_fork(origin, step, resolved.settings.max_steps)
     paths = open_run(options.resume) if options.resume else create_run(resolved.settings.run, "rl")
     settings = with_absolute_paths(resolved.settings, paths, pin=False)
     if resolved.dry_run:

@@ -58,7 +58,9 @@ def load_settings(
     try:
         settings = kind.model_validate(plain(tree, schema), strict=True)
     except ValidationError as error:
-        wrong = [_explain(details, tree, schema) for details in error.errors()]
+        # What is missing beside a key that nobody knows is most likely that key, misspelt.
+        errors = [details for details in error.errors() if not (unknown and details["type"] == "missing")]
+        wrong = [_explain(details, tree, schema) for details in errors]
         raise UsageError("\n".join([*unknown, *wrong])) from None
     if unknown:
         raise UsageError("\n".join(unknown))
