@@ -60,6 +60,7 @@ def test_an_unknown_command_names_the_nearest() -> None:
     answer = headway("docter")
     assert answer.returncode == 2
     assert answer.stderr == "headway: no command 'docter'; did you mean doctor? See `headway --help`.\n"
+    assert headway("qqq").stderr == "headway: no command 'qqq'. See `headway --help`.\n"
 
 
 @pytest.mark.parametrize("error", [HeadwayError("it broke; mend it"), UsageError("wrong; write it so")])

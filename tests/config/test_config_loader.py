@@ -157,10 +157,20 @@ def test_negative_numbers_are_values() -> None:
 
 
 def test_unknown_keys_name_the_file_and_the_nearest_setting(tmp_path: Path) -> None:
-    argv = layer(tmp_path, "a.toml", "[trainer.optim]\nlearning_rates = 1\nlrr = 2\n")
+    argv = layer(tmp_path, "a.toml", "[trainer.optim]\nlearning_rates = 1\n")
     message = refusal(*layer(tmp_path, "b.toml", "[trainer.optim]\nwieght_decay = 1\n"))
     assert message == f"{tmp_path / 'b.toml'}: trainer.optim.wieght_decay is not a setting; did you mean weight_decay?"
     assert refusal(*argv).startswith(f"{tmp_path / 'a.toml'}: trainer.optim.learning_rates is not a setting")
+
+
+def test_unknown_keys_and_wrong_values_are_said_together(tmp_path: Path) -> None:
+    text = '[trainer.optim]\nlrr = 2\nlr = "fast"\nwieght_decay = 1\n[[orchestrator.envs]]\nid = 5\nnam = "a"\n'
+    with pytest.raises(UsageError) as caught:
+        load(*layer(tmp_path, "a.toml", text))
+    lines = str(caught.value).splitlines()
+    named = ("trainer.optim.lrr", "trainer.optim.wieght_decay", "orchestrator.envs.0.nam")
+    named += ("trainer.optim.lr ", "orchestrator.envs.0.id")
+    assert len(lines) == 5 and all(any(name in line for line in lines) for name in named), lines
 
 
 def test_unknown_flags_name_the_nearest_setting() -> None:

@@ -158,6 +158,23 @@ def test_scripts_and_their_options_exist(page: Path) -> None:
         assert [word for word in words if word.startswith("--") and word not in literals] == [], words
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if commands("pip", page)], ids=name)
+def test_pip_installs_from_a_clone(page: Path) -> None:
+    """The name of Headway at the public index may be somebody else's."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for words in commands("pip", page):
+        for word in words:
+            assert not re.match(r"headway\b", word), f"{name(page)}: pip {' '.join(words)}; write '.[EXTRA]'"
+            for extra in re.findall(r"[\w-]+", word.removeprefix(".")) if word.startswith(".[") else []:
+                assert extra in extras, f"{name(page)}: {word}"
+
+
+def test_every_extra_is_in_the_table_of_the_installation() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    table = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / "installation.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", " ".join(table))) == set(extras)
+
+
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {words[0] for page in PAGES for words in commands("make", page) if words}

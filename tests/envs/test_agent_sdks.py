@@ -56,7 +56,7 @@ def python_for(program: str) -> str:
         return sys.executable
     if subprocess.run([OTHER_PYTHON, "-c", f"import {package}"], capture_output=True).returncode:
         pytest.skip(
-            f"{package} is not installed: pip install 'headway[agents]' into an environment of its own, and name its "
+            f"{package} is not installed: pip install -e '.[agents]' into an environment of its own, and name its "
             "interpreter in HEADWAY_AGENTS_PYTHON"
         )
     return OTHER_PYTHON

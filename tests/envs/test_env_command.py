@@ -11,6 +11,28 @@ from headway.core.messages import Message, ToolCall
 from headway.envs.bundled import ENVIRONMENTS
 from headway.envs.transcript import message_text, painted, plain
 
+VAULT = """
+from headway.envs.base import Task, ToolUse, reward
+
+class Vault(ToolUse):
+    def __init__(self, *, boxes=2):
+        def peek(box: str) -> str:
+            return box
+        peek.__doc__ = f"Look into one of {boxes} boxes."
+        self.tools = [peek]
+    def tasks(self):
+        return [Task("0", {})]
+    def prompt(self, task):
+        return "Open it"
+    @reward
+    def good(self, answer):
+        return 1.0
+
+def demonstrations(n, seed, share, boxes):
+    yield {"messages": []}
+    yield {"messages": [], "tools": []}
+"""
+
 
 def headway(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = run(["env", *words])
@@ -105,6 +127,18 @@ def test_demonstrations_are_written_as_jsonl(capsys: pytest.CaptureFixture[str],
     assert len(rows) == 10
     assert all(row["messages"][0]["content"] == row["messages"][1]["content"] for row in rows)
     assert headway(capsys, "demos", "reverse-text", "-n", "1")[1].startswith('{"messages"')
+
+
+def test_demonstrations_get_the_tools_of_their_environment(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vault.py").write_text(VAULT)
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = headway(capsys, "demos", "vault.py:Vault", "--args.share", "0.5", "--args.boxes", "3")
+    with_tools, with_its_own = (json.loads(line) for line in out.splitlines())
+    assert with_its_own["tools"] == []
+    (tool,) = with_tools["tools"]
+    assert (tool["function"]["name"], tool["function"]["description"]) == ("peek", "Look into one of 3 boxes.")
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,15 @@ def test_chat(client: openai.OpenAI) -> None:
 
 
 def test_the_model_answers_to_its_folder_name_too(client: openai.OpenAI, server: LiveServer) -> None:
-    reply = client.chat.completions.create(model=server.folder.name, messages=ASK, temperature=0, max_tokens=3)
-    assert reply.choices[0].finish_reason == "length"
-    assert client.models.retrieve(server.folder.name).id == "policy"
+    name = server.folder.name
+    reply = client.chat.completions.create(model=name, messages=ASK, temperature=0, max_tokens=3)
+    assert (reply.choices[0].finish_reason, reply.model) == ("length", name)
+    streamed = client.chat.completions.create(model=name, messages=ASK, max_tokens=3, stream=True)
+    assert {chunk.model for chunk in streamed} == {name}
+    assert client.completions.create(model=name, prompt="a", max_tokens=1).model == name
+    assert client.completions.create(model="policy", prompt="a", max_tokens=1).model == "policy"
+    assert client.models.retrieve(name).id == name
+    assert [card.id for card in client.models.list()][:2] == ["policy", name]
     for asking in (
         lambda: client.chat.completions.create(model="gpt-nothing", messages=ASK),
         lambda: client.models.retrieve("gpt-nothing"),

@@ -20,6 +20,8 @@ from headway.models.checkpoints.folders import load_model
 from headway.monitor.runs import create_run
 from headway.transport.control.tokens import find_token
 
+NAMED = ("--inference.served_model_name", "my/own-name")
+
 
 def headway(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "headway.cli.main", *arguments]
@@ -43,7 +45,7 @@ def test_a_server_joins_a_run_with_its_latest_weights_and_leaves_on_sigterm(taug
     paths = create_run(RunSettings(name="run", output_dir=tmp_path), "test")
     (paths.control / "token").write_text("of-the-run")
     update = publish(paths.root, 5, load_model(taught))
-    process = headway("serve", str(taught), "--port", "0", "--join", str(paths.root), "--name", "first")
+    process = headway("serve", str(taught), "--port", "0", "--join", str(paths.root), "--name", "first", *NAMED)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -51,6 +53,7 @@ def test_a_server_joins_a_run_with_its_latest_weights_and_leaves_on_sigterm(taug
         record = json.loads((paths.control / "engines" / "first.json").read_text())
         state = get(record["url"] + "/state")
         assert (state["version"], state["fingerprint"]) == (5, update.fingerprint)
+        assert get(record["url"] + "/v1/models/my/own-name")["id"] == "my/own-name"
         with ThreadPoolExecutor() as pool:
             flight = pool.submit(generate, record["url"], 300)
             while get(record["url"] + "/state")["running"] == 0 and not flight.done():

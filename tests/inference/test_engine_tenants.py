@@ -94,7 +94,7 @@ def test_state_weights_and_models_show_a_tenant_its_own(shared: EmbeddedServer) 
             assert state.prefixes is not None and state.prefixes.roots.keys() == {"policy"}
             assert (await host.state()).adapters == {"anna": 3, "ben": 7}
             cards = (await anna.models(dict[str, Any]))["data"]
-            assert [(card["id"], card["version"]) for card in cards] == [("policy", 3)]
+            assert [(card["id"], card["version"]) for card in cards] == [("policy", 3), ("anna", 3)]
             assert {use.name: use.version for use in await host.tenants()} == {"anna": 3, "ben": 7, "carl": None}
 
     run(body)
@@ -107,7 +107,7 @@ def test_openai_routes_answer_as_the_policy(shared: EmbeddedServer) -> None:
     assert (status, reply["model"], reply["choices"][0]["versions"][0][0]) == (200, "policy", 3)
     text = {"model": "anna", "prompt": "a", "max_tokens": 3, "return_token_ids": True}
     status, reply = send(shared, "POST", "/v1/completions", text, "token of anna")
-    assert (status, reply["model"], reply["choices"][0]["versions"][0][0]) == (200, "policy", 3)
+    assert (status, reply["model"], reply["choices"][0]["versions"][0][0]) == (200, "anna", 3)
     assert send(shared, "GET", "/v1/models/policy", token="token of anna")[0] == 200
     assert send(shared, "GET", "/v1/models/ben", token="token of anna")[0] == 404
 

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from headway.inference.server.connections import OpenConnections
 from headway.inference.server.requests import MAX_BYTES_PER_TOKEN
 from headway.rendering.load import load_renderer
 
+HOSTILE = Path(__file__).parents[2] / "benchmarks" / "hostile.py"
 ASK = [{"role": "user", "content": "Greet me"}]
 
 
@@ -174,6 +177,14 @@ def test_context_errors_have_the_code_that_agents_look_for(embedded: EmbeddedSer
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
 
 
+def test_a_developer_is_taken_for_the_system(embedded: EmbeddedServer) -> None:
+    asked = [{"messages": [{"role": role, "content": "Be kind."}, *ASK]} for role in ("developer", "system")]
+    replies = [post(embedded, "/v1/chat/completions", {**body, "max_tokens": 4, "temperature": 0}) for body in asked]
+    assert [status for status, _ in replies] == [200, 200]
+    assert len({body["usage"]["prompt_tokens"] for _, body in replies}) == 1
+    assert len({body["choices"][0]["message"]["content"] for _, body in replies}) == 1
+
+
 def test_stop_strings_are_bounded(embedded: EmbeddedServer) -> None:
     status, body = post(embedded, "/v1/completions", {"prompt": "a", "stop": ["x" * 1900]})
     assert (status, body["error"]["param"]) == (400, "stop")
@@ -226,3 +237,12 @@ def test_tools_are_still_called(embedded: EmbeddedServer) -> None:
     ask = {"messages": [{"role": "user", "content": "Is it raining?"}], "tools": [WEATHER.to_openai()]}
     status, body = post(embedded, "/v1/chat/completions", {**ask, "temperature": 0})
     assert status == 200 and body["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.slow
+def test_a_server_outlives_a_hostile_client() -> None:
+    """A small part of what the script sends when it is run without options: 20,000 requests, 2,000 connections."""
+    sizes = ("--requests", "600", "--connections", "100", "--half-open", "0")
+    done = subprocess.run([sys.executable, str(HOSTILE), *sizes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "100 broken connections" in done.stdout and "{200: " in done.stdout, done.stdout

@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main
+from headway.config.loader import write_settings
+from headway.config.rl import RlSettings
+from headway.config.shared import RunSettings
+from headway.core.runs import CHECKPOINT_MARKER
+from headway.monitor.runs import create_run
 
 ENVIRONMENT = """
 from headway.envs.base import SingleTurn, Task, reward
@@ -93,6 +98,20 @@ def test_a_dry_run_finds_what_only_loading_shows(
 ) -> None:
     assert main.run(["rl", *flags, "--run.name", "x", "--dry-run"]) in (1, 2, 3)
     assert message in capsys.readouterr().err
+    assert not (folder / "outputs").exists()
+
+
+def test_a_start_from_a_checkpoint_behind_the_last_step_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    origin = create_run(RunSettings(name="first", output_dir=folder), "rl")
+    write_settings(
+        RlSettings.model_validate({"orchestrator": {"envs": [{"id": "mine.py:Mine"}]}}), origin.config / "rl.toml"
+    )
+    (origin.checkpoint(70)).mkdir(parents=True)
+    (origin.checkpoint(70) / CHECKPOINT_MARKER).touch()
+    assert main.run(["rl", "--from", str(origin.root), "--max_steps", "70", "--run.name", "x"]) == 2
+    assert "give --max_steps more than 70" in capsys.readouterr().err
     assert not (folder / "outputs").exists()
 
 

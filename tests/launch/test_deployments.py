@@ -46,4 +46,4 @@ def test_without_ray_its_extra_is_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main.run(["rl", "--run.name", "run", "--deployment.type", "ray"]) == 2
-    assert "pip install 'headway[ray]'" in capsys.readouterr().err
+    assert "pip install 'ray<3,>=2.50'" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> str:
     scores = {"task": "gaqd", "rewards": [1.0, 0.0], "passed": [True, False], "replies": ["", "another try"]}
     said = [{"role": "user", "content": "turn gaqd around"}, {"role": "assistant", "content": "<b>dqag</b>"}]
     (finished / "evaluations" / "step_000020_held-out.jsonl").write_text(json.dumps(scores | {"messages": said}) + "\n")
-    return start_in_thread(root)
+    return start_in_thread(root, routes={**ROUTES, **plan_routes()})
 
 
 @pytest.fixture(scope="module")
@@ -454,8 +454,11 @@ def test_it_reads_on_a_phone_and_in_the_dark(visit: Callable[[Body], None], url:
 @pytest.mark.parametrize("state", ["running", "failed", "finished", "empty"])
 def test_every_tab_opens_whatever_became_of_the_run(visit: Callable[[Body], None], states: str, state: str) -> None:
     async def body(page: Page) -> None:
-        for tab in ("", "/lanes", "/rollouts", "/evaluations", "/logs", "/settings"):
-            await page.goto(f"{states}#/run/{state}{tab}")
+        await page.goto(f"{states}#/run/{state}")
+        tabs = await page.ask("[...document.querySelectorAll('nav a[href*=\"#/run/\"]')].map(link => link.hash)")
+        assert {tab.rpartition("/")[2] for tab in tabs} >= {"lanes", "rollouts", "settings", "audit", "cost", "plan"}
+        for tab in tabs:
+            await page.goto(f"{states}{tab}")
             assert await page.ask("document.querySelectorAll('nav [aria-current=page]').length") == 1
             assert "An error occurred" not in await page.text() and "Not found" not in await page.text()
         await page.goto(f"{states}#/run/{state}")

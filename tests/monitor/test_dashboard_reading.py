@@ -203,6 +203,15 @@ def test_restarts_are_found_in_logs_and_placed_on_steps(tmp_path: Path) -> None:
     assert line_time(b"2026-01-31 12:00:00 INFO x") is not None and line_time(b"serving") is None
 
 
+def test_processes_of_a_resumed_run_were_not_restarted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, steps=1, attempts=[{}, {}])
+    for name in ("trainer_001", "trainer_002", "inference-0_001", "inference-0_002", "inference-0_003"):
+        (folder / "logs" / f"{name}.log").touch()
+    assert Catalog(tmp_path).summaries()[0]["restarts"] == 1
+    (folder / "run.json").write_text('{"attempts": 5}')
+    assert Catalog(tmp_path).summaries()[0]["restarts"] == 3
+
+
 def test_lanes_follow_each_other_without_overlap(tmp_path: Path) -> None:
     make_run(tmp_path, steps=5)
     every = lanes(Catalog(tmp_path).view("made").tables(), -math.inf, math.inf)

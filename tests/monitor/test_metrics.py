@@ -64,6 +64,25 @@ def test_a_line_that_a_crash_cut_off_is_dropped(tmp_path: Path) -> None:
     assert steps(write(RunPaths(tmp_path), 3)) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("resume_step", [2, None])
+@pytest.mark.parametrize("cut", [1, 20, 10_000])
+def test_a_line_that_was_cut_at_a_checkpoint_is_put_back(tmp_path: Path, cut: int, resume_step: int | None) -> None:
+    """Step 2 is in the checkpoint, so nobody trains it and writes its line again."""
+    path = write(RunPaths(tmp_path), 1, 2)
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    path.write_bytes(whole[: max(first, len(whole) - cut)])
+    MetricsWriter(RunPaths(tmp_path), "trainer", resume_step=resume_step).close()
+    assert path.read_bytes() == whole
+    assert steps(write(RunPaths(tmp_path), 3, resume_step=resume_step)) == [1, 2, 3]
+
+
+def test_a_line_of_a_step_that_is_trained_again_is_not_put_back(tmp_path: Path) -> None:
+    path = write(RunPaths(tmp_path), 1, 2)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert steps(write(RunPaths(tmp_path), 2, 3, resume_step=1)) == [1, 2, 3]
+
+
 def test_every_sink_gets_every_step(tmp_path: Path) -> None:
     class Memory:
         def __init__(self) -> None:
@@ -101,7 +120,7 @@ def test_a_tracker_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monk
     for module in ("sinks", "wandb_run"):
         monkeypatch.setattr(f"headway.monitor.{module}.find_spec", lambda package: None)
     for tracking in (TrackingSettings(tensorboard=True), TrackingSettings(wandb=WandbSettings())):
-        with pytest.raises(UsageError, match=r"pip install 'headway\[tracking\]'"):
+        with pytest.raises(UsageError, match=r"pip install 'tensorboard<.* 'wandb<"):
             make_sinks(tracking, RunPaths(tmp_path), "trainer")
 
 

@@ -36,6 +36,8 @@ def test_an_adapter_run_publishes_and_exports_the_adapter(tmp_path: Path) -> Non
     assert any(tensor.any() for name, tensor in sent.items() if ".lora_B." in name)
     assert all(".lora_" in name for name in checkpoint_tensors(paths, 3))
 
+    modes = {file.stat().st_mode for file in (paths.exports / "step_000003_adapter").iterdir()}
+    assert len(modes) == 1, "whoever may read the config may read the weights"
     ids = [5, 60, 7, 80, 9]
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

@@ -1,14 +1,18 @@
 """`headway dash`: the live dashboard of runs."""
 
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.cli.options import OptionParser, port_number
-from headway.core.errors import UsageError
+from headway.core.errors import HeadwayError, UsageError
 
 if TYPE_CHECKING:
     from headway.monitor.dashboard.server import Routes
+
+PORT = 8400
 
 HELP = """\
 usage: headway dash [FOLDER] [--port 8400] [--host 127.0.0.1]
@@ -42,6 +46,33 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def start_beside(folder: Path) -> str:
+    """Serve the runs of `folder` while this process lives, at the usual port or, where it is taken, at any free one.
+
+    Returns the address.
+    """
+    from headway.monitor.dashboard import start_in_thread
+
+    try:
+        return start_in_thread(folder, PORT, page_routes())
+    except HeadwayError:
+        return start_in_thread(folder, routes=page_routes())
+
+
+def stay(url: str) -> None:
+    """Keep the dashboard of a run that has ended until Ctrl-C, where somebody sits at a terminal to press it."""
+    if not sys.stdout.isatty():
+        return
+    print(f"the dashboard stays at {url}  (Ctrl-C ends it)", flush=True)
+    with suppress(KeyboardInterrupt):
+        _wait()
+    print()
+
+
+def _wait() -> None:
+    threading.Event().wait()
+
+
 def page_routes() -> "Routes":
     """Return the routes of pages whose data come from replay and plan."""
     from headway.plan.page import plan_routes
@@ -54,7 +85,7 @@ def parse(argv: list[str]) -> tuple[Path, str, int]:
     """Read folder, host and port. Raises UsageError."""
     parser = OptionParser("dash", host="127.0.0.1")
     parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs"))
-    parser.add_argument("--port", type=port_number, default=8400)
+    parser.add_argument("--port", type=port_number, default=PORT)
     options = parser.parse_args(argv)
     if not options.folder.is_dir():
         raise UsageError(f"{options.folder} is not a folder; name the folder that holds runs, or a run")

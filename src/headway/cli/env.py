@@ -252,6 +252,8 @@ def _demos(name: str, options: Namespace) -> None:
         rows = list(make(options.n, options.seed, **options.args))
     except TypeError as error:
         raise UsageError(f"{name}: {error}") from error
+    if any("tools" not in row for row in rows) and (tools := _offered_tools(name, options.args)):
+        rows = [{**row, "tools": row.get("tools", tools)} for row in rows]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if options.output is None:
         sys.stdout.write(text)
@@ -260,3 +262,20 @@ def _demos(name: str, options: Namespace) -> None:
 
     write_atomic(options.output, text)
     print(f"{len(rows)} conversations in {options.output}")
+
+
+def _offered_tools(name: str, args: dict[str, object]) -> list[dict[str, object]]:
+    """List the tools of an environment as it offers them: a model that is warmed up without them learns another prompt.
+
+    Only arguments that the environment takes are given to it; others are those of its demonstrations.
+    """
+    from headway.envs.base import ToolUse
+    from headway.envs.registry import find_factory, load_environment
+
+    factory = find_factory(name)
+    if not (isinstance(factory, type) and issubclass(factory, ToolUse)):
+        return []
+    taken = {key: value for key, value in args.items() if key in inspect.signature(factory).parameters}
+    environment = load_environment(name, taken)
+    assert isinstance(environment, ToolUse)
+    return [tool.to_openai() for tool in environment.toolbox.tools]

@@ -133,7 +133,7 @@ def help_text() -> str:
 def _unknown_command(name: str) -> str:
     from headway.core.suggestions import did_you_mean, nearest
 
-    return f"no command {name!r}{did_you_mean(nearest(name, commands()))} See `headway --help`."
+    return f"no command {name!r}{did_you_mean(nearest(name, commands())) or '.'} See `headway --help`."
 
 
 def _crash(error: Exception) -> int:

@@ -37,7 +37,8 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
                     engines; environments, metrics and checkpoints are the run's own (docs/tenants.md). The token with
                     which tenants join is read from HEADWAY_TOKEN or the file that HEADWAY_TOKEN_FILE names
   --tenant NAME     name of the run at the host; default: the run's
-  --dash            serve the live dashboard of the runs beside this one and print its address
+  --dash            serve the live dashboard of the runs beside this one and print its address: port 8400, or another
+                    where that is taken. On a terminal it stays after the last step, until Ctrl-C
 
 Examples:
   headway rl @ examples/reverse_text/rl.toml
@@ -115,14 +116,18 @@ def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:
 
 def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenancy | None") -> int:
     """Run in a folder of its own or the resumed one; with --dry-run, write there what the processes would get."""
+    from headway.cli.dash import start_beside, stay
     from headway.config.commands import write_process_settings
     from headway.launch.checks import warnings
-    from headway.launch.fork import fork_run
+    from headway.launch.fork import check_fork, fork_run
     from headway.launch.rl import run_rl
     from headway.launch.tenant import join_from, leave_host
     from headway.monitor.dry_run import with_absolute_paths
     from headway.monitor.runs import create_run, discard_run, open_run
 
+    if options.parent:
+        origin, step = options.parent
+        check_fork(origin, step, resolved.settings.max_steps)
     paths = open_run(options.resume) if options.resume else create_run(resolved.settings.run, "rl")
     settings = with_absolute_paths(resolved.settings, paths, pin=False)
     if resolved.dry_run:
@@ -133,17 +138,17 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenan
     if options.parent:
         origin, step = options.parent
         fork_run(origin, step, paths)
-    if options.dash:
-        from headway.cli.dash import page_routes
-        from headway.monitor.dashboard import start_in_thread
-
-        print(f"live dashboard: {start_in_thread(paths.root.parent, routes=page_routes())}")
+    dashboard = start_beside(paths.root.parent) if options.dash else None
+    if dashboard:
+        print(f"live dashboard: {dashboard}", flush=True)
     try:
         if tenancy is not None:
             join_from(settings, paths, tenancy)
         finished = run_rl(settings, paths, roles=options.roles, tenancy=tenancy)
         if tenancy is not None:
             leave_host(paths, tenancy)
+        if dashboard and finished:
+            stay(dashboard)
         return 0 if finished else STOPPED
     except UsageError:
         if not options.resume:

@@ -16,6 +16,8 @@ class InferenceSettings(Settings):
     """Address to listen at. Any other than loopback demands a token."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port; 0 picks a free one."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """Name by which clients may ask for the model, beside `policy`. Default: that of its folder."""
     max_running: int = Field(default=256, ge=1)
     """Sequences in one decode step, at most."""
     max_waiting: int = Field(default=4096, ge=0)

@@ -52,12 +52,18 @@ def load_settings(
     given = {key: to_tree(value, "argument") for key, value in changes.items()}
     for layer in (*map(read_layer, arguments.files), arguments.flags, given):
         tree = merge(tree, layer, schema)
-    _refuse_unknown(tree, schema)
+    unknown: list[str] = []
+    tree = _known(tree, schema, unknown)
     found = {".".join(path): leaf.origin for path, leaf in leaves(tree)}
     try:
         settings = kind.model_validate(plain(tree, schema), strict=True)
     except ValidationError as error:
-        raise UsageError("\n".join(_explain(details, tree, schema) for details in error.errors())) from None
+        # What is missing beside a key that nobody knows is most likely that key, misspelt.
+        errors = [details for details in error.errors() if not (unknown and details["type"] == "missing")]
+        wrong = [_explain(details, tree, schema) for details in errors]
+        raise UsageError("\n".join([*unknown, *wrong])) from None
+    if unknown:
+        raise UsageError("\n".join(unknown))
     origins = {name: origin for name, origin in found.items() if origin != DEFAULT}
     return Resolved(settings, origins, arguments.dry_run, tuple(arguments.files))
 
@@ -86,18 +92,21 @@ def write_settings(settings: Settings, path: Path) -> None:
     write_atomic(path, to_toml(settings))
 
 
-def _refuse_unknown(tree: Tree, kind: Kind, path: tuple[str, ...] = ()) -> None:
+def _known(tree: Tree, kind: Kind, unknown: list[str], path: tuple[str, ...] = ()) -> Tree:
+    """Return the tree without keys that are no settings, and add a line about each of those to `unknown`."""
     if isinstance(tree, list):
-        for index, item in enumerate(tree):
-            _refuse_unknown(item, kind.item(), (*path, str(index)))
+        return [_known(item, kind.item(), unknown, (*path, str(index))) for index, item in enumerate(tree)]
     if not isinstance(tree, dict) or not kind.is_settings:
-        return
+        return tree
     tag = tree.get("type")
     member = kind.tagged(tag.value if isinstance(tag, Leaf) else None)
+    known: dict[str, Tree] = {}
     for key, below in tree.items():
-        if key not in member.fields():
-            raise UsageError(_unknown(key, below, kind, member, path))
-        _refuse_unknown(below, member.child(key), (*path, key))
+        if key in member.fields():
+            known[key] = _known(below, member.child(key), unknown, (*path, key))
+        else:
+            unknown.append(_unknown(key, below, kind, member, path))
+    return known
 
 
 def _unknown(key: str, below: Tree, kind: Kind, member: Kind, path: tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Literal
 
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.extras import install_command
 
 Kind = Literal["model", "dataset"]
 
@@ -96,7 +97,7 @@ def _client(hub_id: HubId) -> ModuleType:
     except ImportError:
         raise UsageError(
             f"{hub_id} is no folder here; to take it from the Hugging Face hub, install the client: "
-            "pip install huggingface_hub (the extra `hub`)"
+            f"{install_command('hub')}"
         ) from None
     return huggingface_hub
 

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import UsageError
+from headway.core.extras import install_command
 from headway.core.hub import download, parse_hub_id
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -75,7 +76,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise UsageError(f"{path}: reading Parquet needs pyarrow; install headway[data] or convert to JSONL") from None
+        message = f"{path}: reading Parquet needs pyarrow: {install_command('data')}, or convert it to JSONL"
+        raise UsageError(message) from None
     try:
         number = 0
         for batch in parquet.ParquetFile(path).iter_batches(1024):

@@ -59,7 +59,7 @@ async def serve(
     renderer = load_renderer(folder, settings.model.renderer, settings.model.family)
     context = ServerContext(
         renderer,
-        Path(settings.model.path).name,
+        settings.inference.served_model_name or Path(settings.model.path).name,
         token,
         folder=str(folder.resolve()),
         tokenizer=tokenizer_fingerprint(folder),

@@ -24,6 +24,15 @@ def parse_checkpoint(text: str) -> tuple[RunPaths, int]:
     return paths, int(step)
 
 
+def check_fork(origin: RunPaths, step: int, max_steps: int) -> None:
+    """Raise UsageError where a run that starts from this checkpoint would have nothing to train."""
+    if step >= max_steps:
+        raise UsageError(
+            f"{origin.root}@{step} has step {step} behind it, and max_steps is {max_steps}: steps are counted on from "
+            f"there; give --max_steps more than {step}, or an earlier checkpoint"
+        )
+
+
 def fork_run(origin: RunPaths, step: int, paths: RunPaths) -> None:
     """Give the new run `origin`'s checkpoint at `step` and the orchestrator's state that belongs to it."""
     for source, target in (

@@ -28,17 +28,21 @@ class MetricsWriter:
 
     Numbers that are not finite become null. With `resume_step = k`, lines of later steps are dropped first, so
     that a resumed run writes each step once. A line is written whole or not at all; a full disk raises HeadwayError.
+
+    The newest line is written to `metrics/<process>.newest` first: a step that a checkpoint has is not trained again,
+    so a line of it that a crash or a bad disk cut off is put back from there.
     """
 
     def __init__(
         self, paths: RunPaths, process: str, *, resume_step: int | None = None, sinks: Sequence[Sink] = ()
     ) -> None:
         self.path = paths.metrics / f"{process}.jsonl"
+        self._newest = self.path.with_suffix(".newest")
         self._sinks = list(sinks)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.exists():
-                _trim(self.path, resume_step)
+                _trim(self.path, resume_step, self._newest)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise _cannot_write(self.path, error) from None
@@ -46,6 +50,7 @@ class MetricsWriter:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         line = msgspec.json.encode({"step": step, "time": time.time(), **{k: float(v) for k, v in values.items()}})
         try:
+            write_atomic(self._newest, line + b"\n", durable=False)
             self._append(line + b"\n")
             for sink in self._sinks:
                 sink.log(step, values)
@@ -76,18 +81,20 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     return map(msgspec.json.decode, LineTail(path).lines())
 
 
-def _trim(path: Path, resume_step: int | None) -> None:
-    """Drop lines after `resume_step`, and a last line that a crash left unfinished."""
-    data = path.read_bytes()
-    lines = data.splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and _up_to(line, resume_step)]
-    if len(kept) != len(lines):
+def _trim(path: Path, resume_step: int | None, newest: Path) -> None:
+    """Drop lines after `resume_step` and a last line that a crash left unfinished, unless `newest` has it whole."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_whole(line, resume_step)]
+    if newest.exists() and (line := newest.read_bytes()) not in kept and _is_whole(line, resume_step):
+        kept.append(line)
+    if kept != lines:
         write_atomic(path, b"".join(kept))
 
 
-def _up_to(line: bytes, step: int | None) -> bool:
+def _is_whole(line: bytes, resume_step: int | None) -> bool:
+    """True for a whole line of a step up to `resume_step`."""
     try:
-        return step is None or int(msgspec.json.decode(line)["step"]) <= step
+        return line.endswith(b"\n") and (resume_step is None or int(msgspec.json.decode(line)["step"]) <= resume_step)
     except (msgspec.DecodeError, KeyError, TypeError):
         return False
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import UsageError
+from headway.core.extras import install_command
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 
@@ -23,7 +24,7 @@ def plot_runs(runs: Sequence[RunPaths], out: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise UsageError("plots need matplotlib; install the extra: pip install 'headway[plot]'") from None
+        raise UsageError(f"plots need matplotlib: {install_command('plot')}") from None
     recorded = [(paths.root.name, _recorded(paths)) for paths in runs]
     if not any(lines for _, lines in recorded):
         raise UsageError(f"{runs[0].root} has no metrics of an orchestrator yet")

@@ -6,6 +6,7 @@ from typing import Any
 
 from headway.config.shared import TrackingSettings
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.extras import install_command
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import Sink
 from headway.monitor.prometheus import PrometheusSink
@@ -47,4 +48,4 @@ class TensorBoardSink:
 
 def _demand(package: str) -> None:
     if find_spec(package) is None:
-        raise UsageError(f"tracking.{package} needs a package; install it with `pip install 'headway[tracking]'`")
+        raise UsageError(f"tracking.{package} needs a package: {install_command('tracking')}")

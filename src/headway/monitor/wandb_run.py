@@ -12,6 +12,7 @@ import msgspec
 
 from headway.config.shared import WandbSettings
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.extras import install_command
 from headway.core.files import write_atomic
 from headway.core.records import RolloutRecord, read_rollouts
 from headway.core.runs import RunPaths
@@ -41,7 +42,7 @@ class WandbRun:
     def __init__(self, settings: WandbSettings, paths: RunPaths, part: str = "") -> None:
         """Raises UsageError where the package is missing, or W&B refuses the run."""
         if find_spec("wandb") is None:
-            raise UsageError("tracking.wandb needs a package; install it with `pip install 'headway[tracking]'`")
+            raise UsageError(f"tracking.wandb needs a package: {install_command('tracking')}")
         import wandb
 
         self._wandb: Any = wandb

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from headway.core.errors import HeadwayError
+from headway.core.extras import install_command
 from headway.core.messages import Message, ToolCall
 from headway.rendering.base import History, Rendered, Segment, TokenIds, TokenizerRenderer, Tools, template_message
 from headway.rendering.replies import call_id
@@ -60,7 +61,7 @@ class ExternalRenderer(TokenizerRenderer):
 
     def __init__(self, tokenizer: Tokenizer, format: str, *, name: str = "", eos_token_id: int | None = None) -> None:
         if not available():
-            raise HeadwayError(f'renderer "{format}" needs the renderers package: pip install "headway[renderers]"')
+            raise HeadwayError(f'renderer "{format}" needs a package: {install_command("renderers")}')
         import renderers
 
         try:

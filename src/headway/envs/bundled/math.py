@@ -12,6 +12,7 @@ from typing import cast
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
+from headway.core.extras import install_command
 from headway.core.messages import Message
 from headway.core.rows import read_rows
 from headway.envs.base import SingleTurn, reward
@@ -43,7 +44,7 @@ class Math(SingleTurn):
         system: str | None = INSTRUCTION,
     ) -> None:
         if find_spec("math_verify") is None:
-            raise UsageError("math needs the package math-verify: pip install math-verify (the extra `math`)")
+            raise UsageError(f"math needs a package: {install_command('math')}")
         self._system = system
         pairs = _made_up(num_tasks or 512, split, seed) if path is None else _read(path, split, problem, answer)
         self._tasks = [Task(f"{i}", {"problem": text, "answer": gold}) for i, (text, gold) in enumerate(pairs)]

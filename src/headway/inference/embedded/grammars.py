@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.core.errors import HeadwayError
+from headway.core.extras import install_command
 from headway.core.openai import RequestError
 from headway.models.config import ModelConfig
 from headway.rendering.tokenizer import load_tokenizer
@@ -45,7 +46,7 @@ class Grammars:
 
     def _compile(self, schema: str) -> "LLMatcher":
         if find_spec("llguidance") is None:
-            message = "response_format needs a package where the engine runs: pip install 'headway[guided]'"
+            message = f"response_format needs a package where the engine runs: {install_command('guided')}"
             raise RequestError(message, "response_format")
         from llguidance import LLMatcher
 

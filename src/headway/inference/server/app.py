@@ -39,7 +39,7 @@ def build_app(
             web.get("/state", admin.state),
             web.get("/metrics", admin.metrics),
             web.get("/v1/models", models),
-            web.get("/v1/models/{name}", model),
+            web.get("/v1/models/{name:.+}", model),
             web.post("/v1/chat/completions", chat_completions),
             web.post("/v1/completions", completions),
             web.post("/inference/v1/generate", generate),
@@ -64,11 +64,10 @@ async def models(request: web.Request) -> web.Response:
 
 async def model(request: web.Request) -> web.Response:
     context = context_of(request)
-    asked = request.match_info["name"]
-    name = context.policy_name(asked)
+    name = request.match_info["name"]
     card = next((card for card in _model_cards(context) if card["id"] == name), None)
     if card is None:
-        raise RequestError(f"model {asked!r} does not exist", "model", 404, MODEL_NOT_FOUND)
+        raise RequestError(f"model {name!r} does not exist", "model", 404, MODEL_NOT_FOUND)
     return json_response(card)
 
 
@@ -83,7 +82,7 @@ def _model_cards(context: ServerContext) -> list[Json]:
             vocab_size=engine.vocab_size,
             tokenizer=context.tokenizer,
         )
-        for name, version in engine.models().items()
+        for name, version in context.models().items()
     ]
 
 

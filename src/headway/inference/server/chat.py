@@ -34,8 +34,7 @@ def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> Ge
         prompt = context.renderer.render(messages, tools, generation_prompt=True).token_ids
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RequestError(f"the messages can't be rendered: {error}", "messages") from None
-    body.model = context.policy_name(body.model)
-    return body.generate_request(
+    request = body.generate_request(
         prompt,
         request_id=new_id("chatcmpl"),
         max_tokens=body.token_limit,
@@ -44,6 +43,8 @@ def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> Ge
         free_until=reasoning_end(context.renderer) if body.wants_json else None,
         call_token=_call_token(context.renderer) if body.wants_json and tools else None,
     )
+    request.model = context.policy_name(body.model)
+    return request
 
 
 def _call_token(renderer: Renderer) -> int:

@@ -79,7 +79,7 @@ async def answer(
         return await _stream(http, kind, request, writers)
     result = await generate_until(context.engine, context.renderer, request, writers[0].text.stops)
     output = sum(len(choice.token_ids) for choice in result.choices)
-    response = _envelope(kind, request)
+    response = _envelope(kind, request, writers)
     response["choices"] = [writers[choice.index].whole(choice) for choice in result.choices]
     response["usage"] = usage(prompt, output, result.cached_tokens)
     if body.return_token_ids:
@@ -97,19 +97,20 @@ async def _stream(
             async for chunk in chunks:
                 choice = writers[chunk.index].delta(chunk)
                 if choice is not None:
-                    await events.send(_envelope(kind, request) | {"choices": [choice]})
+                    await events.send(_envelope(kind, request, writers) | {"choices": [choice]})
                 if all(writer.done for writer in writers):
                     break
         finally:
             await close_stream(chunks)
         if writers[0].body.wants_usage:
             counts = usage(len(request.token_ids), sum(writer.tokens for writer in writers), 0)
-            await events.send(_envelope(kind, request) | {"choices": [], "usage": counts})
+            await events.send(_envelope(kind, request, writers) | {"choices": [], "usage": counts})
     return events.response
 
 
-def _envelope(kind: str, request: GenerateRequest) -> dict[str, Any]:
-    return envelope(kind, request.request_id or "", request.model)
+def _envelope(kind: str, request: GenerateRequest, writers: Sequence[ChoiceWriter]) -> dict[str, Any]:
+    """The fields that all objects of an answer begin with; the model has the name by which the client asked for it."""
+    return envelope(kind, request.request_id or "", writers[0].body.model)
 
 
 def stop_strings(body: ChatRequest | CompletionRequest) -> StopStrings | None:

@@ -15,7 +15,6 @@ async def completions(http: web.Request) -> web.StreamResponse:
     context = context_of(http)
     body, size = await read_prompt_body(http, CompletionRequest, context.engine)
     body.check()
-    body.model = context.policy_name(body.model)
     prompt = body.prompt
     if isinstance(prompt, str):
         text = prompt
@@ -23,6 +22,7 @@ async def completions(http: web.Request) -> web.StreamResponse:
     request = body.generate_request(
         prompt, request_id=new_id("cmpl"), max_tokens=body.max_tokens, logprobs=body.logprobs
     )
+    request.model = context.policy_name(body.model)
     check_request(request, context.engine)
     stops = stop_strings(body)
     writers = [TextWriter(index, body, context, stops) for index in range(request.sampling_params.n)]

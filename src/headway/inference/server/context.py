@@ -21,8 +21,8 @@ from headway.rendering.base import Renderer
 class ServerContext:
     """`loaded` is the engine once there is one. `token` None closes the admin routes.
 
-    `model_name` is one more name of the policy. `folder` is the model's, `tokenizer` the fingerprint of its tokenizer:
-    clients that send tokens compare it with theirs.
+    `model_name` is one more name of the policy, for clients that know the model by it. `folder` is the model's,
+    `tokenizer` the fingerprint of its tokenizer: clients that send tokens compare it with theirs.
     """
 
     renderer: Renderer
@@ -91,6 +91,11 @@ class ServerContext:
     def name_ending(self, reason: FinishReason) -> FinishReason:
         """Tell a request that ended because the server leaves from one that somebody aborted."""
         return "migrate" if self.leaving and reason == "abort" else reason
+
+    def models(self) -> dict[str, int]:
+        """Versions of all that is served, by every name that a client may ask for."""
+        models = self.engine.models()
+        return {POLICY: models[POLICY], self.model_name: models[POLICY], **models} if POLICY in models else models
 
     def policy_name(self, name: str) -> str:
         """The engine's name of the model that a client asked for."""

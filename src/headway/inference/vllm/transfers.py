@@ -11,6 +11,7 @@ import numpy as np
 from headway.config.inference import ServeSettings
 from headway.core.addresses import own_address
 from headway.core.errors import UsageError
+from headway.core.extras import install_command
 from headway.core.processes import free_port
 from headway.core.protocol import GenerateRequest
 from headway.inference.handover.transfers import LEASE_SECONDS, KvTransfer, Offers
@@ -29,7 +30,7 @@ def check_transfers(settings: ServeSettings) -> None:
     role = f"inference.role {own.role}"
     if find_spec("nixl") is None:
         raise UsageError(
-            f"{role} with vLLM moves KV by NIXL, which is not installed: pip install 'headway[nixl]', "
+            f"{role} with vLLM moves KV by NIXL, which is not installed: {install_command('nixl')}, "
             "or use --engine embedded"
         )
     if _CONFIG in own.vllm:

@@ -18,6 +18,7 @@ from headway.config.deployment import NodeSettings
 from headway.config.rl import RlSettings
 from headway.config.toml import to_toml
 from headway.core.errors import STOPPED, HeadwayError, UsageError
+from headway.core.extras import install_command
 from headway.core.files import write_atomic
 from headway.core.processes import die_with_parent_environment, free_port
 from headway.core.runs import RunPaths
@@ -246,7 +247,7 @@ def _cluster(settings: RlSettings) -> Iterator[None]:
     try:
         import ray
     except ImportError:
-        raise UsageError("deployment.type ray needs Ray: pip install 'headway[ray]'") from None
+        raise UsageError(f"deployment.type ray needs Ray: {install_command('ray')}") from None
     try:
         ray.init(address=settings.deployment.ray.address or "auto", logging_level="error")
     except (ConnectionError, ValueError) as error:

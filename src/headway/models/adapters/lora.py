@@ -272,6 +272,8 @@ def write_adapter(
     with atomic_directory(Path(folder)) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
         (aside / CONFIG).write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+        # safetensors makes files that only their owner can read; these are no more secret than the config.
+        (aside / WEIGHTS).chmod((aside / CONFIG).stat().st_mode)
 
 
 def adapter_settings(

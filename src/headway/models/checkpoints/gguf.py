@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor
 
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.extras import install_command
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors, save_checkpoint
 from headway.models.checkpoints.tensors import load_hf_tensors
@@ -49,7 +50,7 @@ class GgufSource:
         try:
             import gguf
         except ImportError:
-            raise UsageError("reading GGUF files needs the gguf package: pip install 'headway[gguf]'") from None
+            raise UsageError(f"reading GGUF files needs the gguf package: {install_command('gguf')}") from None
         try:
             self._reader = gguf.GGUFReader(path)
         except FileNotFoundError:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.core.cache import cache_folder
+from headway.core.extras import install_command
 from headway.models.ops.cuda_attention import head_groups
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,9 @@ def _works(device: torch.device, dtype: torch.dtype, size: int, group: int, pack
     if torch.cuda.get_device_capability(device)[0] != 9:
         return False
     if not installed():
-        logger.info('attention by torch\'s kernels; on this GPU FlashAttention 4 is faster: install "headway[flash]"')
+        logger.info(
+            "attention by torch's kernels; FlashAttention 4 is faster on this GPU: %s", install_command("flash")
+        )
         return False
     ends = torch.tensor([0, 200, 600], dtype=torch.int32, device=device) if packed else None
     q, k = (torch.zeros(600, heads, size, dtype=dtype, device=device) for heads in (group, 1))

@@ -23,9 +23,13 @@ def log_files(folder: Path) -> list[dict[str, Any]]:
         return []
 
 
-def restart_count(folder: Path) -> int:
-    """Count the starts after the first one of each process."""
-    return sum(not path.stem.endswith("_001") for path in _log_paths(folder))
+def restart_count(folder: Path, attempts: int = 1) -> int:
+    """Count the starts of processes that nobody asked for: each of the run's `attempts` starts every process once."""
+    starts: dict[str, int] = {}
+    for path in _log_paths(folder):
+        process, _, number = path.stem.rpartition("_")
+        starts[process] = max(int(number), starts.get(process, 0))
+    return sum(max(0, count - attempts) for count in starts.values())
 
 
 def read_piece(folder: Path, name: str, end: int | None = None, since: int | None = None) -> dict[str, Any]:

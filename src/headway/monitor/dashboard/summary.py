@@ -52,9 +52,15 @@ def summarize(paths: RunPaths) -> dict[str, Any]:
         "model": _text((settings.get("model") or {}).get("path")),
         "envs": _env_names(settings),
         "algorithm": _text(((settings.get("orchestrator") or {}).get("algorithm") or {}).get("type")),
-        "restarts": restart_count(paths.logs),
+        "restarts": restart_count(paths.logs, _attempts(record)),
         "host": _text(record.get("host")),
     }
+
+
+def _attempts(record: dict[str, Any]) -> int:
+    """Count how often the run was started or resumed; records of old or foreign runs may not say."""
+    attempts = record.get("attempts")
+    return max(1, len(attempts)) if isinstance(attempts, list) else 1
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import platform
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -10,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import headway
+from headway.core.extras import NAME, install_command, requirement_lines
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.pins import Pin, parse_pin
 from headway.monitor.doctor.vllm import check_vllm
@@ -59,22 +59,9 @@ def torch_build() -> dict[str, str | None]:
 
 
 def headway_pins() -> list[Pin]:
-    """List Headway's requirements, extras included, from its metadata or, in a bare source tree, its project file."""
-    lines: list[tuple[str, str | None]]
-    try:
-        lines = [(line, None) for line in requires("headway") or []]
-    except PackageNotFoundError:
-        lines = list(_project_requirements())
-    return [pin for line, extra in lines if (pin := parse_pin(line, extra)) and pin.package != "headway"]
-
-
-def _project_requirements() -> Iterator[tuple[str, str | None]]:
-    project = Path(headway.__file__).parents[2] / "pyproject.toml"
-    if project.is_file():
-        content = tomllib.loads(project.read_text())["project"]
-        yield from ((line, None) for line in content["dependencies"])
-        for extra, lines in content["optional-dependencies"].items():
-            yield from ((line, extra) for line in lines)
+    """List Headway's requirements, extras included."""
+    pins = (parse_pin(line, extra) for line, extra in requirement_lines())
+    return [pin for pin in pins if pin is not None and pin.package != NAME]
 
 
 def _torch() -> Finding:
@@ -137,4 +124,4 @@ def _extras() -> Finding:
     if not missing:
         return Finding("extras", "ok", ", ".join(EXTRAS))
     text = "; ".join(f"{extra} ({EXTRAS[extra]})" for extra in missing)
-    return Finding("extras", "note", f"not installed: {text}", f"optional: pip install 'headway[{','.join(missing)}]'")
+    return Finding("extras", "note", f"not installed: {text}", f"optional: {install_command(*missing)}")

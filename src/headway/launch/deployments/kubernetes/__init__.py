@@ -7,6 +7,7 @@ from typing import Any
 from headway.config.rl import RlSettings
 from headway.config.toml import to_toml
 from headway.core.errors import UsageError
+from headway.core.extras import install_command
 from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.launch.deployments.kubernetes.cluster import Cluster, KubernetesRun
@@ -60,7 +61,7 @@ def to_yaml(objects: list[dict[str, Any]]) -> str:
     try:
         import yaml
     except ImportError:
-        raise UsageError("deployment.type kubernetes needs its client: pip install 'headway[kubernetes]'") from None
+        raise UsageError(f"deployment.type kubernetes needs its client: {install_command('kubernetes')}") from None
 
     def represent_text(dumper: Any, text: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.extras import install_command
 from headway.launch.deployments.kubernetes.manifests import Manifest
 
 WORKLOADS = {
@@ -25,7 +26,7 @@ class Cluster:
         try:
             from kubernetes import client, config, dynamic
         except ImportError:
-            raise UsageError("deployment.type kubernetes needs its client: pip install 'headway[kubernetes]'") from None
+            raise UsageError(f"deployment.type kubernetes needs its client: {install_command('kubernetes')}") from None
         try:
             config.load_config()
         except config.ConfigException as error:
