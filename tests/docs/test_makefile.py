@@ -60,7 +60,7 @@ def test_only_a_change_of_dependencies_installs_again(clone: Path) -> None:
 def test_options_of_pip_reach_torch_alone(clone: Path) -> None:
     lines = make(clone, "--dry-run", "setup", "TORCH_OPTIONS=--index-url cpu").stdout.splitlines()
     assert [line.partition(" install ")[2] for line in lines if "--index-url cpu" in line] == [
-        "--index-url cpu torch==2.13.0"
+        "--no-compile --index-url cpu torch==2.13.0"
     ]
 
 

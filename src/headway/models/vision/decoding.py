@@ -5,6 +5,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.extras import install_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +43,7 @@ def decode_image(encoded: bytes, limits: ImageLimits = ImageLimits()) -> "Image"
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise UsageError("images need the package pillow: pip install 'headway[vision]'") from None
+        raise UsageError(f"images need a package: {install_command('vision')}") from None
     try:
         with Image.open(BytesIO(encoded), formats=FORMATS) as image:
             limits.check_size(*image.size)
