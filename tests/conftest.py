@@ -92,18 +92,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.manual_seed(seed)
 
 
+def log_levels() -> dict[str, int]:
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "headway"]
+    return {name: logging.getLogger(name).level for name in names}
+
+
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
     """A command run inside a test sends log lines elsewhere and keeps its run's token: later tests would notice."""
     logger = logging.getLogger("headway")
-    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    propagate, handlers = logger.propagate, list(logger.handlers)
+    levels = log_levels()
     token = os.environ.get("HEADWAY_TOKEN")
     yield
     for handler in [handler for handler in logger.handlers if handler not in handlers]:
         logger.removeHandler(handler)
         handler.close()
-    logger.setLevel(level)
     logger.propagate = propagate
+    for name in log_levels():
+        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
     os.environ.pop("HEADWAY_TOKEN", None)
     if token is not None:
         os.environ["HEADWAY_TOKEN"] = token

@@ -38,7 +38,6 @@ class Forecast:
 
 def forecast(settings: RlSettings, speeds: Speeds, workload: Workload, engines: int, seed: int = 0) -> Forecast:
     """Simulate a run of these settings with that many engines."""
-    quiet()
     part = _part(settings, engines)
     options = settings.orchestrator.model_copy(update={"batch_size": settings.orchestrator.batch_size // part})
     engines //= part
@@ -60,7 +59,8 @@ def forecast(settings: RlSettings, speeds: Speeds, workload: Workload, engines: 
         )
         return await world.live()
 
-    seen = summarize(run_virtually(live()), warm_up, engines)
+    with quiet():
+        seen = summarize(run_virtually(live()), warm_up, engines)
     return replace(seen, in_flight=part * seen.in_flight, tokens_per_second=part * seen.tokens_per_second)
 
 

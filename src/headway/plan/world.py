@@ -2,6 +2,7 @@
 as long as they are said to."""
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -256,6 +257,13 @@ class World:
             self.seen.busy.append((busy, float(self.seen.sampled)))
 
 
-def quiet() -> None:
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
     """Let a simulated orchestrator log nothing: its steps are no real ones."""
-    logging.getLogger("headway.orchestrator").setLevel(logging.ERROR)
+    logger = logging.getLogger("headway.orchestrator")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
