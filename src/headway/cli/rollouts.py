@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headway.core.episodes import Trace
+    from headway.core.messages import Tool
     from headway.core.records import RolloutRecord
     from headway.core.runs import RunPaths
 
 HELP = """\
 usage: headway rollouts show RUN [--step N] [--env NAME] [--min-reward R] [--max-reward R] [options]
 
-Shows recorded episodes of a run: what was said, by whom, with rewards, advantages, versions and timings.
+Shows recorded episodes of a run: what was said, by whom, the tools that were offered, with rewards,
+advantages, versions and timings.
 
   --step N          the batch to look into (the newest)
   --env NAME        only of this environment
@@ -129,6 +131,8 @@ def trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]
 
     parts = "  ".join(f"{name} {value:.3f}" for name, value in trace.rewards.items())
     yield Text(f"{trace.agent}: {trace.reward:.3f}  {parts}" + ("  truncated" if trace.truncated else ""), style="dim")
+    if trace.tools:
+        yield Text("    tools  ", style="bold").append(_printable(_signatures(trace.tools)), style="not bold")
     for number, branch in enumerate(trace.branches()):
         if number:
             yield Text(f"branch {number + 1}", style="dim")
@@ -144,6 +148,11 @@ def trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]
                 yield Text(f"           {node.token_ids} {versions}", style="dim")
     for name, note in trace.notes.items():
         yield Text(f"{name:>9}  ", style="bold").append(_printable(note), style="cyan not bold")
+
+
+def _signatures(tools: "Iterable[Tool]") -> str:
+    """Write tools as `name(argument, argument)`."""
+    return ", ".join(f"{tool.name}({', '.join(tool.parameters.get('properties') or {})})" for tool in tools)
 
 
 def _printable(text: str) -> str:
