@@ -28,7 +28,7 @@ advantages, versions and timings.
   --env NAME        only of this environment
   --min-reward R    only episodes with at least this reward
   --max-reward R    only episodes with at most this reward
-  --group ID        only of this group (the first letters of its id are enough)
+  --group ID        only of this group (the last letters of its id are enough)
   --untrained       episodes that failed or were dropped while the batch was collected (a few of each cause), with why
   -n N              episodes to show (4)
   --tokens          also show token ids, with the version that sampled them
@@ -80,7 +80,7 @@ def matching(records: "Iterable[RolloutRecord]", options: Namespace) -> "Iterato
         if (
             (options.env is None or record.env == options.env)
             and options.min_reward <= record.reward <= options.max_reward
-            and record.group.startswith(options.group)
+            and record.group.endswith(options.group)
         ):
             yield record
 
@@ -97,13 +97,15 @@ def _print(records: "Iterable[RolloutRecord]", step: int, options: Namespace) ->
     from rich.console import Console, Group
     from rich.panel import Panel
 
+    from headway.core.records import short_group
+
     console, shown = Console(highlight=False), 0
     for record in records:
         shown += 1
         body = Group(*error_lines(record), *(line for t in record.episode.traces for line in trace_lines(t, options)))
         title = f"step {step}  {record.env}  reward {record.reward:.3f}  {_fate(record)}"
         seconds = "  ".join(f"{name} {value:.2f} s" for name, value in record.episode.timings.items())
-        subtitle = f"task {record.episode.task.id}  group {record.group[:8]}  {seconds}"
+        subtitle = f"task {record.episode.task.id}  group {short_group(record.group)}  {seconds}"
         console.print(Panel(body, title=title, subtitle=subtitle, title_align="left"))
     if not shown:
         console.print(f"no episode of step {step} matches")
