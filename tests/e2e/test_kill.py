@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from e2e_runs import Run, start
 
+from headway.core.errors import STOPPED
 from headway.core.runs import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -42,8 +43,11 @@ def test_ctrl_c_leaves_no_process_and_a_run_that_resumes(moment: float, rl_flags
         time.sleep(0.02)
     time.sleep(moment)
     os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=100)
-    assert process.returncode in (130, 0)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode in (STOPPED, 0), said[-6000:]
+    if process.returncode == STOPPED and run.metrics("trainer"):
+        assert "stopping: the step is finished first; Ctrl-C again kills at once" in said
+        assert f"headway rl --resume {run.paths.root}" in said
     assert run.processes() == []
     resumed = start("rl", "--resume", str(run.paths.root))
     output, _ = resumed.communicate(timeout=200)

@@ -68,7 +68,9 @@ def test_tool_calls_and_their_results_go_both_ways() -> None:
         second = (await client.chat.completions.create(model="m", messages=messages, tools=tools)).choices[0]
         assert second.message.content == "sunny"
 
-    with_endpoint(ScriptedPolicy(answer), use)
+    policy = ScriptedPolicy(answer)
+    with_endpoint(policy, use)
+    assert policy.trace.tools == [WEATHER], "a tool is noted once, however often it is offered"
     assert seen[1] == [
         Message("user", "weather in Bern?"),
         Message("assistant", tool_calls=(call,)),

@@ -99,6 +99,7 @@ def play(renderer, plan, tools) -> tuple[TraceTree, Sampler]:
 @given(plan=st.lists(steps, min_size=1, max_size=6), with_tools=st.booleans())
 def test_every_sampled_token_is_trained_verbatim_and_once(name, plan, with_tools):
     tree, sampler = play(RENDERERS[name], plan, (TOOL,) if with_tools else ())
+    assert tree.trace.tools == ([TOOL] if with_tools and tree.trace.nodes else [])
     samples = episode_samples(Episode("e", "g", "env", Task("t"), traces=[tree.trace]))
     found = {}
     for sample in samples:

@@ -150,7 +150,7 @@ signal.signal(signal.SIGTERM, finish)
 print("up", flush=True)
 time.sleep(60)
 """
-    supervisor, _ = supervise([python("work", code, ends=True)], tmp_path)
+    supervisor, events = supervise([python("work", code, ends=True)], tmp_path)
 
     def interrupt() -> None:
         while not (log := tmp_path / "work_001.log").exists() or "up" not in log.read_text():
@@ -160,4 +160,5 @@ time.sleep(60)
     threading.Thread(target=interrupt).start()
     assert not supervisor.run()
     assert "checkpoint written" in (tmp_path / "work_001.log").read_text()
+    assert events == ["stopping: the step is finished first; Ctrl-C again kills at once"]
     assert_no_children()

@@ -12,7 +12,7 @@ import numpy as np
 
 from headway.core.episodes import Episode, EpisodeError, Node, Task, Trace
 from headway.core.files import write_atomic
-from headway.core.messages import Message, ToolCall
+from headway.core.messages import Message, Tool, ToolCall
 from headway.core.records import TrainedLogprobs, TrainedSample
 from headway.core.runs import RunPaths
 from headway.core.samples import BranchKey
@@ -104,7 +104,7 @@ def write_logprobs(folder: Path, step: int, apart: float) -> None:
 
 def rollout(
     step: int, reward: float = 1.0, env: str = "reverse-text", group: str = "aaaaaaaa11", say: str = "dqag",
-    error: str | None = None, calls: tuple[ToolCall, ...] = (), task: str = "gaqd",
+    error: str | None = None, calls: tuple[ToolCall, ...] = (), task: str = "gaqd", tools: tuple[Tool, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
     nodes = [
         Node(-1, TOKENS[:3], Message("user", "turn gaqd around")),
@@ -114,7 +114,8 @@ def rollout(
     failed = EpisodeError(error, "it did not answer") if error else None  # type: ignore[arg-type]
     episode = Episode(
         id="e", group_id=group, env=env, task=Task(task, {}), version=3, error=failed, started_at=time.time(),
-        traces=[Trace(nodes=nodes, reward=reward, rewards={"exact": reward})], timings={"total": 0.9},
+        traces=[Trace(nodes=nodes, reward=reward, rewards={"exact": reward}, tools=list(tools))],
+        timings={"total": 0.9},
     )  # fmt: skip
     sample = {"agent": "policy", "tokens": 10, "sampled": 5, "advantage": reward - 0.5, "leaf": 2}
     return {

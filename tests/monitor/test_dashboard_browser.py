@@ -27,7 +27,7 @@ from headway.core.journal import (
     Scored,
     Sent,
 )  # fmt: skip
-from headway.core.messages import ToolCall
+from headway.core.messages import Tool, ToolCall
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard import start_in_thread
 from headway.plan.calibration import Calibration
@@ -57,7 +57,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_run(root, "made", steps=30)
     append(folder / "metrics" / "orchestrator.jsonl", {"step": 20, "time": BEGAN, "eval/held-out/avg": 0.5})
     call = ToolCall("c1", "calculator", '{"expression": "1+1"}')
-    write_rollouts(folder, 1, [rollout(1, 0.0, say=HOSTILE, calls=(call,)), rollout(1, 1.0, say=MEGABYTE)])
+    offered = Tool("calculator", parameters={"properties": {HOSTILE: {}}})
+    hostile = rollout(1, 0.0, say=HOSTILE, calls=(call,), tools=(offered,))
+    write_rollouts(folder, 1, [hostile, rollout(1, 1.0, say=MEGABYTE)])
     write_rollouts(
         folder, 2, [rollout(2, 1.0, say="the quick brown fox"), rollout(2, 0.0, say="the slow brown fox", env="calc")]
     )
@@ -399,6 +401,8 @@ def test_hostile_and_huge_rollouts_do_no_harm(visit: Callable[[Body], None], url
         await page.goto(url + "#/run/made/rollout/1/0")
         said = await page.until("document.querySelector('.turn.sampled')?.textContent")
         assert "<script>window.hacked" in said and "⟨U+202E⟩" in said and "calculator" in said
+        tools = await page.ask("document.querySelector('.turn').textContent")
+        assert tools.startswith("toolscalculator(") and "<script>window.hacked" in tools
         await page.goto(url + "#/run/made/rollout/1/1")
         assert 20_000 <= await page.until("document.querySelector('.turn.sampled .text')?.textContent.length") < 21_000
         await page.ask("document.querySelector('.turn.sampled button').click()")

@@ -110,7 +110,7 @@ def test_thinning_keeps_extremes_and_length(values: list[float], points: int) ->
 def test_rollouts_are_indexed_filtered_and_replaced(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=1)
     write_rollouts(folder, 1, [rollout(1, 0.0), rollout(1, 1.0, error="timeout")])
-    write_rollouts(folder, 2, [rollout(2, 0.5, env="calc", group="bbbbbbbb22")])
+    write_rollouts(folder, 2, [rollout(2, 0.5, env="calc", group="aaaaaaaaaaaa22")])
     (folder / "rollouts" / "step_000003.jsonl.gz").write_bytes(b"not gzip")
     index = RolloutIndex(RunPaths(folder))
     index.refresh()
@@ -124,7 +124,7 @@ def test_rollouts_are_indexed_filtered_and_replaced(tmp_path: Path) -> None:
     assert found(sort="reward") == [(1, 1), (2, 0), (1, 0)]
     assert found(env="calc") == [(2, 0)] and found(env="unknown") == []
     assert found(error="any") == found(error="timeout") == [(1, 1)]
-    assert found(group="aaaaaaaa") == [(1, 0), (1, 1)]
+    assert found(group="aaaaaa11") == [(1, 0), (1, 1)]
     assert found(min_reward=0.5, max_reward=0.9) == [(2, 0)]
     write_rollouts(folder, 1, [rollout(1, 0.25)])
     index.refresh(1)

@@ -23,7 +23,7 @@ from headway.config.orchestrator import CertainRunFilter, FilterSettings, RareTo
 from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Node, Task, Trace
 from headway.core.errors import HeadwayError, UsageError
-from headway.core.messages import Message
+from headway.core.messages import Message, Tool
 from headway.core.packing import Cost, make_batch
 from headway.core.protocol import SamplingParams
 from headway.core.records import read_rollouts, write_rollouts
@@ -299,7 +299,9 @@ def test_records_tell_everything_about_a_trained_batch(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     paths = RunPaths(tmp_path)
-    group = ready(make_episode(1.0, "g.0", version=2), make_episode(0.0, "g.1"))
+    other = make_episode(0.0, "g.1")
+    group = ready(make_episode(1.0, "g.0", version=2), other)
+    other.traces[0].offer([Tool("weather", parameters={"properties": {"city": {}, "day": {}}})])
     write_rollouts(paths, 4, rollout_records(4, [group]))
     one, two = read_rollouts(paths, 4)
     assert one.reward == 1.0 and one.samples[0].advantage == 0.5 and one.samples[0].versions == (2, 2) and one.lag == 1
@@ -310,6 +312,7 @@ def test_records_tell_everything_about_a_trained_batch(
     assert rollouts_command.run(["show", str(tmp_path), "--max-reward", "0.5", "--tokens"]) == 0
     shown = capsys.readouterr().out
     assert "g.1" in shown and "g.0" not in shown and "advantage -0.500" in shown and "v3 x 3" in shown
+    assert "tools  weather(city, day)" in shown
     assert "\x1b[31m" not in shown, "what a model wrote must not steer the terminal"
     assert rollouts_command.run(["show", str(tmp_path), "--json", "--min-reward=1"]) == 0
     assert json.loads(capsys.readouterr().out)["episode"]["id"] == "g.0"

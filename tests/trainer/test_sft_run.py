@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from headway.cli import main as cli
 from headway.config.loader import load_settings
 from headway.config.sft import SftSettings
-from headway.core.errors import HeadwayError, UsageError
+from headway.core.errors import STOPPED, HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.models.checkpoints.folders import read_tensors
 from headway.monitor.metrics import read_metrics
@@ -182,3 +184,20 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
 
 def _validated(run: Path) -> list[dict[str, Any]]:
     return [line for line in read_metrics(run / "metrics" / "trainer.jsonl") if "validation/loss" in line]
+
+
+def test_ctrl_c_says_how_to_continue(tmp_path: Path) -> None:
+    paths, flags = RunPaths(tmp_path / "run"), ["--max_steps", "100000", "--seq_len", "64", "--batch_tokens", "200"]
+    place = ["--run.output_dir", str(tmp_path), "--run.name", paths.root.name, "--placement.device", "cpu"]
+    command = [sys.executable, "-m", "headway.cli.main", "sft", "--data.path", str(_data(tmp_path)), *flags, *place]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = paths.metrics / "trainer.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == STOPPED, output
+    (step,) = paths.complete_checkpoints()
+    assert f"stopped at step {step}\n" in output and f"headway sft --resume {paths.root}" in output
+    assert f"headway serve {paths.exports}/step_{step:06d}" in output and "Traceback" not in output
+    assert json.loads(paths.record.read_text())["state"] == "stopped"

@@ -1,5 +1,6 @@
 """The whole loop on one rank, over the filesystem: what it leaves behind, resuming, and bad input."""
 
+import json
 import math
 import os
 import pickle
@@ -15,6 +16,8 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from trainer_helpers import checkpoint_tensors, rich_batch, run_paths, small_settings, spool, vocab_of
 
+from headway.cli import export as export_command
+from headway.config.loader import write_settings
 from headway.config.shared import FilesystemRollouts
 from headway.core.errors import DamagedError, HeadwayError, UsageError
 from headway.core.protocol import WeightUpdate
@@ -60,6 +63,40 @@ def test_a_run_publishes_every_version_and_leaves_checkpoint_export_and_metrics(
             assert math.isfinite(line[name])
         for name in ("wait_seconds", "step_seconds", "publish_seconds", "publish_bytes", "peak_memory_gib"):
             assert line[name] >= 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "dtype"),
+    [
+        ([], [], torch.float32),
+        (["NVIDIA H200"], [], torch.bfloat16),
+        (["NVIDIA H200"], ["--dtype", "float32"], torch.float32),
+    ],
+)
+def test_an_export_has_the_precision_in_which_the_run_computed(
+    tmp_path: Path, one_step: RunPaths, gpus: list[str], flags: list[str], dtype: torch.dtype
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    one_step.record.write_text(json.dumps({"attempts": [{"gpus": gpus}]}))
+    out = tmp_path / "out"
+    assert export_command.run([str(one_step.root), str(out), *flags]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
+    own = dict(load_model(one_step.exports / "step_000001").named_parameters())
+    for name, tensor in load_model(out).named_parameters():
+        assert torch.equal(tensor, own[name].to(dtype).float())
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """A run of one step that trained wherever there was a GPU, or else on the CPU: here."""
+    paths = run_paths(tmp_path_factory.mktemp("run"))
+    spool(paths, [1])
+    settings = small_settings(max_steps=1, placement__device="auto", **QUICK)
+    train(small_settings(max_steps=1, **QUICK), paths)
+    write_settings(settings, paths.config / "trainer.toml")
+    return paths
 
 
 def _hf(model: str) -> list[tuple[str, torch.Tensor]]:

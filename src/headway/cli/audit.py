@@ -15,7 +15,8 @@ fall; replies that are all the same. Each finding comes with its figures and wit
   --json     print the findings as JSON, one line per run
   --strict   exit with 1 where there is a problem or a warning
 
-problem: an exploit at work. warning: look at it. notice: good to know.
+problem: an exploit at work. warning: look at it. notice: good to know. What each cause means, and how to give a run a
+second scorer (@reward(audit=True)): docs/audit.md.
 
 Examples:
   headway audit outputs/my-run

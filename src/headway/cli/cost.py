@@ -10,7 +10,7 @@ usage: headway cost RUN [RUN ...] [--json]
 Shows what runs have cost so far: energy and money in all, per step, per million tokens sampled and trained, and per
 solved task; and where the time of trainer and engines went, with a line for each that waited for the other. Energy is
 measured where the machine has counters (NVML, RAPL), and else an estimate that is called one. Prices are settings of
-the run, [cost]; without them there is energy and time, and no money.
+the run, [cost]; without them there is energy and time, and no money. What each line counts: docs/cost.md.
 
   --json    print one JSON object per run
 

@@ -24,14 +24,14 @@ Predicts a run before it is paid for: memory per rank, the time and money of a s
 trainer and engines that finishes first and the one that costs least, the lag, the first bottleneck, and what other
 settings would change. The orchestrator's own code decides, on simulated time. Speeds are those that were measured on
 this machine, once for every model, or with --gpu those of a known GPU by formula. Predictions, not promises: every
-assumption is printed.
+assumption is printed. How far to trust them: docs/plan.md.
 
 With RUN: how that run should have been laid out, from its records; its measured step time stands beside the predicted.
 
   --gpus N              how many GPUs there are; every split of them that fits is looked at
   --gpu NAME            which: h200, h100, a100, b200, l40s, ... With RUN, those that it ran on
   --from RUN            take episodes as long as those that this run has recorded
-  --calibrate           measure this machine (again), in two minutes at the most
+  --calibrate           measure this machine (again), in two minutes at the most; do that while nothing else runs
   --json                print the plan as JSON
   --prompt-tokens N     tokens that are read before each reply
   --reply-tokens N      tokens of a reply, on the mean

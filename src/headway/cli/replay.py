@@ -14,14 +14,15 @@ Repeats a run from its journal and its recorded rollouts, without engines and en
 again what it decided, and the trainer trains the batches that come of it. Says for every step whether the batch and
 the weights after it are bit-identical with the run's. The run may be going on; nothing in its folder changes.
 
-  --from-step N     train on from the checkpoint of step N; decisions are replayed from the start all the same
+  --from-step N     train on from the checkpoint of step N; decisions are replayed from the start all the same. The last
+                    two checkpoints are there; trainer.checkpoints.keep_interval keeps more
   --to-step M       stop after step M
   --no-train        replay the decisions alone, and compare batches
   --step S --why    explain step S: the groups of its batch and their age, what was dropped and why, who waited
   --a.b.c VALUE     train the recorded rollouts with other settings, as a new run beside this one: those of the trainer,
                     and the orchestrator's algorithm, filters and gates
 
-Exits with 0 if nothing differs, else with 1.
+Exits with 0 if nothing differs, else with 1. What it needs and where it ends: docs/replay.md.
 
 Examples:
   headway replay outputs/my-run

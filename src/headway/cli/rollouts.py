@@ -14,19 +14,21 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from headway.core.episodes import Trace
+    from headway.core.messages import Tool
     from headway.core.records import RolloutRecord
     from headway.core.runs import RunPaths
 
 HELP = """\
 usage: headway rollouts show RUN [--step N] [--env NAME] [--min-reward R] [--max-reward R] [options]
 
-Shows recorded episodes of a run: what was said, by whom, with rewards, advantages, versions and timings.
+Shows recorded episodes of a run: what was said, by whom, the tools that were offered, with rewards,
+advantages, versions and timings.
 
   --step N          the batch to look into (the newest)
   --env NAME        only of this environment
   --min-reward R    only episodes with at least this reward
   --max-reward R    only episodes with at most this reward
-  --group ID        only of this group (the first letters of its id are enough)
+  --group ID        only of this group (the last letters of its id are enough)
   --untrained       episodes that failed or were dropped while the batch was collected (a few of each cause), with why
   -n N              episodes to show (4)
   --tokens          also show token ids, with the version that sampled them
@@ -78,7 +80,7 @@ def matching(records: "Iterable[RolloutRecord]", options: Namespace) -> "Iterato
         if (
             (options.env is None or record.env == options.env)
             and options.min_reward <= record.reward <= options.max_reward
-            and record.group.startswith(options.group)
+            and record.group.endswith(options.group)
         ):
             yield record
 
@@ -95,13 +97,15 @@ def _print(records: "Iterable[RolloutRecord]", step: int, options: Namespace) ->
     from rich.console import Console, Group
     from rich.panel import Panel
 
+    from headway.core.records import short_group
+
     console, shown = Console(highlight=False), 0
     for record in records:
         shown += 1
         body = Group(*error_lines(record), *(line for t in record.episode.traces for line in trace_lines(t, options)))
         title = f"step {step}  {record.env}  reward {record.reward:.3f}  {_fate(record)}"
         seconds = "  ".join(f"{name} {value:.2f} s" for name, value in record.episode.timings.items())
-        subtitle = f"task {record.episode.task.id}  group {record.group[:8]}  {seconds}"
+        subtitle = f"task {record.episode.task.id}  group {short_group(record.group)}  {seconds}"
         console.print(Panel(body, title=title, subtitle=subtitle, title_align="left"))
     if not shown:
         console.print(f"no episode of step {step} matches")
@@ -129,6 +133,8 @@ def trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]
 
     parts = "  ".join(f"{name} {value:.3f}" for name, value in trace.rewards.items())
     yield Text(f"{trace.agent}: {trace.reward:.3f}  {parts}" + ("  truncated" if trace.truncated else ""), style="dim")
+    if trace.tools:
+        yield Text("    tools  ", style="bold").append(_printable(_signatures(trace.tools)), style="not bold")
     for number, branch in enumerate(trace.branches()):
         if number:
             yield Text(f"branch {number + 1}", style="dim")
@@ -144,6 +150,11 @@ def trace_lines(trace: "Trace", options: Namespace) -> "Iterator[RenderableType]
                 yield Text(f"           {node.token_ids} {versions}", style="dim")
     for name, note in trace.notes.items():
         yield Text(f"{name:>9}  ", style="bold").append(_printable(note), style="cyan not bold")
+
+
+def _signatures(tools: "Iterable[Tool]") -> str:
+    """Write tools as `name(argument, argument)`."""
+    return ", ".join(f"{tool.name}({', '.join(tool.parameters.get('properties') or {})})" for tool in tools)
 
 
 def _printable(text: str) -> str:

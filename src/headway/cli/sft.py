@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from headway.cli.options import OptionParser
 from headway.cli.train import run_ranks
-from headway.core.errors import UsageError
+from headway.core.errors import STOPPED, UsageError
 from headway.launch.joining import run_flags
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ usage: headway sft @ SFT.toml [@ MORE.toml ...] [--section.setting VALUE ...]
 
 Fine-tunes a model on rows with `messages` (and `tools`), or `prompt` and `completion`: JSONL or Parquet files, folders
 of them, or a Hugging Face dataset. Leaves checkpoints and a Hugging Face model in the run's folder. Ctrl-C finishes the
-step, writes a checkpoint and exits. With placement.trainer_ranks above 1 it starts that many ranks on this machine.
+step, writes a checkpoint, says how to continue and exits with 130. With placement.trainer_ranks above 1 it starts that
+many ranks on this machine.
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
@@ -75,13 +76,16 @@ def run(argv: list[str]) -> int:
     from headway.trainer.sft import sft
 
     if rank_in_group() > 0:
-        sft(settings, paths)
-        return 0
+        return 0 if _is_last(sft(settings, paths), settings) else STOPPED
     with recorded_attempt(paths) as attempt:
-        export = sft(settings, paths)
-        if int(export.name.rpartition("_")[2]) < settings.max_steps:
+        finished = _is_last(sft(settings, paths), settings)
+        if not finished:
             attempt.end("stopped", "asked to stop")
-    return 0
+    return _end(paths, finished)
+
+
+def _is_last(export: Path, settings: "SftSettings") -> bool:
+    return int(export.name.rpartition("_")[2]) >= settings.max_steps
 
 
 def _run_at_host(settings: "SftSettings", paths: "RunPaths", tenancy: "Tenancy", *, new: bool) -> int:
@@ -100,7 +104,16 @@ def _run_at_host(settings: "SftSettings", paths: "RunPaths", tenancy: "Tenancy",
             discard_run(paths)
         raise
     with recorded_attempt(paths) as attempt:
-        if not sft_at_host(settings, paths, tenancy):
+        finished = sft_at_host(settings, paths, tenancy)
+        if not finished:
             attempt.end("stopped", "asked to stop")
     leave_host(paths, tenancy)
-    return 0
+    return _end(paths, finished)
+
+
+def _end(paths: "RunPaths", finished: bool) -> int:
+    """Say what came of the run and what to do next. Returns the exit code."""
+    from headway.launch.summary import summary_lines
+
+    print(*summary_lines(paths, finished=finished, command="sft"), sep="\n", flush=True)
+    return 0 if finished else STOPPED

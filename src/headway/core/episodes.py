@@ -1,12 +1,12 @@
 """Tasks, and the episodes run on them: trees of messages with the tokens that engines saw and sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
 
-from headway.core.messages import Message
+from headway.core.messages import Message, Tool
 from headway.core.protocol import RoutedExperts as RoutedExperts
 from headway.core.protocol import SamplingParams
 
@@ -54,7 +54,7 @@ class Trace(msgspec.Struct, omit_defaults=True):
     `rewards` are the named parts before weighting, `reward` their weighted sum. `rewrites` counts the times
     a template rewrote history, so that a new branch had to start. `notes` are texts for readers of the
     record: outcomes of tests, a diff. `problem` names what agents are compared
-    on when it is not the task itself (a solver's proposed problem).
+    on when it is not the task itself (a solver's proposed problem). `tools` are those that prompts offered.
     """
 
     agent: str = "policy"
@@ -66,6 +66,11 @@ class Trace(msgspec.Struct, omit_defaults=True):
     truncated: bool = False
     rewrites: int = 0
     problem: str | None = None
+    tools: list[Tool] = msgspec.field(default_factory=list)
+
+    def offer(self, tools: Iterable[Tool]) -> None:
+        """Note tools that the agent could call, each once."""
+        self.tools += [tool for tool in tools if tool not in self.tools]
 
     def branches(self) -> list[list[int]]:
         """Return node indices from root to leaf, one list per leaf, in the order the leaves were added."""

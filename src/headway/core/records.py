@@ -23,6 +23,11 @@ _LARGEST_LOGPROBS = 64 << 20
 """Bytes. Larger files were not written by a trainer."""
 
 
+def short_group(group: str) -> str:
+    """Shorten a group's id for people: its end. Ids of one run begin alike."""
+    return group[-8:]
+
+
 class SampleRecord(msgspec.Struct):
     """The trained part of one branch, that of node `leaf` of trace `trace`. `versions` are (oldest, newest)."""
 

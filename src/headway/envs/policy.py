@@ -135,8 +135,9 @@ class MessagePolicy(Policy):
         temperature: float | None = None,
         shape: ReplyShape | None = None,
     ) -> Message:
-        said = as_messages(messages)
-        reply = await self.reply(said, [describe(tool) for tool in tools], max_tokens, temperature, shape)
+        said, offered = as_messages(messages), [describe(tool) for tool in tools]
+        reply = await self.reply(said, offered, max_tokens, temperature, shape)
+        self.trace.offer(offered)
         self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
         return reply
 

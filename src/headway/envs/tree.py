@@ -136,6 +136,7 @@ class TraceTree:
             )
         )
         self.trace.rewrites += prompt.rewrites
+        self.trace.offer(prompt.tools)
         self.trace.truncated |= reply.finish_reason == "length"
         routed = prompt.routed if reply.routed_experts is None else max(prompt.routed, reply.routed_experts.end)
         said, tokens = prompt.messages.extended([message]), prompt.token_ids.extended(reply.token_ids)

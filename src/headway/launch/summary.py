@@ -10,8 +10,8 @@ from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 
 
-def summary_lines(paths: RunPaths, *, finished: bool) -> Iterator[str]:
-    """Yield the summary of a run that finished, or was stopped."""
+def summary_lines(paths: RunPaths, *, finished: bool, command: str = "rl") -> Iterator[str]:
+    """Yield the summary of a run of `headway command` that finished, or was stopped."""
     trainer = list(read_metrics(paths.metrics / "trainer.jsonl"))
     orchestrator = list(read_metrics(paths.metrics / "orchestrator.jsonl"))
     step = int(trainer[-1]["step"]) if trainer else 0
@@ -20,7 +20,7 @@ def summary_lines(paths: RunPaths, *, finished: bool) -> Iterator[str]:
     run = shlex.quote(str(paths.root))
     commands = []
     if not finished:
-        commands.append(("continue the run", f"headway rl --resume {run}"))
+        commands.append(("continue the run", f"headway {command} --resume {run}"))
     if any(paths.rollouts.glob("*.gz")):
         commands.append(("read what the model said", f"headway rollouts show {run}"))
     commands.append(("see all charts", f"headway dash {shlex.quote(str(paths.root.parent))}"))

@@ -75,6 +75,12 @@ def describe_attempt() -> dict[str, Any]:
     }
 
 
+def gpus_of(paths: RunPaths) -> list[str]:
+    """Return the names of the GPUs that the newest recorded attempt of a run had on its machine."""
+    attempts = _read(paths).get("attempts") or [{}]
+    return list(attempts[-1].get("gpus") or [])
+
+
 def _installed(package: str) -> str | None:
     try:
         return version(package)

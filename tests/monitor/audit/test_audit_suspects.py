@@ -6,6 +6,7 @@ import pytest
 from made_rollouts import made_table, word, words
 
 from headway.core.messages import ToolCall
+from headway.monitor.audit.amounts import find_copying
 from headway.monitor.audit.report import SUSPECTS
 from headway.monitor.audit.suspect import convict
 from headway.monitor.audit.table import RolloutTable
@@ -123,6 +124,17 @@ def test_a_finding_has_figures_and_rollouts_that_show_it() -> None:
     assert found.figures["reward with"] == 1.0 and found.figures["reward without"] == 0.0
     assert len({example.group for example in found.examples}) == 3
     assert all("therefore" in example.text and example.reward == 1.0 for example in found.examples)
+
+
+def test_rollouts_are_shown_also_where_most_replies_are_whole_copies() -> None:
+    def reply(rng: random.Random, task: str) -> str:
+        return f"reverse {task}"[rng.choice((0, 0, 0, 6)) :] if rng.random() < 0.8 else word(rng, 8)
+
+    table = made_table(reply, lambda reply, task: float(reply == f"reverse {task}"))
+    (found,) = convict(table, find_copying(table), least=0.5)
+    assert found.figures["reward with"] == 1.0 and found.figures["reward without"] == 0.0
+    assert found.figures["tasks"] > 0 and all(example.reward == 1.0 for example in found.examples)
+    assert found.examples
 
 
 def right_or_wrong(rng: random.Random, task: str) -> str:

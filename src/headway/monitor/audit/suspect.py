@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.monitor.audit.finding import Cause, Finding, Level
 from headway.monitor.audit.statistics import Association, associate, correlation
@@ -50,7 +51,7 @@ def convict(table: RolloutTable, suspects: list[Suspect], least: float = STRONG)
 
 
 def _report(table: RolloutTable, suspect: Suspect, alone: Association) -> Finding:
-    has = suspect.values > np.median(suspect.values) if len(np.unique(suspect.values)) > 2 else suspect.values > 0
+    has = _with(suspect.values)
     figures = {
         "share of rollouts": float(has.mean()),
         "reward with": float(table.rewards[has].mean()) if has.any() else 0.0,
@@ -69,3 +70,11 @@ def _report(table: RolloutTable, suspect: Suspect, alone: Association) -> Findin
         examples=table.examples(has),
         strength=alone.sure,
     )
+
+
+def _with(values: Floats) -> npt.NDArray[np.bool_]:
+    """Choose the rows that have a property: those above the median of an amount, or at it where none is above."""
+    if len(np.unique(values)) <= 2:
+        return values > 0
+    above = values > np.median(values)
+    return above if above.any() else values >= np.median(values)

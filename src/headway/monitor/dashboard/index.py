@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.records import rollout_lines, rollout_step
+from headway.core.records import rollout_lines, rollout_step, short_group
 from headway.core.runs import RunPaths
 from headway.monitor.tail import LONGEST_LINE
 
@@ -247,7 +247,7 @@ class RolloutIndex:
             line.episode.timings.get("total", np.nan),
             self._number("env", line.env),
             self._number("error", line.episode.error.kind if line.episode.error is not None else ""),
-            line.group.encode()[:8],
+            short_group(line.group).encode(),
             line.episode.task.id.encode()[:16],
         )
 
@@ -265,7 +265,7 @@ class RolloutIndex:
             elif name:
                 keep &= rows[kind] == (self._names[kind].index(name) if name in self._names[kind] else -1)
         if wanted.group:
-            keep &= rows["group"] == wanted.group.encode()[:8]
+            keep &= rows["group"] == short_group(wanted.group).encode()
         if np.isfinite(wanted.min_reward):
             keep &= rows["reward"] >= wanted.min_reward - 1e-6
         if np.isfinite(wanted.max_reward):

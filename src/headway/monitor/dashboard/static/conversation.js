@@ -19,6 +19,7 @@ export function conversation(record) {
         "section",
         { class: "card pad" },
         h("h3", {}, trace.agent ?? "policy", " ", h("span", { class: "soft" }, rewards(trace))),
+        trace.tools?.length ? offered(trace.tools) : null,
         trace.branches.map((branch, order) => [
           trace.branches.length > 1 ? h("h3", { class: "soft" }, `branch ${order + 1}`) : null,
           branch.map((node) => turn(trace.nodes[node])),
@@ -30,6 +31,16 @@ export function conversation(record) {
       ),
     ),
   ];
+}
+
+function offered(tools) {
+  const signature = ({ name, parameters }) => `${name}(${Object.keys(parameters?.properties ?? {}).join(", ")})`;
+  return h(
+    "div",
+    { class: "turn" },
+    h("div", { class: "who" }, h("b", {}, "tools")),
+    longText(tools.map(signature).join("\n")),
+  );
 }
 
 export function rewards(trace) {

@@ -57,7 +57,9 @@ export async function evaluationsView(box, run, query, [wanted]) {
           h(
             "tr",
             {},
-            ["Task", "Reward", "Solved", "First reply", "Errors"].map((title) => h("th", {}, title)),
+            ["Task", "Reward", "Solved", "First reply", "Errors"].map((title) =>
+              h("th", { class: title === "Reward" || title === "Solved" ? "num" : null }, title),
+            ),
           ),
         ),
         body,

@@ -16,7 +16,7 @@ const MODES = [
 export async function rolloutView(box, run, step, line, query) {
   const at = `/rollouts/${step}/${line}`;
   const record = await ofRun(run, at);
-  const siblings = await ofRun(run, "/rollouts", { step, group: record.group.slice(0, 8), order: "asc", limit: 500 });
+  const siblings = await ofRun(run, "/rollouts", { step, group: record.group.slice(-8), order: "asc", limit: 500 });
   const group = siblings.rows.sort((a, b) => a.line - b.line);
   const place = group.findIndex((row) => row.line === line);
   const mode = query.get("view") ?? "";
