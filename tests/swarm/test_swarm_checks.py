@@ -68,6 +68,7 @@ LIES: dict[str, Callable[[Contribution], object]] = {
     "not all of version 3": lambda sent: setattr(nodes_of(sent)[1], "versions", [(2, 2)]),
     "not a number": lambda sent: setattr(sent.episodes[0].traces[0], "reward", math.inf),
     "answers nothing": lambda sent: setattr(nodes_of(sent)[1], "parent", -1),
+    "a reply answers": lambda sent: setattr(nodes_of(sent)[0], "token_ids", []),
     "nothing was sampled": lambda sent: [setattr(node, "logprobs", None) for node in nodes_of(sent)],
     "notes and names": lambda sent: sent.episodes[0].traces[0].notes.update(a="x" * 100_000),
     "goes on after an end token": lambda sent: nodes_of(sent)[3].token_ids.__setitem__(1, STOP),
@@ -104,6 +105,8 @@ def test_an_environment_that_asks_or_rewards_otherwise_is_a_lie() -> None:
     again = copy.deepcopy(sent.episodes)
     again[0].traces[0].rewards["bonus"] = 0.0
     assert "rewards that the environment does not have" in str(check.refuse(PlayedClaim(ORDER, sent, again)))
+    again[0].traces.append(Trace())
+    assert "another number of agents" in str(check.refuse(PlayedClaim(ORDER, sent, again)))
     again[0].error = EpisodeError("worker", "the environment asks for more replies than there are")
     assert "can't be played again" in str(check.refuse(PlayedClaim(ORDER, sent, again)))
 

@@ -83,7 +83,7 @@ def test_a_signed_message_is_not_one_of_another_kind_or_author() -> None:
 
 
 def test_a_key_is_kept_in_a_file_of_its_own(tmp_path) -> None:
-    path = tmp_path / "key"
+    path = tmp_path / "folder" / "key"
     made = SigningKey.open(path)
     assert SigningKey.open(path).public == made.public and path.stat().st_mode & 0o777 == 0o600
     assert made.public != SigningKey.generate().public

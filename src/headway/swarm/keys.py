@@ -39,6 +39,7 @@ class SigningKey:
     @classmethod
     def open(cls, path: Path) -> "SigningKey":
         """Read the key in a file; where there is none, make one that only this user can read."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:

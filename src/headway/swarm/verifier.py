@@ -22,6 +22,8 @@ Case = TypeVar("Case", bound=Claim)
 ModelOf = Callable[[int, Precision], DecoderLM]
 """Returns the trusted model of a version, in the precision that a worker computed in."""
 
+LONGEST_REASON = 300
+
 
 class Verifier:
     """Decides on contributions. `light` checks need neither model nor environment.
@@ -83,7 +85,8 @@ def rescore_contribution(model: DecoderLM, order: WorkOrder, contribution: Contr
 def first_refusal(checks: Sequence[Check[Case]], case: Case) -> Verdict | None:
     for check in checks:
         if reason := check.refuse(case):
-            return Verdict(False, check.name, reason)
+            # Reasons quote strangers, and the ledger keeps them.
+            return Verdict(False, check.name, reason[:LONGEST_REASON])
     return None
 
 

@@ -49,7 +49,11 @@ class Form:
                 return f"a conversation has more than {order.context} tokens"
             if not all(0 <= token < self._vocab_size for token in node.token_ids):
                 return "a token is not in the vocabulary"
-            if node.sampled and (reason := _refuse_reply(order, node)):
+            if not node.sampled:
+                continue
+            if lengths[-1] == len(node.token_ids):
+                return "a reply answers nothing"
+            if reason := _refuse_reply(order, node):
                 return reason
         return None
 
@@ -70,8 +74,6 @@ def _refuse_trace(trace: Trace) -> str | None:
 
 def _refuse_reply(order: WorkOrder, node: Node) -> str | None:
     assert node.logprobs is not None
-    if node.parent < 0:
-        return "a reply answers nothing"
     if len(node.logprobs) != len(node.token_ids):
         return "a reply has another number of logprobs than of tokens"
     if not all(math.isfinite(value) and value <= 1e-3 for value in node.logprobs):

@@ -25,6 +25,8 @@ class PlayedAgain:
 def _difference(claimed: Episode, again: Episode) -> str | None:
     if again.error is not None:
         return f"it can't be played again: {again.error.message[:200]}"
+    if len(again.traces) != len(claimed.traces):
+        return "the environment has another number of agents"
     for trace, same in zip(claimed.traces, again.traces, strict=True):
         if _conversation(trace) != _conversation(same):
             return "the environment asks for something else"

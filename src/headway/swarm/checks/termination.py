@@ -8,7 +8,8 @@ from headway.swarm.orders import WorkOrder
 
 
 class Termination:
-    """Refuses replies that were cut short, or went on after an end token. `stops` are the ids of end tokens."""
+    """Refuses replies that were cut short, or went on after an end token. `stops` are the ids of end tokens. For
+    contributions of the right form."""
 
     name = "termination"
 
@@ -21,7 +22,9 @@ class Termination:
 
     def _refuse_trace(self, order: WorkOrder, trace: Trace) -> str | None:
         stops = self._stops | frozenset(order.sampling.stop_token_ids)
-        for index, node in enumerate(trace.nodes):
+        lengths: list[int] = []
+        for node in trace.nodes:
+            lengths.append(len(node.token_ids) + (lengths[node.parent] if node.parent >= 0 else 0))
             if not node.sampled:
                 continue
             ended = bool(node.token_ids) and node.token_ids[-1] in stops
@@ -29,7 +32,6 @@ class Termination:
                 return "a reply goes on after an end token"
             if node.finish_reason != ("stop" if ended else "length"):
                 return f"a reply claims to have ended by {node.finish_reason!r}"
-            total = sum(len(trace.nodes[i].token_ids) for i in trace.path(index))
-            if not ended and len(node.token_ids) != order.sampling.max_tokens and total != order.context:
+            if not ended and len(node.token_ids) != order.sampling.max_tokens and lengths[-1] != order.context:
                 return f"a reply was cut short after {len(node.token_ids)} tokens"
         return None
