@@ -171,6 +171,9 @@ def test_one_edited_token_or_logprob_is_enough() -> None:
     edited = Rescored.join([honest])
     edited.claimed[5] -= 0.5
     assert Logprobs().refuse(evidence(edited)) and SeededDraws().refuse(evidence(edited)) is None
+    # In bfloat16 the mean hides a single token; the largest difference does not.
+    rounded = Evidence(ORDER, Contribution(ORDER.id, "bfloat16", []), [], edited)
+    assert "0.5 at most" in str(Logprobs().refuse(rounded))
     chosen = Rescored.join([honest])
     chosen.noise[7] = (chosen.noise[7] + 0.5) % 1
     assert SeededDraws().refuse(evidence(chosen)) and Logprobs().refuse(evidence(chosen)) is None
