@@ -15,6 +15,7 @@ FLOORS = [
     {"core"},
     {"config", "models", "rendering", "transport", "monitor", "sandboxes"},
     {"envs", "algorithms"},
+    {"swarm"},
     {"trainer", "inference", "orchestrator"},
     {"launch", "replay", "plan"},
     {"cli", "api"},

@@ -32,6 +32,7 @@ COMMANDS = {
         "env": "list, try and check environments",
         "swe": "make software-engineering tasks from packages",
         "sandboxes": "run sandboxes on this machine for others",
+        "swarm": "make keys of a swarm and audit its ledger",
     },
     "Look inside": {
         "runs": "list the runs of a folder, each with its state",

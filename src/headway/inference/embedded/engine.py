@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headway.core.draws import choice_seed
 from headway.core.protocol import GenerateRequest
 from headway.inference.embedded.running.block_files import BlockFiles
 from headway.inference.embedded.running.block_rows import BlockRows
@@ -17,7 +18,6 @@ from headway.inference.embedded.running.drawer import HostTokens, PendingTokens
 from headway.inference.embedded.running.host_tier import HostTier
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.runner import Runner
-from headway.inference.embedded.running.sampler import choice_seed
 from headway.inference.embedded.running.states import StateStore
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash

@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.core.draws import uniform
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.engine import TopLogprobs
 from headway.models import ops
 from headway.models.ops.registry import in_c
 
 Ints = NDArray[np.int64]
-_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(slots=True)
@@ -75,28 +75,6 @@ def top_logprobs(logprobs_NV: Tensor, counts: Ints) -> list[TopLogprobs]:
         [(i, v) for i, v in zip(row_ids[:n], row_values[:n], strict=True) if v > -np.inf]
         for row_ids, row_values, n in pairs
     ]
-
-
-def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:
-    """Draw one number in [0, 1) for each (seed, position) by two rounds of the splitmix64 finalizer.
-
-    23 bits, so that the product with a float32 total is always below that total.
-    """
-    with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return ((mixed >> np.uint64(41)).astype(np.float64) / 2.0**23).astype(np.float32)
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """Derive the seed of a request's `index`-th choice."""
-    return (seed + index * 0xD1342543DE82EF95) & _MASK
 
 
 def _filter(logits_NV: Tensor, rows: InputBatch, which: Ints) -> Tensor:

@@ -1,0 +1,220 @@
+"""Verification with a real engine and model: honest work passes, lies do not, and the desk keeps the books."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from swarm_run import Swarm, make_swarm
+
+from headway.core.episodes import EpisodeError
+from headway.core.errors import UsageError
+from headway.envs.bundled.reverse_text import ReverseText
+from headway.models.tiny import resolve_model
+from headway.rendering.load import load_renderer
+from headway.swarm.audit import audit_ledger
+from headway.swarm.canonical import InvalidMessageError, encode
+from headway.swarm.checks.form import Form
+from headway.swarm.checks.termination import Termination
+from headway.swarm.desk import Desk, Taken, TooManyRequestsError, WorkRequest
+from headway.swarm.keys import SigningKey, open_signed
+from headway.swarm.ledger import Ledger
+from headway.swarm.limits import Limits
+from headway.swarm.orders import Contribution, WorkOrder
+from headway.swarm.play import Player
+from headway.swarm.rescore import rescore
+from headway.swarm.verdict import Verdict
+from headway.swarm.verifier import Verifier, rescore_contribution
+
+RUN = SigningKey(b"r" * 32)
+WORKER, OTHER = SigningKey(b"w" * 32), SigningKey(b"o" * 32)
+
+
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[Swarm]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make_swarm()
+    torch.set_num_threads(threads)
+
+
+def verifier(swarm: Swarm) -> Verifier:
+    light = (Form(swarm.vocab_size), Termination(swarm.stops))
+    return Verifier(light, swarm.player, lambda version, precision: swarm.models[precision])
+
+
+def verify(swarm: Swarm, order: WorkOrder, sent: Contribution, *, rescored: bool = True) -> Verdict:
+    # What is judged has gone over a wire.
+    sent = msgspec.msgpack.decode(encode(sent), type=Contribution)
+    return asyncio.run(verifier(swarm).verify(order, sent, rescored=rescored))[0]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_honest_work_is_accepted(swarm: Swarm, precision: str) -> None:
+    order = swarm.order()
+    sent = swarm.workers[precision].honest(order)
+    verdict, episodes = asyncio.run(verifier(swarm).verify(order, sent, rescored=True))
+    assert verdict.accepted, verdict
+    assert verdict.rescored and verdict.tokens > 8
+    for episode, claimed in zip(episodes, sent.episodes, strict=True):
+        assert episode.traces[0].nodes == claimed.traces[0].nodes and episode.reward == claimed.reward
+        assert episode.id == claimed.id and episode.error is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        ("other_weights", "logprobs"),
+        ("older_version", "logprobs"),
+        ("quantized_weights", "logprobs"),
+        ("other_temperature", "draws"),
+        ("edited_tokens", "draws"),
+        ("edited_logprobs", "logprobs"),
+        ("replayed", "draws"),
+        ("invented_rewards", "rewards"),
+        ("greedy", "draws"),
+    ],
+)
+def test_each_lie_is_refused_by_the_check_for_it(swarm: Swarm, kind: str, check: str) -> None:
+    order = swarm.order(1)
+    another = msgspec.structs.replace(order, seeds=tuple(seed + 1000 for seed in order.seeds))
+    verdict = verify(swarm, order, swarm.workers["float32"].lie(kind, order, another))
+    assert (verdict.accepted, verdict.check) == (False, check), verdict
+
+
+def test_rewards_are_computed_again_also_without_the_model(swarm: Swarm) -> None:
+    order = swarm.order(2)
+    sent = swarm.workers["float32"].honest(order)
+    assert verify(swarm, order, sent, rescored=False) == Verdict(True, tokens=verify(swarm, order, sent).tokens)
+    sent.episodes[2].traces[0].reward += 0.5
+    assert verify(swarm, order, sent, rescored=False).check == "rewards"
+    sent.episodes[1].traces[0].nodes[-1].finish_reason = "x" * 100_000
+    refused = verify(swarm, order, sent, rescored=False)
+    assert refused.check == "termination" and len(refused.reason) <= 300
+    sent = swarm.workers["float32"].honest(order)
+    prompt = sent.episodes[0].traces[0].nodes[0]
+    prompt.token_ids = [prompt.token_ids[0] ^ 1, *prompt.token_ids[1:]]  # another prompt than the environment's
+    assert verify(swarm, order, sent, rescored=False).check == "rewards"
+
+
+def test_only_tokens_and_logprobs_of_a_stranger_are_trained_on(swarm: Swarm) -> None:
+    order = swarm.order(3)
+    sent = swarm.workers["float32"].honest(order)
+    trace = sent.episodes[0].traces[0]
+    trace.notes["to"], trace.metrics["made_up"], sent.episodes[0].timings = "the reader", 1.0, {"total": 0.0}
+    verdict, episodes = asyncio.run(verifier(swarm).verify(order, sent, rescored=False))
+    assert verdict.accepted and not episodes[0].traces[0].notes and "made_up" not in episodes[0].traces[0].metrics
+
+
+def test_rescoring_is_the_model_applied_to_each_prefix(swarm: Swarm) -> None:
+    order = swarm.order(4)
+    sent = swarm.workers["float32"].honest(order)
+    again = rescore_contribution(swarm.models["float32"], order, sent)
+    claimed = [value for e in sent.episodes for node in e.traces[0].nodes for value in node.logprobs or ()]
+    assert np.allclose(again.claimed, claimed) and np.allclose(again.logprobs, claimed, atol=1e-4)
+    assert np.allclose(np.log(again.high - again.low), again.logprobs) and not again.missed.any()
+    # At another temperature the same tokens have other logprobs.
+    trace = sent.episodes[0].traces[0]
+    hotter = rescore(swarm.models["float32"], trace, order.seeds[0], 2.0).logprobs
+    assert not np.allclose(hotter, again.logprobs[: len(hotter)], atol=1e-2)
+
+
+def test_an_environment_that_does_not_repeat_itself_is_refused(swarm: Swarm) -> None:
+    class Moody(ReverseText):
+        resumable = False
+
+    renderer = load_renderer(resolve_model("tiny"), "auto")
+    with pytest.raises(UsageError, match="repeats itself"):
+        Verifier((), Player(Moody(num_tasks=4), "moody", renderer), lambda *_: swarm.models["float32"])
+
+
+def test_replies_that_the_environment_never_asked_for_are_found(swarm: Swarm) -> None:
+    order = swarm.order(5)
+    episode = swarm.workers["float32"].honest(order).episodes[0]
+    nodes = episode.traces[0].nodes
+    nodes.append(msgspec.structs.replace(nodes[-1], parent=len(nodes) - 1))
+    again = asyncio.run(swarm.player.play_again(order.request(0), episode, order.context))
+    assert isinstance(again.error, EpisodeError) and "fewer replies" in again.error.message
+    nodes[-2:] = []
+    again = asyncio.run(swarm.player.play_again(order.request(0), episode, order.context))
+    assert isinstance(again.error, EpisodeError) and "more replies" in again.error.message
+
+
+class Books:
+    """A desk with a ledger, and a worker that answers what it is given."""
+
+    def __init__(self, swarm: Swarm, path: Path, **limits: Limits) -> None:
+        self.swarm, self.path = swarm, path
+        self.desk = Desk(swarm.terms, RUN, Ledger(path, RUN), verifier(swarm), clock=lambda: 0.0, **limits)
+        self.desk.publish(1, "weights")
+
+    def ask(self, key: SigningKey = WORKER) -> WorkOrder | None:
+        signed = self.desk.give(encode(key.sign(WorkRequest("a-run"))), "10.0.0.1")
+        return None if signed is None else open_signed(WorkOrder, signed, RUN.public)
+
+    def send(self, contribution: Contribution, key: SigningKey = WORKER) -> Taken:
+        return asyncio.run(self.desk.take(encode(key.sign(contribution)), "10.0.0.1"))
+
+    def honest(self, order: WorkOrder | None) -> Contribution:
+        assert order is not None
+        return self.swarm.workers["float32"].honest(order)
+
+
+def test_the_desk_gives_orders_and_takes_each_answer_once(swarm: Swarm, tmp_path: Path) -> None:
+    books = Books(swarm, tmp_path / "ledger.jsonl")
+    first, second = books.ask(), books.ask()
+    assert first is not None and second is not None and first.worker == WORKER.public and first.id != second.id
+    sent = books.honest(first)
+    assert books.send(sent, OTHER).verdict.check == "order"  # another's order
+    taken = books.send(sent)
+    assert taken.verdict.accepted and len(taken.episodes) == len(first.seeds)
+    assert books.send(sent).verdict.check == "order"  # once
+    # A desk that is killed goes on from its ledger.
+    again = Books(swarm, tmp_path / "ledger.jsonl")
+    assert again.send(sent).verdict.check == "order" and again.send(books.honest(second)).verdict.accepted
+    third = again.ask()
+    again.desk.retire(1)
+    assert again.send(books.honest(third)).verdict.check == "order" and again.ask() is None
+    report = audit_ledger(tmp_path / "ledger.jsonl", RUN.public)
+    standing = report.trust.workers[WORKER.public.hex()]
+    assert (report.problems, standing.accepted, standing.refused, standing.abandoned) == ([], 2, 0, 1)
+
+
+def test_a_liar_is_cut_off(swarm: Swarm, tmp_path: Path) -> None:
+    books = Books(swarm, tmp_path / "ledger.jsonl")
+    for _ in range(2):
+        order = books.ask(OTHER)
+        assert order is not None
+        lie = swarm.workers["float32"].lie("invented_rewards", order, order)
+        assert books.send(lie, OTHER).verdict.check == "rewards"
+    assert books.ask(OTHER) is None and books.ask(WORKER) is not None
+    assert "cut off" in (tmp_path / "ledger.jsonl").read_text().replace("_", " ")
+
+
+def test_a_worker_with_many_open_orders_gets_the_oldest_again(swarm: Swarm, tmp_path: Path) -> None:
+    books = Books(swarm, tmp_path / "ledger.jsonl")
+    given = [books.ask() for _ in range(6)]
+    assert given[4] == given[5] == given[0] and len({order.id for order in given if order}) == 4
+
+
+def test_forged_messages_and_floods_leave_no_trace(swarm: Swarm, tmp_path: Path) -> None:
+    books = Books(swarm, tmp_path / "ledger.jsonl", per_address=Limits(rate=1.0, burst=8.0, most=4))
+    before = (tmp_path / "ledger.jsonl").read_bytes()
+    signed = WORKER.sign(WorkRequest("a-run"))
+    forged = [b"", b"\x93", encode(msgspec.structs.replace(signed, key=OTHER.public))]
+    for data in [
+        *forged,
+        encode(WORKER.sign(WorkRequest("another"))),
+        encode(RUN.sign(Contribution("x", "float32", []))),
+    ]:
+        with pytest.raises(InvalidMessageError):
+            books.desk.give(data, "10.0.0.1")
+    for data in forged:
+        with pytest.raises(InvalidMessageError):
+            asyncio.run(books.desk.take(data, "10.0.0.1"))
+    with pytest.raises(TooManyRequestsError):
+        books.desk.give(encode(signed), "10.0.0.1")
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before and not books.desk.trust.workers
