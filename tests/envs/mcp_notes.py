@@ -1,6 +1,7 @@
 """A small MCP server for tests: notes by name, over stdio, or over HTTP with a port as argument."""
 
 import os
+import pathlib
 import sys
 import time
 
@@ -29,6 +30,18 @@ def read(name: str) -> str:
 def variable(name: str) -> str:
     """Tell the value of an environment variable."""
     return os.environ.get(name, "not set")
+
+
+@server.tool()
+def file(path: str) -> str:
+    """Read a file of the machine."""
+    return pathlib.Path(path).read_text()
+
+
+@server.tool()
+def long(characters: int) -> str:
+    """Say much."""
+    return "x" * characters
 
 
 @server.tool()

@@ -12,8 +12,11 @@ from headway.core.errors import UsageError
 from headway.core.messages import Message, Tool, ToolCall
 from headway.core.processes import die_with_parent_command, die_with_parent_environment
 from headway.envs.adapters import require
+from headway.envs.mcp.boxed import boxed_streams
 from headway.envs.policy import EpisodeFailure
 from headway.envs.tools import cut
+from headway.sandboxes.recipe import Recipe
+from headway.sandboxes.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -23,14 +26,16 @@ if TYPE_CHECKING:
 class McpServer:
     """A program that speaks MCP on stdin and stdout, or the URL of a server that speaks streamable HTTP.
 
-    A program gets PATH, HOME, and the like, and `env`: nothing else of this process's variables. `start_timeout` bounds
-    the connection and the list of tools, `timeout` one call, both in seconds.
+    A program gets PATH, HOME, and the like, and `env`: nothing else of this process's variables. In a sandbox it finds
+    what `recipe` says, and `cwd` is a folder there. `start_timeout` bounds the connection and the list of tools,
+    `timeout` one call, both in seconds.
     """
 
     command: Sequence[str] = ()
     url: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
+    recipe: Recipe = field(default_factory=Recipe)
     start_timeout: float = 60.0
     timeout: float = 30.0
     max_output: int = 8192
@@ -42,13 +47,19 @@ class McpServer:
             raise UsageError(f'the url of an MCP server begins with http:// or https:// (got "{self.url}")')
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator["McpTools"]:
-        """Connect for as long as the block runs. Raises EpisodeFailure where the server can't be reached."""
+    async def connect(self, box: Sandbox | None = None) -> AsyncIterator["McpTools"]:
+        """Connect for as long as the block runs; a program runs in `box`, if there is one.
+
+        Raises EpisodeFailure where the server can't be reached.
+        """
+        if box is not None and self.url:
+            raise UsageError(f"{self} can't run in a sandbox: it runs already; give its command instead of its url")
         package = require("mcp", "mcp", "mcp")
         longest = max(self.start_timeout, self.timeout)
-        client = package.Client(self.url or self._program(package), read_timeout_seconds=longest)
         try:
             async with asyncio.timeout(self.start_timeout):
+                where = self.url or (self._program(package) if box is None else await self._boxed(box))
+                client = package.Client(where, read_timeout_seconds=longest)
                 await client.__aenter__()
         except TimeoutError:
             raise EpisodeFailure("environment", f"{self} did not answer within {self.start_timeout:g} s") from None
@@ -58,6 +69,10 @@ class McpServer:
             yield await McpTools.listed(client, self)
         finally:
             await client.__aexit__(None, None, None)
+
+    async def _boxed(self, box: Sandbox) -> Any:
+        words = [str(word) for word in self.command]
+        return boxed_streams(await box.open_process(words, env=self.env, cwd=self.cwd))
 
     def _program(self, package: Any) -> Any:
         command, *arguments = die_with_parent_command([str(word) for word in self.command])
