@@ -5,6 +5,7 @@ import asyncio
 from headway.algorithms.base import Algorithm, Group
 from headway.algorithms.reference import ReferenceModel
 from headway.core.episodes import Trace
+from headway.core.errors import HeadwayError
 from headway.core.samples import Sample
 
 
@@ -22,6 +23,8 @@ class Opd(Algorithm):
         )
 
     async def _query(self, group: Group, trace: Trace, sample: Sample) -> None:
+        if any(trace.nodes[index].images for index in sample.nodes):
+            raise HeadwayError("reference models can't be asked about images yet: choose an algorithm without one")
         shown, start = self.teacher_prompt(group, trace, sample)
         values = await self.teacher.logprobs(shown + sample.token_ids[start:].tolist(), sample.temperature)
         sample.ref_logprobs[start:] = values[len(shown) :]

@@ -13,11 +13,12 @@ from pydantic import ValidationError
 
 from headway.config.inference import ServeSettings
 from headway.core.errors import UsageError
+from headway.core.images import RequestImage
 from headway.core.messages import Message, as_messages
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.serve import load_engine
 from headway.models.tiny import resolve_model
-from headway.rendering.base import Renderer, reasoning_end
+from headway.rendering.base import Renderer, check_sees, reasoning_end
 from headway.rendering.load import load_renderer
 
 Conversation = Sequence[Mapping[str, Any] | Message]
@@ -109,8 +110,15 @@ class Engine:
             messages = as_messages([one.to_openai() if isinstance(one, Message) else dict(one) for one in said])
         except (ValueError, TypeError) as error:
             raise UsageError(f"a prompt is a text or a list of messages with role and content: {error}") from None
-        rendered = self._renderer.render(messages, generation_prompt=True)
-        return GenerateRequest(rendered.token_ids, sampling_params=params)
+        try:
+            check_sees(self._renderer, messages)
+            rendered = self._renderer.render(messages, generation_prompt=True)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        request = GenerateRequest(rendered.token_ids, sampling_params=params)
+        data = {image.digest: image.data for message in messages for image in message.images}
+        request.images = [RequestImage(use.at, use.tokens, use.digest, data[use.digest]) for use in rendered.images]
+        return request
 
     async def _reply(self, request: GenerateRequest) -> Reply:
         (choice,) = (await self._engine.generate(request)).choices

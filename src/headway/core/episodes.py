@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headway.core.images import ImageUse
 from headway.core.messages import Message, Tool
 from headway.core.protocol import RoutedExperts as RoutedExperts
 from headway.core.protocol import SamplingParams
@@ -31,7 +32,8 @@ class Node(msgspec.Struct, omit_defaults=True):
     `logprobs` is None unless the policy sampled these tokens, and then has one entry per token. `versions`
     are (policy version, count) runs that cover the sampled tokens. Concatenating the nodes from a root to a
     leaf gives exactly the tokens that the engine saw. `routed_experts`, on sampled nodes, covers the tokens
-    from its `start` up to the end of this node, counted from the root of the branch.
+    from its `start` up to the end of this node, counted from the root of the branch. `images` are those that its tokens
+    are placeholders of, counted from its own first token.
     """
 
     parent: int
@@ -42,6 +44,7 @@ class Node(msgspec.Struct, omit_defaults=True):
     routed_experts: RoutedExperts | None = None
     finish_reason: str | None = None
     temperature: float = 1.0
+    images: list[ImageUse] = msgspec.field(default_factory=list)
 
     @property
     def sampled(self) -> bool:
@@ -125,7 +128,8 @@ class Episode(msgspec.Struct, omit_defaults=True):
     """The outcome of one request: traces with rewards, or an error (then traces hold what there was).
 
     `version` is the policy version that the group was pinned to at dispatch; tokens carry their own.
-    `timings` are seconds by name: `total`, `engine` (waiting for the model), `environment`, `reward`.
+    `timings` are seconds by name: `total`, `engine` (waiting for the model), `environment`, `reward`. `images` are the
+    encoded bytes of its images, by digest, on their way from the worker; records leave them out.
     """
 
     id: str
@@ -139,6 +143,7 @@ class Episode(msgspec.Struct, omit_defaults=True):
     evaluation: bool = False
     started_at: float = 0.0
     timings: dict[str, float] = msgspec.field(default_factory=dict)
+    images: dict[str, bytes] = msgspec.field(default_factory=dict)
 
     @property
     def reward(self) -> float:

@@ -5,8 +5,12 @@ feature that the model's vision tower makes of it; the tower's input is the imag
 processor computed. The same image may appear in several samples of a micro-batch: it is sent, and computed, once.
 """
 
+import base64
+import binascii
 import hashlib
+import re
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -32,6 +36,88 @@ class Grid(NamedTuple):
 def image_digest(encoded: bytes) -> str:
     """Name an image by its encoded bytes: 32 hexadecimal digits."""
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()
+
+
+MOST_IMAGES = 64
+"""Images of one conversation that servers and environments take."""
+MOST_IMAGE_BYTES = 20_000_000
+"""Bytes of one encoded image."""
+MOST_REQUEST_BYTES = 64_000_000
+"""Bytes of the body of a request with images."""
+_DATA_URL = re.compile(r"data:(image/[a-z.+-]{1,32});base64,", re.IGNORECASE)
+_MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
+
+
+class MessageImage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An image in a message, before character `at` of its text. Records keep the digest alone; `data` are the encoded
+    bytes where these are at hand."""
+
+    at: int
+    digest: str
+    data: bytes = b""
+
+    @classmethod
+    def of(cls, data: bytes, at: int = 0) -> "MessageImage":
+        """Name encoded bytes. Raises ValueError where they are too many to be looked at."""
+        if len(data) > MOST_IMAGE_BYTES:
+            raise ValueError(f"an image of {len(data):,} bytes is too large: at most {MOST_IMAGE_BYTES:,} are taken")
+        return cls(at, image_digest(data), data)
+
+    @property
+    def url(self) -> str:
+        """The bytes as a data URL; what has none is named by its digest."""
+        return data_url(self.data) if self.data else f"headway-image:{self.digest}"
+
+
+class ImageUse(msgspec.Struct, frozen=True, array_like=True):
+    """An image among tokens: its `tokens` placeholders begin at token `at`."""
+
+    at: int
+    tokens: int
+    digest: str
+
+
+class RequestImage(ImageUse, frozen=True, array_like=True):
+    """An image of a request. Without `data`, its encoded bytes, the engine has to know it already."""
+
+    data: bytes = b""
+
+
+def data_url(data: bytes) -> str:
+    """Write an encoded image as a data URL."""
+    kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
+    kind = next((kind for start, kind in kinds.items() if data.startswith(start)), "png")
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def read_data_url(url: object) -> bytes:
+    """Read an image's data URL. Nothing is fetched: raises ValueError for every other address, and what is no image."""
+    if not isinstance(url, str):
+        raise ValueError("image_url.url must be text: a data URL (data:image/png;base64,...)")
+    found = _DATA_URL.match(url)
+    if found is None:
+        raise ValueError(
+            f"images are sent as data URLs (data:image/png;base64,...), nothing is fetched (got {url[:40]!r})"
+        )
+    if found[1].lower() not in _MEDIA_TYPES:
+        raise ValueError(f"an image of type {found[1]} is not taken, but {', '.join(_MEDIA_TYPES)} are")
+    if len(url) > MOST_IMAGE_BYTES * 4 // 3 + 100:
+        raise ValueError(f"an image is too large: at most {MOST_IMAGE_BYTES:,} bytes are taken")
+    try:
+        return base64.b64decode(url[found.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"an image's data URL is not base64: {error}") from None
+
+
+def content_ids(token_ids: Sequence[int], images: Sequence[ImageUse]) -> list[int]:
+    """Token ids in which the placeholders of images are numbers of what these show: prefixes with other images differ.
+    These numbers are negative, as no token's is."""
+    ids = list(token_ids)
+    for image in images:
+        digest = bytes.fromhex(image.digest)
+        halves = [-1 - (int.from_bytes(half, "little") >> 1) for half in (digest[:8], digest[8:16])]
+        ids[image.at : image.at + image.tokens] = islice(cycle(halves), image.tokens)
+    return ids
 
 
 class TokenImages(msgspec.Struct):

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from headway.core.images import MessageImage, data_url, read_data_url
+
 Role = Literal["system", "user", "assistant", "tool"]
 
 
@@ -50,7 +52,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. `images` stand in its text, in order."""
 
     role: Role
     content: str = ""
@@ -58,9 +60,10 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
+    images: tuple[MessageImage, ...] = ()
 
     def to_openai(self) -> dict[str, Any]:
-        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        out: dict[str, Any] = {"role": self.role, "content": self._parts() if self.images else self.content}
         if self.tool_calls:
             out["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
@@ -75,19 +78,39 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def from_openai(cls, message: dict[str, Any]) -> "Message":
-        """Read a message with string content or a list of text parts. Raises ValueError on anything else."""
+        """Read a message whose content is a string or a list of parts, texts and images. Raises ValueError on anything
+        else."""
         calls = tuple(
             ToolCall(c.get("id", ""), c["function"]["name"], c["function"]["arguments"])
             for c in message.get("tool_calls") or ()
         )
+        content, images = _content(message.get("content"))
+        if images and message["role"] == "assistant":
+            raise ValueError("an assistant's message can't hold images")
         return cls(
             role=message["role"],
-            content=_text(message.get("content")),
+            content=content,
             tool_calls=calls,
             tool_call_id=message.get("tool_call_id"),
             name=message.get("name"),
             reasoning=message.get("reasoning_content"),
+            images=images,
         )
+
+    def without_bytes(self) -> "Message":
+        """The message as records keep it: images by their digests alone."""
+        if not any(image.data for image in self.images):
+            return self
+        return msgspec.structs.replace(self, images=tuple(MessageImage(i.at, i.digest) for i in self.images))
+
+    def _parts(self) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        start = 0
+        for image in self.images:
+            parts += _text_part(self.content[start : image.at])
+            parts.append({"type": "image_url", "image_url": {"url": image.url}})
+            start = image.at
+        return parts + _text_part(self.content[start:])
 
 
 Messages = str | Message | Mapping[str, Any] | Sequence[Message | Mapping[str, Any]]
@@ -117,15 +140,40 @@ def _message(value: object) -> Message:
     raise ValueError(f"a message is text, a dict or a Message, not {type(value).__name__}")
 
 
+def count_images(messages: Sequence[Message]) -> int:
+    """Count the images of a conversation."""
+    return sum(len(message.images) for message in messages)
+
+
+def image_part(data: bytes) -> dict[str, Any]:
+    """An encoded image (PNG, JPEG, WebP or GIF) as a part of a message's content, in OpenAI's shape."""
+    return {"type": "image_url", "image_url": {"url": data_url(data)}}
+
+
 def _schema(parameters: Any) -> Any:
     return {} if parameters is None else parameters
 
 
-def _text(content: object) -> str:
+def _text_part(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _content(content: object) -> tuple[str, tuple[MessageImage, ...]]:
+    """The text of a message's content, and the images that stand in it."""
     if content is None:
-        return ""
+        return "", ()
     if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-        return "".join(p["text"] for p in content)
-    raise ValueError("message content must be text or a list of text parts")
+        return content, ()
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ValueError("message content must be text or a list of text and image parts")
+    text, images = "", list[MessageImage]()
+    for part in content:
+        if part.get("type") == "text":
+            text += part["text"]
+        elif part.get("type") == "image_url":
+            shown = part.get("image_url")
+            url = shown.get("url") if isinstance(shown, dict) else shown
+            images.append(MessageImage.of(read_data_url(url), len(text)))
+        else:
+            raise ValueError("message content must be text or a list of text and image parts")
+    return text, tuple(images)

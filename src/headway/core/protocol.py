@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.byte_planes import pack, unpack
+from headway.core.images import RequestImage
 from headway.core.prefixes import PrefixSummary
 from headway.core.routing import Role
 from headway.core.shapes import ReplyShape
@@ -60,7 +61,9 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     that has the KV of these tokens. A request that `continues` what the server has `kept` sends in `token_ids` only
     what comes after it; a server that has it no longer answers 409, and gets all tokens then. The last `begun` tokens
     are not the prompt's but of the reply, which is continued here: penalties and formats count them. An engine that
-    can't answers 409, and gets the prompt alone then."""
+    can't answers 409, and gets the prompt alone then. `images` are those that tokens are placeholders of, in order and
+    counted from the prompt's first token; of what it `continues` those are known. An engine that has the bytes of one
+    no longer answers 409, and gets them all then."""
 
     token_ids: list[int]
     model: str = "policy"
@@ -75,6 +78,7 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     kv_ticket: str | None = None
     continues: Continued | None = None
     begun: int = 0
+    images: list[RequestImage] = msgspec.field(default_factory=list)
 
 
 def chunk_tokens(interval: int, sent: int) -> int:

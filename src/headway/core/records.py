@@ -77,13 +77,14 @@ class RolloutRecord(msgspec.Struct):
 
 
 def without_experts(episode: Episode) -> Episode:
-    """Copy an episode without routed experts, which are large and of no use to a reader."""
+    """Copy an episode without routed experts, which are large and of no use to a reader, and the bytes of images, which
+    have files of their own."""
 
     def copy(trace: Trace) -> Trace:
         nodes = [msgspec.structs.replace(node, routed_experts=None) for node in trace.nodes]
         return msgspec.structs.replace(trace, nodes=nodes)
 
-    return msgspec.structs.replace(episode, traces=[copy(trace) for trace in episode.traces])
+    return msgspec.structs.replace(episode, traces=[copy(trace) for trace in episode.traces], images={})
 
 
 def write_rollouts(paths: RunPaths, step: int, records: Iterable[RolloutRecord]) -> None:

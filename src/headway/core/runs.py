@@ -39,6 +39,8 @@ class RunPaths:
     """Records of trained episodes, for people."""
     untrained = _Under("untrained")
     """Records of some episodes that failed or were dropped, with the cause, for people."""
+    images = _Under("images")
+    """Images of recorded episodes, each once, by the hash of its bytes."""
     journal = _Under("journal.bin")
     """The orchestrator's inputs and decisions, in order: what a replay needs beside the trained episodes."""
     logprobs = _Under("logprobs")

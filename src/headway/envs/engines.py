@@ -11,7 +11,8 @@ import msgspec
 
 from headway.core.episodes import EpisodeRequest
 from headway.core.growing import Growing
-from headway.core.messages import Message, Messages, as_messages
+from headway.core.images import RequestImage
+from headway.core.messages import Message, Messages, as_messages, count_images
 from headway.core.prefixes import PromptNames
 from headway.core.protocol import Continued, GenerateRequest, SamplingParams
 from headway.core.routing import rank_by_role
@@ -118,6 +119,8 @@ class EngineSampler:
         self._turn_timeout = turn_timeout
         self._calls = 0
         self._log = log or ReplyLog()
+        self._images_sent: set[tuple[str, str]] = set()
+        """Engines, by URL, and the digests of the images that they were sent."""
         self.seconds = 0.0
 
     async def sample(
@@ -215,13 +218,16 @@ class EngineSampler:
         fitted = self._fitted(known, sampling, self._engines.context.get(url), reply)
         try:
             try:
-                await self._stream(url, self._body(known, fitted, reply, prompt.kept_by, kept), reply)
+                body = self._body(known, fitted, reply, prompt.kept_by, kept)
+                await self._stream(url, self._with_images(url, body, prompt, kept), reply)
             except EngineError as error:
                 if len(reply) and error.param == "begun":
                     reply.restart()
                     await self._once(url, prompt, sampling, reply)
-                elif kept and error.param == "continues":
-                    await self._stream(url, self._body(known, fitted, reply), reply)
+                elif (kept and error.param == "continues") or (error.status == 409 and error.param == "images"):
+                    self._images_sent.clear()
+                    body = self._with_images(url, self._body(known, fitted, reply), prompt, 0)
+                    await self._stream(url, body, reply)
                 else:
                     raise
         except EngineError as error:
@@ -253,6 +259,17 @@ class EngineSampler:
             continues=Continued(kept_by.name, kept) if kept_by is not None and kept else None,
             begun=len(reply) if sampling.shaped else 0,
         )
+
+    def _with_images(self, url: str, body: GenerateRequest, prompt: Prompt, kept: int) -> GenerateRequest:
+        """Add the images after the first `kept` tokens; the bytes of those that the engine has not had from here."""
+        for image in prompt.images:
+            if image.at < kept:
+                continue
+            known = (url, image.digest) in self._images_sent
+            data = b"" if known else prompt.image_bytes[image.digest]
+            body.images.append(RequestImage(image.at, image.tokens, image.digest, data))
+            self._images_sent.add((url, image.digest))
+        return body
 
     async def _stream(self, url: str, body: GenerateRequest, reply: PartialReply) -> None:
         request = self._request
@@ -308,7 +325,15 @@ class EnginePolicy(Policy):
         temperature: float | None = None,
         shape: ReplyShape | None = None,
     ) -> Message:
-        prompt = self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools])
+        said = as_messages(messages)
+        try:
+            if count_images(said) and (read := getattr(self._renderer, "read_images", None)) is not None:
+                await asyncio.to_thread(read, said)
+            prompt = self.tree.prompt(said, [describe(tool) for tool in tools])
+        except ValueError as error:
+            if not count_images(said):
+                raise
+            raise EpisodeFailure("environment", str(error)) from error
         if shape is not None and shape.response_format is not None:
             shape = self._fitted_format(shape, bool(tools))
         reply = await self._sampler.sample(prompt, max_tokens, temperature, shape)
@@ -323,6 +348,10 @@ class EnginePolicy(Policy):
 
     def count_tokens(self, messages: Messages, tools: Tools = ()) -> int:
         return len(self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools]).token_ids)
+
+    @property
+    def images(self) -> dict[str, bytes]:
+        return self.tree.images
 
     def another(self, name: str) -> Policy:
         return EnginePolicy(self._renderer, self._sampler, name)

@@ -53,6 +53,7 @@ class EpisodeRunner:
         clock = time.perf_counter() - spent
         episode.error = await self._attempt(request, policy, log, episode.timings, spent)
         episode.traces = _traces(policy)
+        episode.images = {digest: data for agent in policy.agents() for digest, data in agent.images.items()}
         total = time.perf_counter() - clock
         rewarding = episode.timings.setdefault("reward", 0.0)
         episode.timings |= {

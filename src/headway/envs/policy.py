@@ -96,6 +96,11 @@ class Policy(ABC):
         calls = sum(len(call.name) + len(call.arguments) for message in said for call in message.tool_calls)
         return (calls + sum(len(message.content) for message in said)) // CHARACTERS_PER_TOKEN
 
+    @property
+    def images(self) -> dict[str, bytes]:
+        """Encoded bytes of the images that this agent saw, by digest."""
+        return {}
+
     def agent(self, name: str, index: int = 0) -> "Policy":
         """The agent called `name`, with a trace of its own. `index` tells several of one name apart."""
         if (name, index) not in self._agents:
@@ -126,6 +131,10 @@ class Policy(ABC):
 class MessagePolicy(Policy):
     """A policy whose trace holds messages without tokens: nothing that could be trained on."""
 
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self._images: dict[str, bytes] = {}
+
     async def chat(
         self,
         messages: Messages,
@@ -138,8 +147,13 @@ class MessagePolicy(Policy):
         said, offered = as_messages(messages), [describe(tool) for tool in tools]
         reply = await self.reply(said, offered, max_tokens, temperature, shape)
         self.trace.offer(offered)
-        self.trace.nodes = [Node(i - 1, [], message) for i, message in enumerate([*said, reply])]
+        self.trace.nodes = [Node(i - 1, [], message.without_bytes()) for i, message in enumerate([*said, reply])]
+        self._images |= {image.digest: image.data for message in said for image in message.images}
         return reply
+
+    @property
+    def images(self) -> dict[str, bytes]:
+        return self._images
 
     @abstractmethod
     async def reply(

@@ -80,4 +80,5 @@ def _digest(prompt: Prompt) -> bytes:
     """Name the prompt by its new tokens and the node that they come after, which earlier replies have fixed."""
     numbers = array("q", (prompt.parent, len(prompt.token_ids)))
     numbers.extend(prompt.rendered.token_ids)
-    return blake2b(numbers.tobytes(), digest_size=16).digest()
+    shown = "".join(image.digest for image in prompt.images).encode()
+    return blake2b(numbers.tobytes() + shown, digest_size=16).digest()

@@ -1,16 +1,21 @@
 """Branches of an episode's trees as samples: token-aligned streams that an algorithm then fills with signal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from headway.core.episodes import Episode, Node, Trace
+from headway.core.images import Grid, TokenImages
 from headway.core.samples import Sample
-from headway.core.streams import Experts, Ints
+from headway.core.streams import Experts, Floats, Ints
+
+LoadImage = Callable[[str], tuple[Grid, Floats]]
+"""Returns the grid and patches of an image, by its digest."""
 
 
 def episode_samples(episode: Episode) -> list[Sample]:
-    """Cut every branch of every trace, with all signal streams 0. One sample at most marks a token as sampled."""
+    """Cut every branch of every trace, with all signal streams 0. One sample at most marks a token as sampled. Images
+    are added later (`branch_images`)."""
     samples = []
     for number, trace in enumerate(episode.traces):
         for sample in trace_samples(trace):
@@ -51,6 +56,16 @@ def _sample(nodes: Sequence[Node], chosen: Sequence[int]) -> Sample:
         sample.versions[start:end] = _unrolled(node)
     sample.routed_experts = _experts(nodes, len(sample))
     return sample
+
+
+def branch_images(nodes: Sequence[Node], load_image: LoadImage) -> TokenImages | None:
+    """Join the images of a branch, each once."""
+    uses, numbers, start = list[tuple[int, int]](), dict[str, int](), 0
+    for node in nodes:
+        for image in node.images:
+            uses.append((start + image.at, numbers.setdefault(image.digest, len(numbers))))
+        start += len(node.token_ids)
+    return TokenImages.of([(digest, *load_image(digest)) for digest in numbers], uses) if uses else None
 
 
 def _unrolled(node: Node) -> Ints:

@@ -36,6 +36,7 @@ def message_text(message: Message, paint: Paint) -> str:
         parts.append(paint("dim", f"<think>{visible(message.reasoning)}</think>"))
     if message.content:
         parts.append(visible(message.content))
+    parts += [paint("dim", f"[image {image.digest[:8]}]") for image in message.images]
     parts += [f"→ {visible(call.name)}({visible(call.arguments)})" for call in message.tool_calls]
     return " ".join(parts)
 

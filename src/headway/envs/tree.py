@@ -1,16 +1,17 @@
 """One agent's conversations as a tree of tokens, grown by appending wherever the renderer allows it."""
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from headway.core.episodes import Node, RoutedExperts, Trace
 from headway.core.growing import Growing
+from headway.core.images import ImageUse
 from headway.core.messages import Message, Tool, ToolCall
 from headway.core.prefixes import PromptNames
-from headway.rendering.base import Rendered, Renderer, Segment
+from headway.rendering.base import Rendered, Renderer, Segment, check_sees
 from headway.rendering.replies import call_id
 
 
@@ -25,7 +26,8 @@ class KeptBy:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages that end in the sampled reply of node `leaf`, and their tokens. Routed experts of the first `routed`
-    tokens are recorded. `kept_by` is where an engine keeps the tokens, `names` are those of their blocks."""
+    tokens are recorded. `kept_by` is where an engine keeps the tokens, `names` are those of their blocks, and `images`
+    those that tokens are placeholders of."""
 
     messages: Growing[Message]
     tools: tuple[Tool, ...]
@@ -34,12 +36,14 @@ class Conversation:
     routed: int
     kept_by: "KeptBy | None"
     names: PromptNames
+    images: tuple[ImageUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Tokens for the engine, and the branch that its reply will extend: `rendered` comes after node `parent`. Routed
-    experts of the first `routed` tokens are recorded there already, and `kept_by` has the first `kept` tokens."""
+    experts of the first `routed` tokens are recorded there already, and `kept_by` has the first `kept` tokens. `images`
+    are those that tokens are placeholders of, and `image_bytes` their encoded bytes, by digest."""
 
     messages: Growing[Message]
     tools: tuple[Tool, ...]
@@ -52,6 +56,8 @@ class Prompt:
     kept: int = 0
     kept_by: KeptBy | None = None
     names: PromptNames = field(default_factory=PromptNames)
+    images: tuple[ImageUse, ...] = ()
+    image_bytes: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +81,18 @@ class TraceTree:
         self._renderer = renderer
         self._conversations: list[Conversation] = []  # the longest last
         self._children: dict[int, list[int]] = {}  # unsampled ones, which may be shared
+        self.images: dict[str, bytes] = {}
+        """Encoded bytes of the images so far, by digest."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         """The tokens that ask for the next reply to `messages`.
 
         They extend the longest recorded conversation that `messages` continue, token by token as they were
         sampled; where there is none, or the template would rewrite it, they are rendered anew. What is rendered
-        anew may still begin with those very tokens, and then it extends them after all.
+        anew may still begin with those very tokens, and then it extends them after all. Raises ValueError for images
+        that can't be taken.
         """
+        check_sees(self._renderer, messages)
         tools = tuple(tools)
         known = self._longest(messages, tools)
         if known is None:
@@ -108,15 +118,22 @@ class TraceTree:
             len(before),
             known.kept_by,
             PromptNames(known.names),
+            (*known.images, *_later(extension.images, len(before))),
+            self._image_bytes(messages),
         )
 
     def _anew(self, messages: Sequence[Message], tools: tuple[Tool, ...], rendered: Rendered) -> Prompt:
         said, tokens = Growing(messages), Growing(rendered.token_ids)
-        return Prompt(said, tools, -1, rendered, 0, tokens, self._said_before(messages))
+        rewrites, images = self._said_before(messages), self._image_bytes(messages)
+        return Prompt(said, tools, -1, rendered, 0, tokens, rewrites, images=tuple(rendered.images), image_bytes=images)
+
+    def _image_bytes(self, messages: Sequence[Message]) -> dict[str, bytes]:
+        return {image.digest: image.data for message in messages for image in message.images}
 
     def record(self, prompt: Prompt, reply: Reply) -> Message:
         """Add `reply` to the tree; returns it as a message."""
         nodes = self.trace.nodes
+        self.images.update(prompt.image_bytes)
         parent = self._grow(prompt)
         leaf = len(nodes)
         message = self._renderer.parse(reply.token_ids, prompt.tools)
@@ -140,7 +157,9 @@ class TraceTree:
         self.trace.truncated |= reply.finish_reason == "length"
         routed = prompt.routed if reply.routed_experts is None else max(prompt.routed, reply.routed_experts.end)
         said, tokens = prompt.messages.extended([message]), prompt.token_ids.extended(reply.token_ids)
-        conversation = Conversation(said, prompt.tools, leaf, tokens, routed, reply.kept_by, prompt.names)
+        conversation = Conversation(
+            said, prompt.tools, leaf, tokens, routed, reply.kept_by, prompt.names, prompt.images
+        )
         insort(self._conversations, conversation, key=lambda known: len(known.messages))
         return message
 
@@ -155,21 +174,25 @@ class TraceTree:
                 parent = self._child(parent, [], message)
             placed = max(placed, until)
             if segment.message is not None:
-                parent = self._child(parent, segment.token_ids, new[segment.message])
+                parent = self._child(parent, segment.token_ids, new[segment.message], list(segment.images))
                 placed = segment.message + 1
             elif segment.token_ids:
                 parent = self._child(parent, segment.token_ids, None)
         return parent
 
-    def _child(self, parent: int, token_ids: list[int], message: Message | None) -> int:
+    def _child(
+        self, parent: int, token_ids: list[int], message: Message | None, images: Sequence[ImageUse] = ()
+    ) -> int:
         """The node after `parent` with these unsampled tokens; an equal one that exists is shared."""
+        if message is not None and message.images:
+            message = message.without_bytes()
         siblings = self._children.setdefault(parent, [])
         for index in siblings:
             node = self.trace.nodes[index]
             if node.token_ids == token_ids and node.message == message:
                 return index
         siblings.append(len(self.trace.nodes))
-        self.trace.nodes.append(Node(parent, token_ids, message))
+        self.trace.nodes.append(Node(parent, token_ids, message, images=list(images)))
         return siblings[-1]
 
     def _longest(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> Conversation | None:
@@ -198,8 +221,14 @@ def _after(rendered: Rendered, tokens: int, messages: int) -> Rendered:
         if skipped < len(segment.token_ids):
             place = -1 if segment.message is None else segment.message - messages
             owner = place if place >= 0 else None
-            segments.append(Segment(segment.token_ids[skipped:], owner, segment.content[skipped:]))
+            images = tuple(_later([image for image in segment.images if image.at >= skipped], -skipped))
+            segments.append(Segment(segment.token_ids[skipped:], owner, segment.content[skipped:], images))
     return Rendered(segments)
+
+
+def _later(images: Sequence[ImageUse], tokens: int) -> list[ImageUse]:
+    """The images as they stand after so many more tokens."""
+    return [ImageUse(image.at + tokens, image.tokens, image.digest) for image in images]
 
 
 def repeats(messages: Sequence[Message], known: Growing[Message]) -> bool:

@@ -118,6 +118,8 @@ class Engine(Protocol):
     """Sequences that run at a time, at most."""
     max_adapters: int
     """Adapters that requests can use at a time without waiting for each other."""
+    takes_images: bool
+    """Requests may carry images."""
     offers: Offers
     """KV that this engine holds for others, where engines move it themselves."""
 
@@ -277,6 +279,7 @@ class BaseEngine(ABC, Generic[Adapters]):
     """An engine's weights and adapters. `_down` says why it does not serve at all; None when it does."""
 
     block_bytes = 0
+    takes_images = False
 
     def __init__(self, adapters: Adapters, version: int, fingerprint: str) -> None:
         self._adapters = adapters

@@ -124,17 +124,25 @@ class AttentionPlan:
         return dq, dk, dv, rest[0] if rest else None
 
 
+class Features(NamedTuple):
+    """The features (F, D) of all images, and those that are added to the stream after the decoder's first layers."""
+
+    last_FD: Tensor
+    deep: Sequence[Tensor] = ()
+
+
 @dataclass(slots=True)
 class ImageTokens:
     """Images of a pass: their patches (P, N), end to end, and the grid of each; the U tokens that their features
     replace, and the number of each token's feature among those of all images. `positions` (3, T) are those of all
-    tokens in time, height and width."""
+    tokens in time, height and width. `features` are those of the tower where they were computed before."""
 
     patches_PN: Tensor
     grids: Sequence[Grid]
     tokens_U: Tensor
     features_U: Tensor
     positions_3T: Tensor
+    features: Features | None = None
 
 
 @dataclass(slots=True)

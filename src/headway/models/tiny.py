@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 from headway.core.cache import cache_folder
 from headway.core.errors import UsageError
+from headway.core.files import write_atomic
 from headway.core.hub import MODEL_FILES, TOKENIZER_FILES, download, parse_hub_id
 from headway.models import tiny_tokenizer as tokenizer
 from headway.models.adapters.merged import base_of, merged_checkpoint
@@ -19,6 +21,7 @@ from headway.models.families.glm4_moe import Glm4MoeConfig
 from headway.models.families.gpt_oss import GptOssConfig
 from headway.models.families.qwen3_5 import Qwen35Config
 from headway.models.registry import load_family
+from headway.models.vision.config import TowerConfig, VisionConfig
 
 TINY = ModelConfig(
     family="qwen3",
@@ -89,10 +92,36 @@ BUILT_IN: dict[str, ModelConfig] = {
         linear_key_dim=32,
         linear_value_dim=32,
     ),
+    "tiny-vl": _as_family(
+        VisionConfig,
+        family="qwen3_vl",
+        layers=2,
+        mrope_section=(6, 5, 5),
+        tower=TowerConfig(
+            depth=2,
+            width=48,
+            mlp_width=96,
+            heads=2,
+            patch=4,
+            features=128,
+            activation="gelu_pytorch_tanh",
+            positions=64,
+            deep_layers=(0,),
+        ),
+    ),
 }
 """Shapes, by name; the tokenizer fills in vocabulary and special ids."""
 
 SEED = 0
+IMAGE_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "temporal_patch_size": 2,
+    "min_pixels": 16 * 16,
+    "max_pixels": 128 * 128,
+}
+"""That of built-in models that see: 8 x 8 pixels are a token."""
 
 
 def resolve_model(path: str, family: str | None = None, *, weights: bool = True) -> Path:
@@ -137,11 +166,23 @@ def save_built_in(name: str, folder: Path) -> None:
 
     with TemporaryDirectory() as temporary:
         files = Path(temporary)
-        vocab_size = tokenizer.save_tiny_tokenizer(files)
-        vocabulary = tokenizer.tiny_tokenizer().get_vocab()
+        config = BUILT_IN[name]
+        sees = isinstance(config, VisionConfig)
+        vocab_size = tokenizer.save_tiny_tokenizer(files, vision=sees)
+        vocabulary = tokenizer.tiny_tokenizer(vision=sees).get_vocab()
         end_of_turn, end_of_text = vocabulary["<|im_end|>"], vocabulary["<|endoftext|>"]
-        config = replace(BUILT_IN[name], vocab_size=vocab_size, eos_ids=(end_of_turn, end_of_text), pad_id=end_of_text)
+        config = replace(config, vocab_size=vocab_size, eos_ids=(end_of_turn, end_of_text), pad_id=end_of_text)
+        if isinstance(config, VisionConfig):
+            config = _add_vision(config, vocabulary, files)
         save_checkpoint(build_model(config, seed=SEED), folder, files_from=files)
+
+
+def _add_vision(config: VisionConfig, vocabulary: dict[str, int], files: Path) -> VisionConfig:
+    """Write the image processor; returns the config with the ids of its tokens."""
+    processor = IMAGE_PROCESSOR | {"patch_size": config.tower.patch, "merge_size": config.tower.merge}
+    write_atomic(files / "preprocessor_config.json", json.dumps(processor, indent=2))
+    start, end, image, video = (vocabulary[text] for text in tokenizer.VISION)
+    return replace(config, image_token=image, video_token=video, vision_start_token=start, vision_end_token=end)
 
 
 def _digest(name: str) -> str:
@@ -149,6 +190,8 @@ def _digest(name: str) -> str:
     made_of = (
         f"{BUILT_IN[name]}/{SEED}/{tokenizer.CHAT_TEMPLATE}/{tokenizer.SPECIALS}{tokenizer.MARKS}{tokenizer.ROLES}"
     )
+    if isinstance(BUILT_IN[name], VisionConfig):
+        made_of += f"/{tokenizer.VISION}{IMAGE_PROCESSOR}"
     return hashlib.sha256(made_of.encode()).hexdigest()[:12]
 
 

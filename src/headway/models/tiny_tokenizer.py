@@ -11,6 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from headway.core.files import write_atomic
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""More special tokens, of the models that see."""
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 ROLES = ("system\n", "user\n", "assistant\n", "tool\n")
 
@@ -27,19 +29,21 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
 
 
-def tiny_tokenizer() -> Tokenizer:
+def tiny_tokenizer(*, vision: bool = False) -> Tokenizer:
     vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*MARKS, *ROLES)])
+    if vision:
+        tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in VISION])
     return tokenizer
 
 
-def save_tiny_tokenizer(folder: Path) -> int:
+def save_tiny_tokenizer(folder: Path, *, vision: bool = False) -> int:
     """Write tokenizer.json and tokenizer_config.json into `folder`; returns the size of the vocabulary."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(vision=vision)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",

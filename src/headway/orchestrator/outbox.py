@@ -9,6 +9,7 @@ from headway.core.packing import Cost, make_batch
 from headway.core.records import RolloutRecord, SampleRecord, without_experts, write_rollouts
 from headway.core.runs import RunPaths
 from headway.orchestrator.collect.ready import ReadyGroup
+from headway.orchestrator.images import BatchImages
 from headway.transport.rollouts import BatchSender
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,11 @@ class BatchOutbox:
         cost: Cost,
         record: bool,
         checkpoints: Callable[[], list[int]] | None = None,
+        images: BatchImages | None = None,
     ) -> None:
-        """`checkpoints` returns the steps of the trainer's complete ones; by default those in the run folder."""
+        """`checkpoints` returns the steps of the trainer's complete ones; by default those in the run folder. `images`
+        are those of models that see."""
+        self._images = images
         self._sender, self._paths = sender, paths
         self._seq_len, self._ranks, self._cost, self._record = seq_len, ranks, cost, record
         self._find_checkpoints = checkpoints or paths.complete_checkpoints
@@ -61,6 +65,7 @@ class BatchOutbox:
         return await asyncio.to_thread(self._send, step, groups, metrics, state)
 
     def _send(self, step: int, groups: Sequence[ReadyGroup], metrics: dict[str, float], state: bytes) -> bytes:
+        self._add_images(groups)
         samples = [sample for group in groups for sample in group.samples]
         batch = make_batch(step, samples, seq_len=self._seq_len, ranks=self._ranks, cost=self._cost)
         batch.metrics = metrics
@@ -70,6 +75,14 @@ class BatchOutbox:
         self._sender.send(batch, state)
         self._prune()
         return digest
+
+    def _add_images(self, groups: Sequence[ReadyGroup]) -> None:
+        """Store the images of a batch, and give them to its samples."""
+        if self._images is None:
+            return
+        rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+        self._images.keep([rollout.episode for rollout in rollouts])
+        self._images.add_to_rollouts(rollouts)
 
     def _prune(self) -> None:
         """Remove the batches that the newest checkpoints no longer need.

@@ -43,6 +43,7 @@ from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.fleet.membership import engine_finder
 from headway.orchestrator.fleet.updates import POLL_SECONDS, WeightReceivers, WeightUpdater
 from headway.orchestrator.health import Health
+from headway.orchestrator.images import run_images
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.loop import MetricsRecorder, Orchestrator, RunFleet, first_to_end
 from headway.orchestrator.outbox import BatchOutbox, Outbox
@@ -149,6 +150,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             cost=batch_cost(str(model)),
             record=options.record_rollouts,
             checkpoints=control.checkpoints,
+            images=run_images(paths, model),
         )
         journal = open_journal(settings, paths)
         stack.callback(journal.close)

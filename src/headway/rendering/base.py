@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
-from headway.core.messages import Message, Tool
+from headway.core.images import ImageUse
+from headway.core.messages import Message, Tool, count_images
 
 History = Sequence[Message]
 Tools = Sequence[Tool]
@@ -23,12 +24,14 @@ class Segment:
     that close a reply, a system turn that the template adds by itself.
 
     `content` marks, within an assistant message, the tokens that the model itself would have sampled
-    (its text, calls and end-of-turn), as opposed to the template around them.
+    (its text, calls and end-of-turn), as opposed to the template around them. `images` are counted from its first
+    token.
     """
 
     token_ids: list[int]
     message: int | None
     content: list[bool]
+    images: tuple[ImageUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,15 @@ class Rendered:
     @property
     def token_ids(self) -> list[int]:
         return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def images(self) -> list[ImageUse]:
+        """The images, counted from the first token."""
+        found, start = list[ImageUse](), 0
+        for segment in self.segments:
+            found += [ImageUse(start + image.at, image.tokens, image.digest) for image in segment.images]
+            start += len(segment.token_ids)
+        return found
 
 
 class Renderer(Protocol):
@@ -105,6 +117,12 @@ class TokenizerRenderer:
         while ids and ids[-1] in self._stops:
             ids.pop()
         return self.decode(ids)
+
+
+def check_sees(renderer: Renderer, messages: History) -> None:
+    """Raise ValueError where messages hold images, and the renderer's model does not see."""
+    if count_images(messages) and not getattr(renderer, "sees", False):
+        raise ValueError("the messages hold images, but this model does not see")
 
 
 NO_CALL_TOKEN = (

@@ -13,13 +13,16 @@ from tokenizers import Tokenizer
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.imports import installed, make_object
 from headway.core.messages import Message, Tool, ToolCall
-from headway.models.registry import families, load_family
+from headway.models.registry import families, load_config, load_family
 from headway.models.tiny_tokenizer import TEMPLATE_MARK
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.processor import has_processor
 from headway.rendering.base import Renderer
 from headway.rendering.chatml import STYLES, ChatMLRenderer, with_default_system
 from headway.rendering.external import FORMATS, ExternalRenderer, available
 from headway.rendering.template import ChatTemplate, TemplateError, TemplateRenderer
 from headway.rendering.tokenizer import load_chat_template, load_tokenizer, load_tokenizer_config, special_token
+from headway.rendering.vision import seeing
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,25 @@ def load_renderer(folder: Path, name: str = "auto", family: str | None = None) -
 
     `auto` takes, in this order: native ChatML in the dialect that agrees with the checkpoint's chat template, the
     `chat_format` of the model's family where it agrees with it, the template itself. `template` insists on the last.
+    That of a model that sees also takes images, where the folder has an image processor.
     """
     if family is not None:
         load_family(family)
     folder = Path(folder)
+    renderer = _load_for_texts(folder, name)
+    placeholder = _placeholder(folder)
+    return renderer if placeholder is None else seeing(renderer, folder, placeholder)
+
+
+def _placeholder(folder: Path) -> int | None:
+    """The token that stands for an image's feature; None where the model does not see, or nothing makes its patches."""
+    if "vision_config" not in _config(folder) or not has_processor(folder):
+        return None
+    config = load_config(folder)
+    return config.image_token if isinstance(config, VisionConfig) else None
+
+
+def _load_for_texts(folder: Path, name: str) -> Renderer:
     tokenizer = load_tokenizer(folder)
     if name in STYLES:
         return ChatMLRenderer(tokenizer, STYLES[name])

@@ -13,8 +13,9 @@ from headway.core.packing import Cost, make_batch
 from headway.core.runs import RunPaths
 from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.environments import make_eval_env, make_source
+from headway.orchestrator.images import run_images
 from headway.orchestrator.loop import NextBatch, Orchestrator
-from headway.orchestrator.run import batch_cost, make_orchestrator
+from headway.orchestrator.run import batch_cost, make_orchestrator, resolve_folder
 from headway.replay.decisions import LifeReplay
 from headway.replay.lives import History, Life
 from headway.replay.recorded import RecordedEpisodes
@@ -42,7 +43,10 @@ def replay_batches(paths: RunPaths, history: History) -> Iterator[ReplayedBatch]
             raise UsageError("the run kept no rollouts (orchestrator.record_rollouts = false), so there are no batches")
         cost = costs.setdefault(settings.model.path, batch_cost(settings.model.path))
         episodes = RecordedEpisodes(paths, life)
+        images = run_images(paths, resolve_folder(settings.model.path))
         for next_batch in replay_life(life, settings, episodes).batches():
+            if images is not None:
+                images.add_to_rollouts(rollout for ready in next_batch.groups for rollout in ready.group.rollouts)
             samples = [sample for group in next_batch.groups for sample in group.samples]
             ranks = settings.placement.batch_parts
             batch = make_batch(next_batch.step, samples, seq_len=settings.seq_len, ranks=ranks, cost=cost)

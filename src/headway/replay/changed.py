@@ -123,6 +123,9 @@ class Rescorer:
     def _judged(self, ready: ReadyGroup) -> tuple[Group, list[Sample]]:
         old = ready.group
         rollouts = [Rollout(rollout.episode, checked_samples(rollout.episode)) for rollout in old.rollouts]
+        images = {sample.key: sample.images for rollout in old.rollouts for sample in rollout.samples}
+        for sample in (sample for rollout in rollouts for sample in rollout.samples):
+            sample.images = images.get(sample.key)
         group = Group(old.id, old.env, old.task, rollouts)
         self._algorithms[group.env].score(group)
         options = self._settings.orchestrator

@@ -19,6 +19,7 @@ _TABLE = {
     "swe": ("headway.envs.swe.swe:Swe", "resolve an issue in a repository; hidden tests judge it (tool use)"),
     "math": (f"{_HERE}.math:Math", "problems whose answers are compared as mathematics (single turn)"),
     "needle": (f"{_HERE}.needle:Needle", "find a fact in a long text (long context)"),
+    "grid": (f"{_HERE}.grid:Grid", "count, find and compare shapes in a drawn grid (an image, single turn)"),
     "search": ("headway.envs.search.search:Search", "research in Python's documentation, with citations (tool use)"),
     "browser": ("headway.envs.browser.browser:Browser", "tasks on local web sites in a real Chromium (tool use)"),
     "agent": ("headway.envs.agents.agent:AgentProgram", "a program of yours that speaks OpenAI's chat API"),

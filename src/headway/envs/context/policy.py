@@ -52,6 +52,10 @@ class ManagedPolicy(Policy):
                 self.metric("context_rewrites", self.trace.metrics.get("context_rewrites", 0.0) + 1)
         return await self._inner.chat(shown, tools, max_tokens=max_tokens, temperature=temperature, shape=shape)
 
+    @property
+    def images(self) -> dict[str, bytes]:
+        return self._inner.images
+
     def another(self, name: str) -> Policy:
         return ManagedPolicy(self._inner.another(name), self._rule)
 

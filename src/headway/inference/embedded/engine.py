@@ -22,7 +22,7 @@ from headway.inference.embedded.running.states import StateStore
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
-from headway.inference.embedded.scheduling.sequence import Sequence
+from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
 from headway.inference.embedded.scheduling.snapshots import Snapshots
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.engine import POLICY, Choice, Chunk, FailedError, RequestError, Result
@@ -33,6 +33,7 @@ from headway.models.family import NO_KEYS, KvCache
 from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
 from headway.models.recurrent import RecurrentState
+from headway.models.vision.decoder import VisionLM
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -116,15 +117,22 @@ class EmbeddedEngine:
         """True when every request that had started has finished."""
         return not self.scheduler.running and not any(s.preemptions for s in self.scheduler.waiting)
 
-    def add(self, request: GenerateRequest, request_id: str, grammar: "LLMatcher | None" = None) -> ActiveRequest:
-        """Queue a validated request, whose replies must match `grammar`. Raise RequestError if its adapter is gone or
-        its id is taken."""
+    def add(
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        grammar: "LLMatcher | None" = None,
+        images: tuple[ServedImage, ...] = (),
+    ) -> ActiveRequest:
+        """Queue a validated request, whose replies must match `grammar`, and its images. Raise RequestError if its
+        adapter is gone or its id is taken."""
         if request_id in self.active:
             raise RequestError(f"request id {request_id!r} is already in flight", "request_id")
         adapter = request.model if request.model in self.adapters else None
         if adapter is None and request.model != POLICY:
             raise RequestError(f"model {request.model!r} does not exist", "model", 404)
-        sequences = [self._sequence(request, request_id, index, adapter) for index in range(request.sampling_params.n)]
+        choices = range(request.sampling_params.n)
+        sequences = [self._sequence(request, request_id, index, adapter, images) for index in choices]
         self._arrivals += 1
         for sequence in sequences:
             sequence.grammar = grammar
@@ -175,6 +183,8 @@ class EmbeddedEngine:
         """Tag tokens with `version` from now on. Running sequences keep their KV; new ones do not reuse it."""
         self.version, self.fingerprint = version, fingerprint
         self._epoch += 1
+        if self.runner.images is not None:
+            self.runner.images.forget_features()
         self._mark_mixed(self.scheduler.running)
         self.cache.forget_all()
 
@@ -200,7 +210,14 @@ class EmbeddedEngine:
         """Sampling rate over the last seconds; 0 if nothing was sampled. Safe to call from another thread."""
         return self._rate if time.monotonic() - self._counted_at < _RATE_WINDOW else 0.0
 
-    def _sequence(self, request: GenerateRequest, request_id: str, index: int, adapter: str | None) -> Sequence:
+    def _sequence(
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        index: int,
+        adapter: str | None,
+        images: tuple[ServedImage, ...],
+    ) -> Sequence:
         params = request.sampling_params
         prompt = request.token_ids
         room = self.limits.max_model_len - len(prompt)
@@ -221,6 +238,7 @@ class EmbeddedEngine:
             adapter=adapter,
             experts_start=request.routed_experts_start,
             begun=request.begun,
+            images=images,
         )
 
     def _root_of(self, sequence: Sequence) -> bytes:
@@ -386,7 +404,8 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         slots = limits.max_running + limits.snapshots
         states = StateStore(recurrent, slots, weight.device)
         return Runner(model, store, rows, ahead=ahead, states=states)
-    if not on_device or not store.of_equal_heads:
+    # Kernels over tiles know one position per token, and images have three.
+    if not on_device or not store.of_equal_heads or isinstance(model, VisionLM):
         return Runner(model, store, rows, ahead=ahead)
     if not in_tiles(model):
         logger.warning(

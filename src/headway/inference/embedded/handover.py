@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from headway.core.images import content_ids
 from headway.core.protocol import GenerateRequest
 from headway.inference.embedded.engine import EmbeddedEngine
 
@@ -14,7 +15,8 @@ def missing_blocks(engine: EmbeddedEngine, request: GenerateRequest) -> list[byt
     if engine.cache.snapshots is not None or not engine.limits.prefix_cache:
         return []
     adapter = request.model if request.model in engine.adapters else None
-    return engine.cache.missing(request.token_ids, engine.root_of(request.cache_salt, adapter))
+    token_ids = content_ids(request.token_ids, request.images) if request.images else request.token_ids
+    return engine.cache.missing(token_ids, engine.root_of(request.cache_salt, adapter))
 
 
 def copy_blocks(engine: EmbeddedEngine, names: Sequence[bytes]) -> list[bytes]:

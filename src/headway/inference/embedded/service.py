@@ -15,10 +15,15 @@ from headway.inference.embedded import handover
 from headway.inference.embedded.backpressure import Backpressure
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.grammars import Grammars
+from headway.inference.embedded.images import RequestImages
+from headway.inference.embedded.scheduling.sequence import ServedImage
 from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, Result
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.processor import has_processor, load_processor
+from headway.models.vision.reader import image_reader
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -55,6 +60,8 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         self._on_death = on_death
         self._updater = Updater(engine, lora, tls)
         self._grammars = Grammars(folder, engine.model.config)
+        self._images = _request_images(engine, folder)
+        self.takes_images = self._images is not None
         self._max_waiting = max_waiting
         self._updating: str | None = None
         self._queues: dict[str, ResultQueue] = {}
@@ -71,6 +78,8 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         self._down = "shutting down"
         await asyncio.to_thread(self._thread.close)
         self._updater.close()
+        if self._images is not None:
+            self._images.close()
 
     @property
     def problem(self) -> str | None:
@@ -78,7 +87,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     async def generate(self, request: GenerateRequest) -> Result:
         item: Item | None = None
-        request_id, queue = self._submit(request, await self._grammar(request))
+        request_id, queue = self._submit(request, await self._grammar(request), await self._read_images(request))
         try:
             item = await queue.get()
         finally:
@@ -90,7 +99,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         ended = False
-        request_id, queue = self._submit(request, await self._grammar(request))
+        request_id, queue = self._submit(request, await self._grammar(request), await self._read_images(request))
         try:
             while not ended:
                 item = await queue.get()
@@ -170,7 +179,15 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
             )
         return await self._grammars.compile(schema)
 
-    def _submit(self, request: GenerateRequest, grammar: "LLMatcher | None") -> tuple[str, ResultQueue]:
+    async def _read_images(self, request: GenerateRequest) -> tuple[ServedImage, ...]:
+        """Decode the images of a request. Raises RequestError where they can't be taken."""
+        if not request.images or self._images is None:
+            return ()
+        return await self._images.read(request)
+
+    def _submit(
+        self, request: GenerateRequest, grammar: "LLMatcher | None", images: tuple[ServedImage, ...]
+    ) -> tuple[str, ResultQueue]:
         if down := self._down or self._thread.failure:
             raise FailedError(f"the engine does not serve: {down}")
         sequences = request.sampling_params.n
@@ -182,7 +199,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         queue: ResultQueue = asyncio.Queue()
         self._queues[request_id] = queue
         self._in_line += sequences
-        self._thread.post(lambda: self._add(request, request_id, grammar))
+        self._thread.post(lambda: self._add(request, request_id, grammar, images))
         return request_id, queue
 
     def _forget(self, request_id: str, request: GenerateRequest, *, ended: bool) -> None:
@@ -230,9 +247,15 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         if self._on_death is not None:
             self._loop.call_soon_threadsafe(self._on_death, reason)
 
-    def _add(self, request: GenerateRequest, request_id: str, grammar: "LLMatcher | None") -> None:
+    def _add(
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        grammar: "LLMatcher | None",
+        images: tuple[ServedImage, ...],
+    ) -> None:
         try:
-            self._engine.add(request, request_id, grammar)
+            self._engine.add(request, request_id, grammar, images)
         except HeadwayError as error:
             self._send([(request_id, error)])
 
@@ -245,3 +268,11 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     def _set_paused(self, paused: bool) -> None:
         self._thread.paused = paused
+
+
+def _request_images(engine: EmbeddedEngine, folder: Path | None) -> RequestImages | None:
+    """Make the reader of images; None where the model does not see, or its folder has no image processor."""
+    config = engine.model.config
+    if folder is None or not isinstance(config, VisionConfig) or not has_processor(folder):
+        return None
+    return RequestImages(image_reader(load_processor(folder)), config.image_token)

@@ -3,7 +3,8 @@
 import msgspec
 from aiohttp import web
 
-from headway.core.messages import Message, Tool
+from headway.core.images import RequestImage
+from headway.core.messages import Message, Tool, count_images
 from headway.core.openai import ChatRequest, Json, RequestError, new_id, reply_body, reply_ending
 from headway.core.protocol import GenerateRequest
 from headway.inference.engine import Choice, Chunk
@@ -12,7 +13,8 @@ from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.replies import ReplyStream, whole_message
 from headway.inference.server.requests import check_request, read_prompt_body
 from headway.inference.server.stops import StopStrings
-from headway.rendering.base import NO_CALL_TOKEN, Renderer, call_token, reasoning_end
+from headway.inference.server.tokenizing import LONG
+from headway.rendering.base import NO_CALL_TOKEN, Renderer, call_token, check_sees, reasoning_end
 from headway.rendering.external import ExternalRenderer
 
 
@@ -21,21 +23,25 @@ async def chat_completions(http: web.Request) -> web.StreamResponse:
     body, size = await read_prompt_body(http, ChatRequest, context.engine)
     body.check()
     tools = body.offered_tools()
-    request = await context.tokenizing.run(size, lambda: _request(body, context, tools))
+    messages = body.conversation()
+    if count_images(messages):
+        # Decoding is bounded as tokenizing is, however few bytes an image has.
+        size = max(size, LONG)
+    request = await context.tokenizing.run(size, lambda: _request(body, messages, context, tools))
     check_request(request, context.engine)
     stops = stop_strings(body)
     writers = [MessageWriter(index, body, context, stops, tools) for index in range(request.sampling_params.n)]
     return await answer(http, "chat.completion", request, writers)
 
 
-def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> GenerateRequest:
-    messages = body.conversation()
+def _request(body: ChatRequest, messages: list[Message], context: ServerContext, tools: list[Tool]) -> GenerateRequest:
+    images = _read_images(messages, context)
     try:
-        prompt = context.renderer.render(messages, tools, generation_prompt=True).token_ids
+        rendered = context.renderer.render(messages, tools, generation_prompt=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RequestError(f"the messages can't be rendered: {error}", "messages") from None
     request = body.generate_request(
-        prompt,
+        rendered.token_ids,
         request_id=new_id("chatcmpl"),
         max_tokens=body.token_limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -44,7 +50,26 @@ def _request(body: ChatRequest, context: ServerContext, tools: list[Tool]) -> Ge
         call_token=_call_token(context.renderer) if body.wants_json and tools else None,
     )
     request.model = context.policy_name(body.model)
+    if images:
+        uses = rendered.images
+        request.images = [RequestImage(use.at, use.tokens, use.digest, images[use.digest]) for use in uses]
     return request
+
+
+def _read_images(messages: list[Message], context: ServerContext) -> dict[str, bytes]:
+    """Decode the images of messages, and return their bytes by digest. Raises RequestError where the model does not
+    see, or one can't be taken."""
+    if not count_images(messages):
+        return {}
+    try:
+        if not context.engine.takes_images:
+            raise ValueError("the messages hold images, but this model does not see")
+        check_sees(context.renderer, messages)
+        if (read := getattr(context.renderer, "read_images", None)) is not None:
+            read(messages)
+    except ValueError as error:
+        raise RequestError(str(error), "messages") from None
+    return {image.digest: image.data for message in messages for image in message.images}
 
 
 def _call_token(renderer: Renderer) -> int:
@@ -65,7 +90,7 @@ class MessageWriter(ChoiceWriter):
         self._tools = tools
         self._token_ids: list[int] = []
         # Families that write calls in a way of their own are understood when the reply is whole.
-        whole_only = isinstance(context.renderer, ExternalRenderer)
+        whole_only = isinstance(getattr(context.renderer, "inner", context.renderer), ExternalRenderer)
         thinking = getattr(context.renderer, "thinking", False)
         self._parser = None if whole_only else ReplyStream(thinking=thinking, calls=bool(tools))
         self._started = False

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from secrets import token_urlsafe
 
+from headway.core.images import RequestImage
 from headway.core.openai import RequestError
 from headway.core.protocol import Continued, GenerateRequest
 
@@ -17,6 +18,8 @@ class Conversations:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str | None], list[int]] = OrderedDict()
+        self._images: dict[tuple[str, str | None], list[RequestImage]] = {}
+        """Those of conversations that hold some, without their bytes."""
         self._tokens = 0
 
     @property
@@ -28,8 +31,10 @@ class Conversations:
         not here."""
         if request.continues is None:
             return 0
+        images = self._images.get((request.continues.kept, request.cache_salt), ())
         known = self._take(request.continues, request.cache_salt)
         count = len(known)
+        request.images = [image for image in images if image.at < count] + request.images
         known += request.token_ids
         request.token_ids, request.continues = known, None
         return count
@@ -43,6 +48,9 @@ class Conversations:
         tokens += reply
         name = token_urlsafe(16)
         self._kept[name, request.cache_salt] = tokens
+        if request.images:
+            bare = [RequestImage(image.at, image.tokens, image.digest) for image in request.images]
+            self._images[name, request.cache_salt] = bare
         self._tokens += len(tokens)
         while self._tokens > capacity:
             self._drop(next(iter(self._kept)))
@@ -58,5 +66,6 @@ class Conversations:
 
     def _drop(self, key: tuple[str, str | None]) -> list[int]:
         tokens = self._kept.pop(key)
+        self._images.pop(key, None)
         self._tokens -= len(tokens)
         return tokens

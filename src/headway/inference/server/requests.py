@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from headway.core.images import MOST_REQUEST_BYTES
 from headway.core.openai import CONTEXT_EXCEEDED, MODEL_NOT_FOUND, RequestError, check_shape, decode
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.engine import Engine
@@ -44,6 +45,8 @@ async def read_body(request: web.Request, kind: type[Body]) -> Body:
 async def read_prompt_body(request: web.Request, kind: type[Body], engine: Engine) -> tuple[Body, int]:
     """The body of a request for tokens as a `kind`, and its bytes. Raises RequestError on one that no context holds."""
     limit = MAX_BYTES_PER_TOKEN * engine.max_model_len + _OTHER_FIELDS
+    if engine.takes_images:
+        limit += MOST_REQUEST_BYTES
     if (request.content_length or 0) > limit:
         raise _too_long(request.content_length or 0, engine)
     content = await read_bytes(request)
@@ -84,6 +87,8 @@ def check_request(request: GenerateRequest, engine: Engine, known: int = 0) -> N
         raise RequestError(f"stream_interval must be 1 to {MAX_INTEGER}", "stream_interval")
     if not 0 <= request.begun < len(tokens):
         raise RequestError("begun must be 0 or more, and leave a token to the prompt", "begun")
+    if request.images and not engine.takes_images:
+        raise RequestError("the request holds images, but this model does not see", "images")
     if not -(2**31) <= request.priority < 2**31:
         raise RequestError("priority must fit into 32 bits", "priority")
     check_sampling(request.sampling_params, engine.vocab_size)

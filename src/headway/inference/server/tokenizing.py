@@ -9,6 +9,8 @@ Answer = TypeVar("Answer")
 
 _SHORT = 2**14
 """Bytes of a prompt that take less than a few milliseconds."""
+LONG = _SHORT + 1
+"""Bytes from which a prompt is tokenized in a thread."""
 _THREADS = 2
 """Long prompts that are tokenized at a time: each needs memory of many times its size."""
 

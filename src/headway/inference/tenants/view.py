@@ -43,6 +43,7 @@ class TenantEngine:
         self.max_running, self.max_adapters = engine.max_running, 1
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
         self.block_bytes, self.offers = engine.block_bytes, engine.offers
+        self.takes_images = False  # the host's trainer takes none of a tenant's
 
     @property
     def problem(self) -> str | None:

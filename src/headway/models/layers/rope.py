@@ -29,7 +29,9 @@ class RotaryTable:
     def gather_axes(self, positions_AT: Tensor, axes_D: Tensor) -> Rotary:
         """cos and signed sin of positions in several axes, where each number turns by the position in its own axis."""
         cos, sin = self.table(positions_AT.device)
-        rows_TD, numbers_D = positions_AT[axes_D].t(), torch.arange(len(axes_D), device=axes_D.device)
+        # Kernels take rows of numbers one after the other, and what is looked up is laid out as the index is.
+        rows_TD = positions_AT[axes_D].t().contiguous()
+        numbers_D = torch.arange(len(axes_D), device=axes_D.device)
         return cos[rows_TD, numbers_D].unsqueeze(1), sin[rows_TD, numbers_D].unsqueeze(1)
 
     def table(self, device: torch.device) -> Rotary:

@@ -61,7 +61,9 @@ class VisionLM(DecoderLM):
         x_TD = self.model.embed_tokens(tokens.token_ids_T)
         # One adapter in training; those of several requests are not told apart in images.
         gate = context.adapter_gate if isinstance(context.adapter_gate, float) else None
-        features = self.tower(images.patches_PN.to(x_TD.dtype), images.grids, gate)
+        features = images.features
+        if features is None:
+            features = self.tower(images.patches_PN.to(x_TD.dtype), images.grids, gate)
         at_U, of_U = images.tokens_U, images.features_U
         x_TD = x_TD.index_copy(0, at_U, features.last_FD[of_U])
         experts: list[Tensor | None] = []

@@ -112,6 +112,11 @@ class PatchProcessor:
         return [(scaled - np.float32(m)) / np.float32(s) for m, s in zip(self.mean, self.spread, strict=True)]
 
 
+def has_processor(folder: Path | str) -> bool:
+    """Tell if a checkpoint folder has an image processor."""
+    return any((Path(folder) / name).is_file() for name in _FILES)
+
+
 def load_processor(folder: Path | str) -> PatchProcessor:
     """Read the image processor of a checkpoint folder. Raises UsageError that names what is not supported."""
     for name in _FILES:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +12,8 @@ from headway.models import ops
 from headway.models.layers.linear import Linear
 from headway.models.layers.rope import Rotary
 from headway.models.ops.registry import cast
+from headway.models.packed import Features as Features
 from headway.models.vision.config import TowerConfig
-
-
-class Features(NamedTuple):
-    """The features (F, D) of all images, and those that are added to the stream after the decoder's first layers."""
-
-    last_FD: Tensor
-    deep: Sequence[Tensor] = ()
 
 
 class VisionTower(nn.Module):

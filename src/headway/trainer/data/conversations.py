@@ -6,7 +6,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from headway.core.messages import Message, Role, Tool
+from headway.core.messages import Message, Role, Tool, count_images
 from headway.core.streams import Flags, Ints
 from headway.rendering.base import Renderer
 
@@ -38,6 +38,8 @@ def tokenize(
 
     Raises BadRowError if there are none.
     """
+    if count_images(messages):
+        raise BadRowError("holds images, which supervised data can't yet")
     try:
         rendered = renderer.render(messages, tools)
     except ValueError as error:

@@ -8,6 +8,7 @@ from torch import Tensor
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.dense_cache import DenseCache
 from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
+from headway.inference.embedded.running.images import StepImages
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
 from headway.inference.embedded.running.paged import PagedPlan, StepLayout, run_whole
@@ -19,6 +20,7 @@ from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
 from headway.models.serving import fuse_projections
+from headway.models.vision.decoder import VisionLM
 
 Ints = NDArray[np.int64]
 
@@ -58,6 +60,7 @@ class Runner:
         dense = self.device.type == "cpu" and store.bytes > 0 and not store.sparse
         self.dense_cache = DenseCache(store, len(rows.blocks), store.bytes) if dense else None
         self._whole = CpuDecoder(model, store.keys, store.values, store.block_size, rows.blocks)
+        self.images = StepImages(model, len(rows.blocks)) if isinstance(model, VisionLM) else None
         self._experts: Tensor | None = None
         if config.experts:
             slots = store.num_blocks * store.block_size
@@ -68,6 +71,8 @@ class Runner:
     def enter(self, sequence: Sequence, adapter: int) -> None:
         """Start a sequence in its row, with the slot of its adapter (-1 for none)."""
         self.rows.enter(sequence, adapter)
+        if self.images is not None:
+            self.images.enter(sequence)
         if self.dense_cache is not None:
             self.dense_cache.enter(sequence.row)
         if self.states is not None:
@@ -127,6 +132,8 @@ class Runner:
         """Hidden states of the tokens `wanted`, or all, where one call can do the whole pass."""
         if not self._whole.takes(len(tokens)) or (self.rows.adapter[layout.rows] >= 0).any():
             return None
+        if self.images is not None and self.images.has_images(layout.rows):
+            return None
         return run_whole(self._whole, self._known(tokens, layout), layout, wanted)
 
     def _known(self, tokens: list[int], layout: StepLayout) -> list[int]:
@@ -147,6 +154,8 @@ class Runner:
             plan,
             adapters_T=self._to_device(np.repeat(adapters, layout.counts)) if adapted else None,
         )
+        if self.images is not None and self.images.has_images(layout.rows):
+            packed.images = self.images.inputs(layout)
         out = self.model(packed)
         if self._experts is not None and out.routed_experts_TLk is not None:
             self._experts.index_copy_(0, plan.slots_T, out.routed_experts_TLk.to(self._experts.dtype))

@@ -149,7 +149,7 @@ class Scheduler:
                 return
             self.waiting.remove(sequence)
             self.cache.share(blocks)
-            below = [] if sequence.wants_prompt_logprobs else self.cache.match_below(sequence.tokens, root, hashes)
+            below = [] if sequence.wants_prompt_logprobs else self.cache.match_below(sequence.content, root, hashes)
             sequence.root, sequence.mixed = root, False
             sequence.blocks, sequence.hashes = blocks + self.cache.restore(below), hashes + below
             sequence.computed = len(sequence.blocks) * self.cache.block_size
@@ -171,7 +171,7 @@ class Scheduler:
             return [], []
         if self._states is not None:
             return self._states.find(sequence, root, self.running)
-        return self.cache.match(sequence.tokens, root)
+        return self.cache.match(sequence.content, root)
 
     def _first_in_line(self) -> Sequence | None:
         if self.hold:
@@ -205,7 +205,7 @@ class Scheduler:
         while len(sequence.hashes) < full:
             start = len(sequence.hashes) * size
             parent = sequence.hashes[-1] if sequence.hashes else sequence.root
-            name = chain_hash(parent, sequence.tokens[start : start + size])
+            name = chain_hash(parent, sequence.content[start : start + size])
             if not sequence.mixed:
                 self.cache.register(sequence.blocks[len(sequence.hashes)], name)
             sequence.hashes.append(name)

@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.images import Grid, ImageUse, content_ids
 from headway.core.protocol import FinishReason, SamplingParams, chunk_tokens
+from headway.core.streams import Floats
 from headway.inference.engine import TopLogprobs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class ServedImage:
+    """An image of a request, ready for the tower."""
+
+    use: ImageUse
+    grid: Grid
+    patches: Floats
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +38,8 @@ class Sequence:
     In models with recurrent layers, it starts from the state in slot `snapshot` (None: from the beginning); states are
     saved at the positions `saves_at`, whose prefixes are called `awaited`. `unnamed` is the slot of a saved state whose
     block is still in flight, with the number of blocks; `own_snapshot` names the last one saved while decoding.
+
+    `images` are those that tokens of the prompt are placeholders of; `content` then names what all tokens stand for.
     """
 
     request_id: str
@@ -66,6 +79,12 @@ class Sequence:
     awaited: set[bytes] = field(default_factory=set)
     unnamed: tuple[int, int] | None = None
     own_snapshot: bytes | None = None
+    images: tuple[ServedImage, ...] = ()
+    content: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # One list for texts: then all is as it would be without images.
+        self.content = content_ids(self.tokens, [image.use for image in self.images]) if self.images else self.tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -103,6 +122,8 @@ class Sequence:
         if count < len(tokens):
             tokens, logprobs = tokens[:count], logprobs[:count]
         self.tokens += tokens
+        if self.images:
+            self.content += tokens
         self.logprobs += logprobs
         runs = self.versions
         if runs and runs[-1][0] == version:

@@ -28,7 +28,7 @@ class StatePrefixes:
     def find(self, sequence: Sequence, root: bytes, running: Iterable[Sequence]) -> Prefix | None:
         """Find the longest prefix of a sequence that can be taken up. None: a running sequence is about to save the
         state after a longer one, which is worth the wait."""
-        blocks, hashes = self._cache.match(sequence.tokens, root)
+        blocks, hashes = self._cache.match(sequence.content, root)
         depth, slot = self._snapshots.deepest(hashes)
         names = self._names(sequence, root)
         for name in names[depth:]:
@@ -90,5 +90,5 @@ class StatePrefixes:
         """Hashes of all blocks before the last token."""
         names, size = [root], self._cache.block_size
         for start in range(0, len(sequence) - size, size):
-            names.append(chain_hash(names[-1], sequence.tokens[start : start + size]))
+            names.append(chain_hash(names[-1], sequence.content[start : start + size]))
         return names[1:]

@@ -1,0 +1,84 @@
+"""Images of requests: encoded bytes by digest, which are sent once, and their patches."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from headway.core.errors import HeadwayError
+from headway.core.images import MOST_IMAGES, RequestImage, image_digest
+from headway.core.openai import RequestError
+from headway.core.protocol import GenerateRequest
+from headway.inference.embedded.scheduling.sequence import ServedImage
+from headway.models.vision.places import feature_count
+from headway.models.vision.reader import ImageReader
+
+IMAGES = "images"
+"""The field that a refusal names; with status 409, the client is to send the bytes."""
+_KEPT_BYTES = 512 << 20
+_THREADS = 2
+"""Images that are decoded at a time: each needs memory of many times its size."""
+
+
+class RequestImages:
+    """Reads the images of requests in a bounded pool, and keeps their bytes for requests that name them alone. These
+    are known by the salt of the cache, so that nobody learns what others have sent."""
+
+    def __init__(self, reader: ImageReader, placeholder: int, most_bytes: int = _KEPT_BYTES) -> None:
+        self._reader, self._placeholder, self._most_bytes = reader, placeholder, most_bytes
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()
+        self._bytes = 0
+
+    async def read(self, request: GenerateRequest) -> tuple[ServedImage, ...]:
+        """Decode a request's images. Raises RequestError: with status 409 where the bytes of one are not here."""
+        self._check_places(request.token_ids, request.images)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, request)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+    def _read(self, request: GenerateRequest) -> tuple[ServedImage, ...]:
+        return tuple(self._read_one(image, request.cache_salt) for image in request.images)
+
+    def _read_one(self, image: RequestImage, salt: str | None) -> ServedImage:
+        data = self._bytes_of(image, salt)
+        try:
+            grid, patches = self._reader.read(image.digest, data)
+        except HeadwayError as error:
+            raise RequestError(str(error), IMAGES) from None
+        count = feature_count(grid, self._reader.processor.merge)
+        if count != image.tokens:
+            raise RequestError(f"an image has {count} features, but {image.tokens} placeholders", IMAGES)
+        return ServedImage(image, grid, patches)
+
+    def _bytes_of(self, image: RequestImage, salt: str | None) -> bytes:
+        key = salt, image.digest
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        if not image.data:
+            raise RequestError("the bytes of an image are not here any more: send all of them", IMAGES, 409)
+        if image_digest(image.data) != image.digest:
+            raise RequestError("the digest of an image is not that of its bytes", IMAGES)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = image.data
+                self._bytes += len(image.data)
+            while self._bytes > self._most_bytes:
+                self._bytes -= len(self._kept.popitem(last=False)[1])
+        return image.data
+
+    def _check_places(self, token_ids: Sequence[int], images: Sequence[RequestImage]) -> None:
+        """Raise RequestError where images are too many, or their tokens are no placeholders, or not in order."""
+        if len(images) > MOST_IMAGES:
+            raise RequestError(f"{len(images)} images are too many: at most {MOST_IMAGES} are taken", IMAGES)
+        end = 0
+        for image in images:
+            tokens = token_ids[image.at : image.at + image.tokens] if image.at >= end else []
+            if image.tokens < 1 or tokens != [self._placeholder] * image.tokens:
+                raise RequestError(f"an image is at token {image.at}, where its placeholders are not", IMAGES)
+            end = image.at + image.tokens
