@@ -14,6 +14,9 @@ TORCH_OPTIONS ?=
 # Built for another torch, these make `import transformers` fail; nothing here needs them.
 TRAPS := torchvision torchaudio torchcodec
 PYTEST ?= $(BIN)/python -m pytest
+# Nothing is compiled when it is installed, so what was compiled once must be kept: tests start hundreds of processes, and
+# each would compile torch and what comes with it again, for ten seconds and more.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart test test-slow lint bench clean setup setup-dev
 .DEFAULT_GOAL := help

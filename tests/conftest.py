@@ -2,11 +2,15 @@
 
 import faulthandler
 import logging
+import multiprocessing
 import os
 import random
+import re
 import zlib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,11 +31,19 @@ PATIENT = [HealthCheck.too_slow]
 settings.register_profile("suite", derandomize=bool(os.environ.get("CI")), deadline=None, suppress_health_check=PATIENT)
 settings.load_profile("suite")
 
+HERE = Path(__file__).parent
 OVERTIME_SECONDS = 120.0
 STDERR = pytest.StashKey[int]()
 
-# Folders whose tests share a server or look for what others left. They come first: they are the longest.
+# Imported once for all processes that tests fork from their worker's server, and not by each of them for seconds: the
+# first sharded model imports the compiler, and a test file pytest and hypothesis.
+PRELOADED = ["hypothesis", "pytest", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+PRELOADED += ["headway.trainer.rl", "headway.transport.weights.http", "headway.transport.weights.point_to_point"]
+
+# Folders whose tests share a server or look for what others left.
 TOGETHER = ("inference", "envs", "sandboxes")
+# The longest come first, so that no worker is left with one when the other has nothing to do any more.
+LONGEST = (*TOGETHER, "e2e", "trainer", "transport", "models")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -54,9 +66,38 @@ def _folder(nodeid: str) -> str:
     return "sandboxes" if folder == "swe" else folder
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files unread that have no test with the marks that are asked for: to import all takes most of a minute."""
+    named = any(Path(argument.partition("::")[0]).name == collection_path.name for argument in config.args)
+    if named or not collection_path.match("test_*.py"):
+        return None
+    given = _marks(collection_path).union(*(_marks(helper) for helper in _helpers(collection_path.parent)))
+    return True if _asked(config.option.markexpr) - given else None
+
+
+@cache
+def _asked(expression: str) -> set[str]:
+    """Marks without which no test is run: of the simple kind, `slow and not alone`."""
+    terms = expression.split(" and ")
+    simple = all(re.fullmatch(r"(not )?\w+", term) for term in terms)
+    return {term for term in terms if term in ("slow", "alone")} if simple else set()
+
+
+@cache
+def _marks(file: Path) -> set[str]:
+    return set(re.findall(r"mark\.(slow|alone)\b", file.read_text()))
+
+
+@cache
+def _helpers(folder: Path) -> list[Path]:
+    """Files from which tests of a folder may have parameters with marks: beside them, and in the folders above."""
+    places = [place for place in (folder, *folder.parents) if HERE in place.parents]
+    return [file for place in places for file in place.glob("*.py") if not file.match("test_*.py")]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest folders and whole runs, and skip what needs vLLM where it is not installed."""
-    places = {folder: place for place, folder in enumerate((*TOGETHER, "e2e"))}
+    places = {folder: place for place, folder in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(_folder(item.nodeid), len(places)))
     # Looking for vLLM costs nothing; importing it takes ten seconds.
     if find_spec("vllm") is None:
@@ -68,6 +109,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # While a test runs, pytest keeps what it writes there.
     config.stash[STDERR] = os.dup(2)
+    multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ Imports inside functions and under TYPE_CHECKING count like all others.
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -47,7 +48,12 @@ def imported_modules(file: Path) -> Iterator[str]:
 
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {module_of(file) for file in FILES}
-IMPORTS = {module_of(file): set(imported_modules(file)) - {module_of(file)} for file in FILES}
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """What each module imports. Not read before a test asks: every worker collects, but only one runs these tests."""
+    return {module_of(file): set(imported_modules(file)) - {module_of(file)} for file in FILES}
 
 
 def room_of(module: str) -> str | None:
@@ -70,7 +76,7 @@ def test_every_room_has_a_floor() -> None:
 def test_imports_point_down(room: str) -> None:
     wrong = []
     for module in (module for module in MODULES if room_of(module) == room):
-        for imported in IMPORTS[module]:
+        for imported in imports()[module]:
             other = room_of(imported)
             if other in (None, room):
                 continue
@@ -80,22 +86,22 @@ def test_imports_point_down(room: str) -> None:
 
 
 def test_the_package_itself_imports_no_room() -> None:
-    assert not any(room_of(imported) for imported in IMPORTS["headway"])
+    assert not any(room_of(imported) for imported in imports()["headway"])
 
 
 def test_core_has_no_torch() -> None:
-    core = {module: IMPORTS[module] for module in MODULES if room_of(module) == "core"}
+    core = {module: imports()[module] for module in MODULES if room_of(module) == "core"}
     wrong = [module for module, imported in core.items() if any(name.split(".")[0] == "torch" for name in imported)]
     assert core and not wrong
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    check_no_circle({module: imported & MODULES for module, imported in IMPORTS.items()})
+    check_no_circle({module: imported & MODULES for module, imported in imports().items()})
 
 
 def test_no_rooms_import_each_other_in_a_circle() -> None:
     rooms: dict[str, set[str]] = {room: set() for room in FLOOR}
-    for module, imported in IMPORTS.items():
+    for module, imported in imports().items():
         if room := room_of(module):
             rooms[room] |= {other for name in imported if (other := room_of(name))} - {room}
     check_no_circle(rooms)

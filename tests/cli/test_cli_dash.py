@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def answers(url: str) -> bool:
-    return urllib.request.urlopen(f"{url}api/runs", timeout=20).status == 200
+    return urllib.request.urlopen(f"{url}api/runs", timeout=60).status == 200
 
 
 def test_it_has_its_usual_port_or_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class Service:
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         request = urllib.request.Request(self.url + route, data=body, method=method, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=10) as reply:
+            with urllib.request.urlopen(request, timeout=60) as reply:
                 return reply.status, reply.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()

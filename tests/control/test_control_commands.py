@@ -64,7 +64,7 @@ def test_logs_are_followed_until_the_run_has_ended(
     (service.paths.logs / "trainer_001.log").write_text("old\nhalf")
     following = threading.Thread(target=main.run, args=(["logs", service.url, "-n", "1", "-f"],))
     following.start()
-    wait_for = time.monotonic() + 20
+    wait_for = time.monotonic() + 120
     shown = ""
     while "half" not in shown and time.monotonic() < wait_for:
         time.sleep(0.05)
@@ -73,7 +73,7 @@ def test_logs_are_followed_until_the_run_has_ended(
         log.write(" a line\nunfinished")
     (service.paths.logs / "host7.gpu7_001.log").write_text("one\ntwo\n")
     service.control.ended = True
-    following.join(20)
+    following.join(120)
     shown += capsys.readouterr().out
     assert not following.is_alive()
     assert shown.splitlines() == [

@@ -63,7 +63,7 @@ def ask(url: str, method: str, token: str | None, trust: ssl.SSLContext, body: b
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, data=body, method=method, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=20, context=trust) as reply:
+        with urllib.request.urlopen(request, timeout=60, context=trust) as reply:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code

@@ -75,7 +75,7 @@ def test_rollouts_beyond_loopback_go_to_those_who_know_the_token(
     batch = Batch(1, [[MicroBatch.blank([4])]], ComponentCounts(rl=4))
     sender.send(batch, b"{}")
     receiver = make_receiver(everywhere, paths, 0, 1)
-    part = receiver.receive(1, timeout=20)
+    part = receiver.receive(1, timeout=120)
     assert part is not None and part.counts == ComponentCounts(rl=4)
     receiver.close()
     monkeypatch.setenv("HEADWAY_TOKEN", "wrong")

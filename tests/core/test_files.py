@@ -18,7 +18,7 @@ def kill_while_running(code: str, folder: Path, sign: Path, seconds: float) -> N
     """Start a process, wait until it has made `sign`, and kill it `seconds` later."""
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not sign.exists():
             assert process.poll() is None, "the writer ended by itself"
             assert time.monotonic() < deadline, "the writer never wrote"

@@ -68,3 +68,8 @@ def test_help_names_every_target_a_newcomer_needs(clone: Path) -> None:
     text = make(clone).stdout
     for target in ("quickstart", "test", "test-slow", "lint", "bench", "clean"):
         assert f"make {target} " in text
+
+
+def test_processes_may_keep_what_they_compile(clone: Path) -> None:
+    done = make(clone, "--eval", "show:; @env", "show", PYTHONDONTWRITEBYTECODE="1")
+    assert "PATH=" in done.stdout and "PYTHONDONTWRITEBYTECODE" not in done.stdout

@@ -21,7 +21,7 @@ SlurmctldHost={host}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=15
 CryptoType=crypto/munge
 SlurmctldPort={port}
 SlurmctldPidFile={root}/slurmctld.pid
@@ -131,9 +131,9 @@ def _end(cluster: Cluster) -> None:
 
 
 def _wait(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not true():
-        assert time.monotonic() < deadline, "the cluster did not get ready in a minute"
+        assert time.monotonic() < deadline, "the cluster did not get ready in two minutes"
         time.sleep(0.1)
 
 

@@ -71,7 +71,7 @@ def unseen_failures(run: Run) -> set[str]:
 
 def _assert_nothing_sleeps_on() -> None:
     """What environments started ends with the run."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while left := [process for process in psutil.process_iter() if _started_by_the_run(process)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)

@@ -320,7 +320,7 @@ def test_replies_that_nobody_waits_for_are_cancelled(how: str) -> None:
                     await call
         await proxy.close()
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_sessions_tell_the_agents_of_one_episode_apart() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-from engine_common import make_model, make_service, prompt, request
+from engine_common import make_model, make_service, prompt, request, until
 from engine_serving import EmbeddedServer, start_server
 from safetensors.torch import load_file, save_file
 
@@ -31,6 +31,7 @@ def test_beyond_the_line_requests_get_503_with_retry_after(taught: Path) -> None
             flights = [
                 asyncio.create_task(client.generate(GenerateRequest([n], sampling_params=params))) for n in range(8)
             ]
+            await until(lambda: sum(flight.done() for flight in flights) >= 3)
             done, waiting = await asyncio.wait(flights, timeout=1)
             assert len(done) == 3 and len(waiting) == 5
             for flight in done:
@@ -42,7 +43,7 @@ def test_beyond_the_line_requests_get_503_with_retry_after(taught: Path) -> None
                 assert (await flight).choices[0].token_ids
 
     try:
-        asyncio.run(asyncio.wait_for(body(), 60))
+        asyncio.run(asyncio.wait_for(body(), 200))
     finally:
         live.close()
 

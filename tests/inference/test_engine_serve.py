@@ -30,7 +30,7 @@ def headway(*arguments: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def get(url: str) -> dict[str, object]:
-    with urllib.request.urlopen(url, timeout=10) as reply:
+    with urllib.request.urlopen(url, timeout=60) as reply:
         body: dict[str, object] = json.loads(reply.read())
         return body
 

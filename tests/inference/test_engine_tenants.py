@@ -47,7 +47,7 @@ def shared(embedded: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def run(body: Callable[[], Awaitable[Any]]) -> Any:
-    return asyncio.run(asyncio.wait_for(body(), 60))  # type: ignore[arg-type]
+    return asyncio.run(asyncio.wait_for(body(), 200))  # type: ignore[arg-type]
 
 
 def send(

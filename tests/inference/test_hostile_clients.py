@@ -120,7 +120,7 @@ def test_tools_without_parameters_are_taken_as_clients_write_them(embedded: Embe
 
 
 def test_a_token_that_is_no_text_is_a_wrong_token(embedded: EmbeddedServer) -> None:
-    with socket.create_connection(("127.0.0.1", int(embedded.url.rpartition(":")[2])), timeout=20) as raw:
+    with socket.create_connection(("127.0.0.1", int(embedded.url.rpartition(":")[2])), timeout=120) as raw:
         raw.sendall(b"GET /weights HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
         assert raw.recv(64).startswith(b"HTTP/1.1 401")
 
@@ -164,7 +164,7 @@ def test_the_server_answers_while_a_long_prompt_is_tokenized(
         if len(text) > 1000:
             import urllib.request
 
-            assert urllib.request.urlopen(f"{embedded.url}/health", timeout=20).status == 200
+            assert urllib.request.urlopen(f"{embedded.url}/health", timeout=120).status == 200
         return [5, 6, 7]
 
     monkeypatch.setattr(encode, waiting)
@@ -205,7 +205,7 @@ def test_bodies_that_never_end_are_given_up(taught: Path) -> None:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         reader, writer = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{")
-        answer = await asyncio.wait_for(reader.readline(), 30)
+        answer = await asyncio.wait_for(reader.readline(), 120)
         await runner.cleanup()
         return answer
 
@@ -227,7 +227,7 @@ def test_connections_without_a_request_are_closed_after_a_while(taught: Path) ->
         assert connections.close_idle(now=91.0) == 3
         for reader, _ in half:
             with contextlib.suppress(ConnectionResetError):
-                assert await asyncio.wait_for(reader.read(), 30) == b""
+                assert await asyncio.wait_for(reader.read(), 120) == b""
         await runner.cleanup()
 
     asyncio.run(body())

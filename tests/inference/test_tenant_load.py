@@ -51,7 +51,7 @@ def crowd(small: EmbeddedServer, tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 def run(body: Callable[[], Awaitable[Any]]) -> Any:
     async def timed() -> Any:
-        return await asyncio.wait_for(body(), 60)
+        return await asyncio.wait_for(body(), 200)
 
     return asyncio.run(timed())
 

@@ -238,7 +238,7 @@ def test_a_pod_that_was_told_to_end_is_started_again_and_one_of_a_stopped_run_is
         time.sleep(0.01)
     if asked:
         os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=20) == expected
+    assert process.wait(timeout=120) == expected
 
 
 def test_the_record_of_a_run_is_read_by_status_without_a_cluster(

@@ -56,7 +56,7 @@ def test_one_exporter_serves_the_metrics_of_all_processes(tmp_path: Path) -> Non
     try:
         with RunView(paths, 3, Console(file=io.StringIO()), exporter.update):
             pass
-        text = urllib.request.urlopen(exporter.url, timeout=20).read().decode()
+        text = urllib.request.urlopen(exporter.url, timeout=60).read().decode()
     finally:
         exporter.close()
     assert 'headway_loss{process="trainer"} 0.5' in text and 'headway_lag_mean{process="orchestrator"} 1.0' in text

@@ -117,7 +117,7 @@ def _rank(rank: int, ranks: int, folder: Path) -> None:
 
 
 def test_sharded_models_load_and_save_the_same_tensors(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=_rank, args=(rank, 2, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()

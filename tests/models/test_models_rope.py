@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headway.models.config import ModelConfig
 from headway.models.layers.rope import RotaryTable, inverse_frequencies
@@ -21,6 +19,9 @@ YARN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("parameters", YARN)
 def test_yarn_stretches_frequencies_as_transformers_does(parameters: dict[str, Any]) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope = {"rope_type": "yarn", "rope_theta": 5000.0, **parameters}
     read = rope_from_hf({"rope_parameters": rope})
     config = ModelConfig("llama", 8, 64, 1, 2, 2, 32, 8, max_len=256, **read)

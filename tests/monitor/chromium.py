@@ -31,7 +31,7 @@ PAINTED = """[...document.querySelectorAll('.chart canvas')].filter(canvas => ca
     .getImageData(0, 0, canvas.width, canvas.height).data.some((value, place) => place % 4 === 3 && value)).length"""
 """Charts with something on them."""
 ALL_PAINTED = f"{PAINTED} === document.querySelectorAll('.chart:not([hidden])').length"
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds that a browser on a busy machine gets to do a thing."""
 KEYS = {"Enter": 13, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "Tab": 9}
 

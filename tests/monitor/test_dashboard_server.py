@@ -108,7 +108,7 @@ def test_a_change_is_told_to_whoever_listens(served: tuple[Path, str]) -> None:
         async with aiohttp.ClientSession() as session, session.get(url + "api/events") as stream:
             await stream.content.readuntil(b"\n\n")
             add_step(outputs / "made", 21)
-            said = await asyncio.wait_for(stream.content.readuntil(b"\n\n"), 20)
+            said = await asyncio.wait_for(stream.content.readuntil(b"\n\n"), 120)
             return json.loads(said.removeprefix(b"data: "))
 
     assert asyncio.run(listen()) == ["made"]

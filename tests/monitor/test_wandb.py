@@ -41,7 +41,7 @@ def records(folder: Path) -> list[Any]:
 
 def whole(folder: Path) -> list[Any]:
     """All records, once the last one is there: a process of W&B writes them, some after the run has been closed."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (found := records(folder)) or found[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < deadline, "the file of the run has no end"
         time.sleep(0.05)

@@ -357,7 +357,7 @@ def test_a_trainer_can_fall_back_on_the_checkpoint_before_the_newest(
         if step in (3, 6, 8):
             finish_checkpoint(paths, step)
     shutil.rmtree(paths.checkpoint(8))  # as the error about a damaged checkpoint advises
-    assert all(receiver.receive(step, timeout=10) is not None for step in (7, 8, 9))
+    assert all(receiver.receive(step, timeout=120) is not None for step in (7, 8, 9))
     shutil.rmtree(paths.checkpoint(6))
     with pytest.raises(HeadwayError, match=r"step_000004 was removed, though batch 9 exists.*--resume"):
         receiver.receive(4, timeout=None)

@@ -30,7 +30,7 @@ def children(pid: int) -> list[str]:
 
 def swept_clean(owner: int) -> bool:
     """Sweep until nothing of a process that was killed is left; False where something stays."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while leftovers(owner) and time.monotonic() < deadline:
         sweep()
     return leftovers(owner) == []

@@ -21,7 +21,7 @@ from headway.sandboxes.verifiers import HeadwayRuntime, RuntimeSandbox
 
 async def until_logged(reader: Any) -> None:
     """Wait for what a process in the background writes first; until it has started there is no file."""
-    for _ in range(500):
+    for _ in range(6000):
         with suppress(RuntimeFailure, HeadwayError):
             if b"up" in await reader.read("log"):
                 return

@@ -153,6 +153,8 @@ def cases(folders: dict[str, str]) -> list[Case]:
 Work = list[tuple[ParallelDims, Case]]
 FOUR = 4
 """Ranks of the group that all quick tests share: to start one takes seconds."""
+EXPERTS_AND_CONTEXT = ParallelDims(shard=2, context=2, expert=2)
+"""Experts are split over ranks that share a sequence."""
 
 
 def quick_work(folders: dict[str, str]) -> Work:
@@ -161,16 +163,12 @@ def quick_work(folders: dict[str, str]) -> Work:
     windows = named["windows and sinks, full"]
     over_four = [
         named["moe, selective, replay"],
-        named["lora, full"],
-        named["gspo"],
         named["three heads, selective"],
         windows,
         named["delta net and attention"],
         named["mamba and attention, full"],
     ]
-    # Experts are split over ranks that share a sequence.
-    both = ParallelDims(shard=2, context=2, expert=2)
-    return [(ParallelDims(context=FOUR), case) for case in over_four] + [(both, over_four[0]), (both, windows)]
+    return [(ParallelDims(context=FOUR), case) for case in over_four] + [(EXPERTS_AND_CONTEXT, over_four[0])]
 
 
 def rest_of_work(folders: dict[str, str], ranks: int) -> Work:
@@ -180,7 +178,7 @@ def rest_of_work(folders: dict[str, str], ranks: int) -> Work:
     if ranks == FOUR:
         work += [(ParallelDims(shard=2, context=2), case) for case in every[:2]]
         work += [(ParallelDims(replicate=2, context=2), every[2])]
-        work += [(ParallelDims(context=4, expert=4), every[7])]
+        work += [(ParallelDims(context=4, expert=4), every[7]), (EXPERTS_AND_CONTEXT, every[8])]
     quick = quick_work(folders)
     return [one for one in work if one not in quick]
 

@@ -35,8 +35,8 @@ from outside_family import SinkMoe, SinkMoeConfig  # noqa: E402
 FAMILY = f"{MODELS / 'outside_family.py'}:SinkMoe"
 EXPERTS, LAYERS, TOP = 8, 2, 2
 STEPS = 3
-LAYOUTS = {1: [(1, 1)], 2: [(2, 1)], 4: [(2, 1), (4, 1), (2, 2)]}
-"""Of so many ranks: expert ranks and copies of the weights."""
+Layouts = list[tuple[int, int]]
+"""Expert ranks and copies of the weights."""
 Weights = dict[str, np.ndarray]
 
 
@@ -140,11 +140,13 @@ def train_by_deep_ep(folder: Path) -> dict[str, tuple[list[float], Weights]]:
     return results
 
 
-def train_all(folder: Path, ranks: int) -> dict[tuple[str, int, int], tuple[list[float], list[float], Weights]]:
+def train_all(
+    folder: Path, ranks: int, layouts: Layouts
+) -> dict[tuple[str, int, int], tuple[list[float], list[float], Weights]]:
     """Losses, gradient norms and weights of every layout of so many ranks and every kind of batch."""
     results = {}
-    with joined(settings_for(folder, ranks, *LAYOUTS[ranks][0])) as group:
-        for expert, copies in LAYOUTS[ranks]:
+    with joined(settings_for(folder, ranks, *layouts[0])) as group:
+        for expert, copies in layouts:
             for kind in BATCHES:
                 settings = settings_for(folder, ranks, expert, copies, **CHANGES[kind])
                 here = replace(group, dims=ParallelDims.from_settings(settings))
@@ -158,12 +160,19 @@ def train_all(folder: Path, ranks: int) -> dict[tuple[str, int, int], tuple[list
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[tuple[str, int, int], tuple[list[float], list[float], Weights]]:
-    return train_all(folder, 1)
+    return train_all(folder, 1, [(1, 1)])
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_layouts_train_the_same_weights(folder: Path, alone: Any, ranks: int) -> None:
-    results = run_ranks(ranks, train_all, folder, ranks)
+@pytest.mark.parametrize(
+    ("ranks", "layouts"),
+    [
+        pytest.param(2, [(2, 1)], marks=pytest.mark.slow),
+        (4, [(2, 2)]),
+        pytest.param(4, [(2, 1), (4, 1)], marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_train_the_same_weights(folder: Path, alone: Any, ranks: int, layouts: Layouts) -> None:
+    results = run_ranks(ranks, train_all, folder, ranks, layouts)
     for (kind, expert, copies), (losses, norms, weights) in results[0].items():
         want_losses, want_norms, want = alone[kind, 1, 1]
         assert losses == pytest.approx(want_losses, abs=1e-6), (kind, expert, copies)

@@ -52,7 +52,6 @@ def test_killed_at_random_moments_it_always_resumes_from_a_complete_checkpoint(t
     paths = run_paths(tmp_path)
     chance = random.Random(0)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "headway.trainer.rl"])
     reached, resumed = 0, 0
     for _ in range(KILLS):
         ours, theirs = context.Pipe()

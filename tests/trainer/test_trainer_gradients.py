@@ -87,19 +87,38 @@ def test_a_rank_without_work_steps_along(model: str) -> None:
             np.testing.assert_allclose(got[name], value, atol=1e-7)
 
 
+RECOMPUTE = ("off", "selective", "full")
+EXPERT_LAYOUTS = {2: [(2, 1, 1)], 4: [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)]}
+"""Of so many ranks: expert ranks, copies and context ranks."""
+
+
 def cases_for(ranks: int) -> list[dict[str, Any]]:
     every = [
         {"model__path": model, "placement__trainer_ranks": ranks, "trainer__activations__checkpoint": mode}
         for model in MODELS
-        for mode in ("off", "selective", "full")
+        for mode in RECOMPUTE
     ]
     every[1]["trainer__head_chunk"] = 7
     if ranks == 4:
         every += [{"model__path": m, "placement__trainer_ranks": 4, "trainer__parallel__replicate": 2} for m in MODELS]
-    for expert, replicate, context in {2: [(2, 1, 1)], 4: [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)]}.get(ranks, []):
-        layout = {"trainer__parallel": {"expert": expert, "replicate": replicate, "context": context}}
-        every += [case | layout for case in every[:9] if case["model__path"] == "tiny-moe"]
-    return every
+    # One way to recompute each, in turn; all of them are in the cases of the slow test.
+    return every + [laid_out(ranks, number, number) for number in range(len(EXPERT_LAYOUTS.get(ranks, [])))]
+
+
+def laid_out(ranks: int, layout: int, mode: int) -> dict[str, Any]:
+    """A mixture of experts, with its experts split over ranks."""
+    expert, replicate, context = EXPERT_LAYOUTS[ranks][layout]
+    return {
+        "model__path": "tiny-moe",
+        "placement__trainer_ranks": ranks,
+        "trainer__activations__checkpoint": RECOMPUTE[mode % len(RECOMPUTE)],
+        "trainer__parallel": {"expert": expert, "replicate": replicate, "context": context},
+    }
+
+
+def other_cases(ranks: int) -> list[dict[str, Any]]:
+    """Experts split over ranks in every layout, with the other ways to recompute."""
+    return [laid_out(ranks, n, n + more) for n in range(len(EXPERT_LAYOUTS[ranks])) for more in (1, 2)]
 
 
 @cache
@@ -116,7 +135,16 @@ def error(got: dict[str, np.ndarray], want: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gradients_match_a_plain_reference(ranks: int) -> None:
-    cases = cases_for(ranks)
+    assert_gradients(ranks, cases_for(ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_of_split_experts_match_it_however_they_are_recomputed(ranks: int) -> None:
+    assert_gradients(ranks, other_cases(ranks))
+
+
+def assert_gradients(ranks: int, cases: list[dict[str, Any]]) -> None:
     results = run_ranks(ranks, gradients, cases)
     for index, case in enumerate(cases):
         loss, want = expected(case["model__path"])

@@ -139,7 +139,6 @@ def _sample_loss(model: DecoderLM, micro: MicroBatch, here: slice, counts: Compo
 def run_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `work(*args)` as `ranks` real processes, as torchrun would; what each returned."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "headway.trainer.rl"])
     # Held here, as torchrun does: a port that is free now may be taken when the first rank would listen at it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []

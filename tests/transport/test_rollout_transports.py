@@ -49,7 +49,7 @@ def test_every_rank_gets_its_part(tmp_path: Path, transport: RolloutTransport) -
     sender.send(batch, b'{"cursor": 7}')
     for rank in range(2):
         receiver = make_receiver(transport, paths, rank, 2)
-        part = receiver.receive(1, timeout=10)
+        part = receiver.receive(1, timeout=120)
         assert part is not None and part.step == 1 and part.counts == ComponentCounts(rl=4) and part.metrics == {"x": 1}
         assert_same(part.micro_batches[0], batch.ranks[rank][0])
         assert part.micro_batches[0].token_ids.flags.writeable
@@ -79,7 +79,7 @@ def test_batches_outlive_the_sender_and_can_be_replayed(tmp_path: Path, transpor
     first = make_sender(transport, paths)
     receiver = make_receiver(transport, paths, 0, 2)
     first.send(batch_of(1), b'"one"')
-    assert receiver.receive(1, timeout=10) is not None
+    assert receiver.receive(1, timeout=120) is not None
     first.close()
 
     second = make_sender(transport, paths)
@@ -99,7 +99,7 @@ def test_a_trainer_of_another_size_is_refused(tmp_path: Path, transport: Rollout
     sender.send(batch_of(1, ranks=2), b"{}")
     receiver = make_receiver(transport, paths, 0, 3)
     with pytest.raises(HeadwayError, match="packed for 2 data ranks, but the trainer has 3"):
-        receiver.receive(1, timeout=10)
+        receiver.receive(1, timeout=120)
     receiver.close()
     sender.close()
 

@@ -100,7 +100,7 @@ def _rank(rank: int, ranks: int, root: str, kinds: list[str], fetched: Event) ->
         for sender in senders.values():
             sender.publish(version, _outgoing(version, ranks))
     (Path(root) / f"ready_{rank}").touch()
-    fetched.wait(60)
+    fetched.wait(200)
     for sender in senders.values():
         sender.close()
     dist.destroy_process_group()
@@ -118,7 +118,7 @@ def _check(update: WeightUpdate | None) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_publish_their_rows_over_every_transport(tmp_path: Path, ranks: int) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     fetched = context.Event()
     group = [
         context.Process(target=_rank, args=(rank, ranks, str(tmp_path), list(SETTINGS), fetched))

@@ -31,7 +31,6 @@ BYTES = TENSORS * 4 * 60_000
 ENGINES = 4
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["headway.transport.weights.http", "headway.transport.weights.point_to_point"])
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -100,7 +99,7 @@ class Engine:
     def close(self) -> None:
         if self.process.is_alive():
             self.orders.send(None)
-        self.process.join(20)
+        self.process.join(120)
 
 
 class CountingProxy:

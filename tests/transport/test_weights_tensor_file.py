@@ -39,7 +39,7 @@ def test_a_dtype_without_a_name_is_named(tmp_path: Path) -> None:
 
 
 def test_no_room_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
-    worker = get_context("spawn").Process(target=_fill_beyond_the_limit, args=(tmp_path / "f",))
+    worker = get_context("forkserver").Process(target=_fill_beyond_the_limit, args=(tmp_path / "f",))
     worker.start()
     worker.join()
     assert worker.exitcode == 0

@@ -341,7 +341,7 @@ def _publish_and_die(root: str) -> None:
 
 def test_segments_of_a_killed_trainer_are_readable_until_the_next_start_sweeps_them(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / f"killed-{os.getpid()}")
-    process = multiprocessing.get_context("spawn").Process(target=_publish_and_die, args=(str(paths.root),))
+    process = multiprocessing.get_context("forkserver").Process(target=_publish_and_die, args=(str(paths.root),))
     process.start()
     process.join()
     update = latest(paths)
@@ -381,7 +381,7 @@ def _take_one_and_die(update: bytes) -> None:
 def test_an_engine_that_dies_halfway_disturbs_nobody(sender: PointToPointSender) -> None:
     update = sender.publish(1, [("big", torch.ones(40_000)), *_weights(1).items()])
     body = json.dumps({"version": 1, "fingerprint": update.fingerprint, "transport": update.transport}).encode()
-    engine = multiprocessing.get_context("spawn").Process(target=_take_one_and_die, args=(body,))
+    engine = multiprocessing.get_context("forkserver").Process(target=_take_one_and_die, args=(body,))
     engine.start()
     engine.join()
     assert engine.exitcode == -signal.SIGKILL

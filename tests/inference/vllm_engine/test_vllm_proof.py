@@ -28,7 +28,7 @@ from vllm_here import ON_GPU, TOLERANCE, vllm_flags
 
 from headway.core.protocol import WeightUpdate
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tiny-moe"
 IDS = [7, 99, 23, 150, 4, 61, 200, 33, 18, 72, 5, 140]
