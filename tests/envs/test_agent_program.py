@@ -105,15 +105,18 @@ def test_a_hanging_agent_is_killed_with_everything_it_started(tmp_path: Path) ->
         f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
         "time.sleep(600)\n"
     )
-    with pytest.raises(EpisodeFailure, match="longer than 3 s") as failed:
-        play(program(tmp_path, text, timeout=3.0))
-    assert failed.value.kind == "timeout"
+    for seconds in (3, 60):
+        with pytest.raises(EpisodeFailure, match=f"longer than {seconds} s") as failed:
+            play(program(tmp_path, text, timeout=float(seconds)))
+        assert failed.value.kind == "timeout"
+        if note.exists():  # on a busy machine it may not be there after three seconds
+            break
     assert gone(int(note.read_text()))
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, or will have within seconds."""
-    for _ in range(100):
+    """Whether a process has ended, or will have within two minutes."""
+    for _ in range(1200):
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
             return True
@@ -129,8 +132,8 @@ def test_output_is_bounded_and_a_flood_does_not_stall(monkeypatch: pytest.Monkey
 
 
 def test_a_background_child_that_keeps_the_pipes_open_does_not_hold_up_the_episode() -> None:
-    daemon = "import os, time\nprint('said', flush=True)\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(20)\n"
-    code, out, _ = asyncio.run(asyncio.wait_for(run_program([sys.executable, "-c", daemon], os.environ, None, 60), 15))
+    daemon = "import os, time\nprint('said', flush=True)\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(200)\n"
+    code, out, _ = asyncio.run(asyncio.wait_for(run_program([sys.executable, "-c", daemon], os.environ, None, 90), 100))
     assert (code, out) == (0, "said\n")
 
 
