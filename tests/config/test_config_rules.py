@@ -20,6 +20,7 @@ REFUSED = [
         ["--orchestrator.envs", ENVS],
         '--orchestrator.envs: orchestrator.envs.1.group_size must be at least 2 for algorithm "grpo" (got 1)',
     ),
+    (["--model.lora.rank=4", "--model.vision_tower=lora"], '--model.vision_tower must be "frozen" or "trained" here'),
     (["--orchestrator.batch_size=24"], "--orchestrator.batch_size must be a multiple of group_size, which is 16"),
     (
         ["--orchestrator.algorithm.type=opd"],

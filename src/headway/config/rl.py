@@ -41,3 +41,11 @@ class RlSettings(TrainSettings, OrchestrateSettings, ServeSettings):
             if isinstance(algorithm, Opd | Sft) and algorithm.teacher and algorithm.teacher.is_served_by([own]):
                 raise broken_rule(f"orchestrator.{setting}.teacher.base_url", LIVE_TEACHER)
         return self
+
+    @model_validator(mode="after")
+    def _tower_can_be_served(self) -> Self:
+        if self.model.vision_tower == "lora":
+            raise broken_rule(
+                "model.vision_tower", 'must be "frozen" or "trained" here: engines do not serve adapters on a tower'
+            )
+        return self
