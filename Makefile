@@ -13,7 +13,6 @@ TORCH := torch==2.13.0
 TORCH_OPTIONS ?=
 # Built for another torch, these make `import transformers` fail; nothing here needs them.
 TRAPS := torchvision torchaudio torchcodec
-PYTEST ?= $(BIN)/python -m pytest
 # Nothing is compiled when it is installed, so what was compiled once must be kept: tests start hundreds of processes, and
 # each would compile torch and what comes with it again, for ten seconds and more.
 unexport PYTHONDONTWRITEBYTECODE
@@ -34,12 +33,12 @@ quickstart: setup
 
 # Two workers compute in one thread each; with more threads they would only wait for each other.
 test: lint
-	OMP_NUM_THREADS=1 $(PYTEST) -m 'not slow' -n 2 --max-worker-restart 0
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow' -n 2 --max-worker-restart 0
 
 # Most whole runs leave a core idle most of the time; a few learn worse or start too late beside another.
 test-slow: setup-dev
-	OMP_NUM_THREADS=1 $(PYTEST) -m 'slow and not alone' -n 2 --max-worker-restart 0
-	$(PYTEST) -m 'slow and alone'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow and not alone' -n 2 --max-worker-restart 0
+	$(BIN)/python -m pytest -m 'slow and alone'
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import re
-import time
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -127,10 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin no slow test when the time for them is over, and seed what a test and its fixtures draw in CI."""
-    until = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))
-    if time.time() > until and item.get_closest_marker("slow"):
-        pytest.skip("the time for slow tests is over (SLOW_TESTS_UNTIL); `make test-slow` runs all of them")
+    """Seed what a test and its fixtures draw, for the same reason."""
     if os.environ.get("CI"):
         seed = zlib.crc32(item.nodeid.encode())
         random.seed(seed)
