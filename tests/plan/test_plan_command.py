@@ -160,3 +160,13 @@ def test_lines_are_fitted_without_negative_parts() -> None:
     assert fit_line((1, 2, 3), (3.0, 2.0, 1.0)) == pytest.approx((2.0, 0.0))
     assert fit_line((1, 2, 3), (0.0, 2.0, 4.0)) == pytest.approx((0.0, 1.0))
     assert fit_line((4,), (2.0,)) == pytest.approx((2.0, 0.0))
+
+
+@pytest.mark.parametrize(("device", "slower"), [("cpu", 2.0), ("cuda", 1.0)])
+def test_fewer_threads_make_a_cpu_slower_and_not_a_gpu(device: str, slower: float) -> None:
+    """With three engines each process has 4 of 16 cores; it was measured with 8, as a run with one engine has them."""
+    engine = EngineFigures(0.001, 0.0, 0.0, 0.0001, 0.0, 100_000)
+    known = Calibration("", "tiny", device, 16, 8, engine, TrainerFigures(0.05, 0.0005, 0.01), time.time())
+    speeds = known.speeds(load_settings(RlSettings, (*SETTINGS, "--placement.engines", "3")).settings)
+    assert speeds.engine.step_seconds(1, 1) == pytest.approx(slower * 0.001)
+    assert speeds.trainer.slower == slower

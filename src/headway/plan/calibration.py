@@ -44,7 +44,7 @@ class Calibration(msgspec.Struct, frozen=True):
         """The speeds of a layout. Other numbers of threads are taken to be faster or slower in proportion."""
         on_cpu = self.device == "cpu"
         threads = threads_of(settings, self.cores) if on_cpu else 1
-        slower = self.threads / threads
+        slower = self.threads / threads if on_cpu else 1.0
         engine = LinearEngine(
             prefill_seconds=self.engine.prefill,
             admission_seconds=self.engine.request,
