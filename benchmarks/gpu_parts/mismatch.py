@@ -1,0 +1,116 @@
+"""How far a trainer is from the engines that sample for it, with the experts they chose replayed and without.
+
+PYTHONPATH=benchmarks python -m gpu_parts.mismatch [--layers 12] [--engines embedded vllm]    # shape of Qwen3-30B-A3B
+PYTHONPATH=benchmarks python -m gpu_parts.mismatch --model tiny-moe --dtype float32           # on a CPU
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_parts.work import SHAPES
+from gpu_parts.families import given_experts, packed_logprobs
+from headway.config.inference import InferenceSettings, ServeSettings
+from headway.config.shared import ModelSettings
+from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.inference.engine import Choice, Engine
+from headway.inference.serve import load_engine
+from headway.models.build import build_model
+from headway.models.checkpoints.folders import load_model, save_checkpoint
+from headway.models.decoder import DecoderLM
+from headway.models.tiny import resolve_model
+
+SEQUENCES, PROMPT, OUTPUT = 64, 64, 128
+Sampled = tuple[list[int], Choice]
+"""A prompt, and what came after it."""
+
+
+def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A row for every engine and precision: the mean KL of sampled tokens, and the largest difference of logprobs."""
+    dtype = getattr(torch, options.dtype)
+    rows = []
+    for engine in options.engines:
+        for compute in options.compute:
+            sampled = asyncio.run(sample(settings_of(engine, compute, options, folder), folder))
+            trainer = load_model(folder, device=options.device, dtype=dtype).eval()
+            kept, anew = (gaps(trainer, sampled, replay) for replay in (True, False))
+            del trainer
+            rows.append(
+                {"engine": engine, "compute": compute, "replayed": kl(kept), "anew": kl(anew),
+                 "ratio": kl(anew) / max(kl(kept), 1e-18), "largest_replayed": float(kept.abs().max()),
+                 "largest_anew": float(anew.abs().max())}
+            )  # fmt: skip
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def settings_of(engine: str, compute: str, options: argparse.Namespace, folder: Path) -> ServeSettings:
+    own = {"attention_config": {"backend": "FLASH_ATTN"}, "enforce_eager": True} if options.device == "cuda" else {}
+    return ServeSettings(
+        model=ModelSettings(path=str(folder), dtype=options.dtype),
+        inference=InferenceSettings(
+            engine=engine, compute=compute, max_running=SEQUENCES, prefix_cache=False,
+            kv_memory_gb=4.0 if options.device == "cuda" else 0.5, vllm=own if engine == "vllm" else {},
+        ),
+        seq_len=PROMPT + OUTPUT,
+    )  # fmt: skip
+
+
+async def sample(settings: ServeSettings, folder: Path) -> list[Sampled]:
+    engine: Engine = await asyncio.to_thread(load_engine, settings, folder)
+    await engine.start()
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, seed=1)
+    prompts = [[3 + (31 * i * i + 17 * j + i) % 90 for i in range(PROMPT)] for j in range(SEQUENCES)]
+    try:
+        asked = (engine.generate(GenerateRequest(tokens, sampling_params=params)) for tokens in prompts)
+        results = await asyncio.gather(*asked)
+    finally:
+        await engine.close()
+    return [(tokens, result.choices[0]) for tokens, result in zip(prompts, results, strict=True)]
+
+
+def gaps(trainer: DecoderLM, sampled: list[Sampled], replay: bool) -> Tensor:
+    """By how much the trainer's logprobs of sampled tokens exceed the engine's."""
+    found = []
+    for prompt, choice in sampled:
+        experts = given_experts(choice) if replay else None
+        ours = packed_logprobs(trainer, prompt + choice.token_ids, experts)[len(prompt) - 1 :]
+        found.append(ours - torch.tensor(choice.logprobs))
+    return torch.cat(found)
+
+
+def kl(gaps: Tensor) -> float:
+    """Estimate the engine's divergence from the trainer, as the run's metric `mismatch_kl` does."""
+    return float((gaps.double().expm1() - gaps.double()).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model; default: random weights in the shape of Qwen3-30B-A3B")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engines", nargs="+", default=["embedded"], choices=("embedded", "vllm"))
+    parser.add_argument("--compute", nargs="+", default=["dtype"], choices=("dtype", "fp8"))
+    options = parser.parse_args()
+    options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.model:
+            folder = resolve_model(options.model)
+        else:
+            config = replace(SHAPES["qwen3-30b-a3b"], layers=options.layers)
+            model = build_model(config, device=options.device, dtype=torch.bfloat16)
+            save_checkpoint(model, folder, files_from=resolve_model("tiny"))
+            del model
+        measure(options, folder)
+
+
+if __name__ == "__main__":
+    main()
