@@ -64,8 +64,9 @@ class Desk:
         self._note(Opened(terms.run, key.public.hex(), terms.commitment))
 
     def publish(self, version: int, fingerprint: str) -> None:
-        """Give orders for this version from now on."""
-        self._versions[version] = fingerprint
+        """Give orders for this version from now on. Later ones, of a trainer that went back to a checkpoint, are no
+        longer taken."""
+        self._versions = {of: kept for of, kept in self._versions.items() if of < version} | {version: fingerprint}
 
     def retire(self, version: int) -> None:
         """Take nothing for this version and older ones any more."""
@@ -105,6 +106,8 @@ class Desk:
         if not self.trust.is_open(worker, id) or id in self._judging:
             return Taken(Verdict(False, "order", "its order is not open: unknown, answered, or of a retired version"))
         order = self._order(self.trust.workers[worker].open[id])
+        if self._versions.get(order.version) != order.fingerprint:
+            return Taken(Verdict(False, "order", "its version is no longer in use"))
         rescored = self._terms.is_rescored(id, self.trust.share(worker))
         self._judging.add(id)
         try:
