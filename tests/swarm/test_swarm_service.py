@@ -12,12 +12,12 @@ from swarm_run import Swarm, make_swarm
 
 from headway.core.episodes import Episode
 from headway.swarm import service as service_module
-from headway.swarm.api import SwarmTerms
+from headway.swarm.api import SwarmTerms, WorkRequest
 from headway.swarm.canonical import InvalidMessageError, encode
 from headway.swarm.checks.form import Form
 from headway.swarm.checks.termination import Termination
 from headway.swarm.client import CutOffError, Peer, RefusedError, SourceError, SwarmClient
-from headway.swarm.desk import Desk, WorkRequest
+from headway.swarm.desk import Desk
 from headway.swarm.keys import SigningKey
 from headway.swarm.ledger import Ledger
 from headway.swarm.service import SwarmService

@@ -22,6 +22,8 @@ from headway.swarm.orders import Precision
 from headway.swarm.verdict import Verdict
 
 REMEMBERED_REFUSALS = 8
+LONGEST_REQUEST = 4096
+"""Bytes of a request for work."""
 
 
 class SwarmTerms(msgspec.Struct, frozen=True):
@@ -38,6 +40,12 @@ class SwarmTerms(msgspec.Struct, frozen=True):
     context: int
     precisions: tuple[Precision, ...]
     relays: tuple[str, ...] = ()
+
+
+class WorkRequest(msgspec.Struct, frozen=True):
+    """A worker's request for an order of this run, which it signs."""
+
+    run: str
 
 
 class Answer(msgspec.Struct, frozen=True):

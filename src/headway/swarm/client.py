@@ -9,9 +9,8 @@ from http import HTTPStatus
 import aiohttp
 
 from headway.core.errors import HeadwayError
-from headway.swarm.api import Answer, SwarmTerms, WorkerStanding
+from headway.swarm.api import Answer, SwarmTerms, WorkerStanding, WorkRequest
 from headway.swarm.canonical import InvalidMessageError, decode, encode
-from headway.swarm.desk import WorkRequest
 from headway.swarm.keys import Signed, SigningKey, open_signed
 from headway.swarm.manifest import LONGEST_MANIFEST, VersionNotice
 from headway.swarm.orders import Contribution, WorkOrder
@@ -23,6 +22,10 @@ _TIMEOUT = aiohttp.ClientTimeout(total=120, sock_connect=10, sock_read=60)
 
 class SourceError(HeadwayError):
     """A server did not answer, or not with what was asked for; another attempt or source may succeed."""
+
+
+class NotYetError(SourceError):
+    """A relay waits for these bytes itself; they will be there."""
 
 
 class RefusedError(HeadwayError):
@@ -67,6 +70,8 @@ class Peer:
         if answer.status == HTTPStatus.FORBIDDEN:
             raise CutOffError(content.decode(errors="replace")[:300])
         message = f"{self.url} answers {answer.status}: {content.decode(errors='replace')[:300]}"
+        if answer.status == HTTPStatus.TOO_EARLY:
+            raise NotYetError(message)
         if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
             raise RefusedError(message)
         if answer.status not in (HTTPStatus.OK, HTTPStatus.NO_CONTENT, HTTPStatus.PARTIAL_CONTENT):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from headway.core.errors import HeadwayError
 from headway.swarm.canonical import InvalidMessageError
-from headway.swarm.client import Peer, RefusedError, SourceError
+from headway.swarm.client import NotYetError, Peer, RefusedError, SourceError
 from headway.swarm.manifest import WeightManifest
 from headway.swarm.store import ShardStore
 
@@ -22,6 +22,8 @@ EXPLORE = 0.15
 SMOOTHING = 0.3
 REST_SECONDS = 5.0
 """Time that a server is left alone after it failed."""
+PATIENCE_SECONDS = 120.0
+"""Time that a worker waits for a shard which relays expect themselves."""
 ATTEMPTS = 12
 """Attempts at one shard before the download is given up."""
 
@@ -105,8 +107,8 @@ class Downloader:
         RefusedError where the source has it no more."""
         manifest = await self.manifest(version)
         left = self.store.missing(version)
-        # In another order than everyone else: relays that fetch from each other complement each other.
-        self.mirrors.chance.shuffle(left)
+        # In the same order as everyone else: a relay has the beginning first, and workers wait only where it ends.
+        left.reverse()
         tasks = [asyncio.create_task(self._fetch_some(manifest, left)) for _ in range(min(PARALLEL, len(left)))]
         try:
             await asyncio.gather(*tasks)
@@ -121,25 +123,32 @@ class Downloader:
             await self._fetch_shard(manifest, left.pop())
 
     async def _fetch_shard(self, manifest: WeightManifest, index: int) -> None:
-        failure = ""
-        for attempt in range(ATTEMPTS):
+        failure, attempt, give_up = "", 0, time.monotonic() + PATIENCE_SECONDS
+        while attempt < ATTEMPTS:
             began = time.monotonic()
             mirror = self.mirrors.choose(began)
             try:
                 data = await mirror.peer.shard(manifest.version, index, manifest.shard_size(index))
+            except NotYetError as error:
+                failure = str(error)
+                if time.monotonic() > give_up:  # others may have it, or the source must send it once more
+                    mirror.failed(time.monotonic())
+                    attempt += 1
             except (SourceError, RefusedError) as error:
                 failure = str(error)
                 mirror.failed(time.monotonic())
+                attempt += 1
                 if mirror is self.mirrors.source:
                     if isinstance(error, RefusedError):
                         raise
                     await asyncio.sleep(min(2.0, 0.1 * 2**attempt))
-                continue
-            if self.store.put(manifest.version, index, data):
-                mirror.fetched(len(data), time.monotonic() - began)
-                return
-            failure = f"{mirror.peer.url} sent a shard that is not the run's"
-            self._found_lying(mirror, f"shard {index} of version {manifest.version} is not the run's")
+            else:
+                if self.store.put(manifest.version, index, data):
+                    mirror.fetched(len(data), time.monotonic() - began)
+                    return
+                failure = f"{mirror.peer.url} sent a shard that is not the run's"
+                self._found_lying(mirror, f"shard {index} of version {manifest.version} is not the run's")
+                attempt += 1
         raise SourceError(f"shard {index} of version {manifest.version} can't be had: {failure}")
 
     def _found_lying(self, mirror: Mirror, reason: str) -> None:

@@ -9,9 +9,9 @@ from http import HTTPStatus
 from aiohttp import web
 
 from headway.core.episodes import Episode
-from headway.swarm.api import REMEMBERED_REFUSALS, Answer, SwarmTerms, WorkerStanding
+from headway.swarm.api import LONGEST_REQUEST, REMEMBERED_REFUSALS, Answer, SwarmTerms, WorkerStanding
 from headway.swarm.canonical import InvalidMessageError, decode, encode
-from headway.swarm.desk import LONGEST_REQUEST, Desk
+from headway.swarm.desk import Desk
 from headway.swarm.keys import Signed, SigningKey
 from headway.swarm.limits import Limits
 from headway.swarm.orders import Contribution

@@ -9,16 +9,19 @@ from pathlib import Path
 from aiohttp import web
 
 from headway.swarm.canonical import InvalidMessageError, encode
-from headway.swarm.desk import TooManyRequestsError
-from headway.swarm.limits import Limits
+from headway.swarm.limits import Limits, TooManyRequestsError
 from headway.swarm.signing import claimed_key, verify
 from headway.swarm.store import ShardStore
 
 CHUNK = 1 << 16
-WAIT_SECONDS = 5.0
-"""Time that a request for a shard which is still on its way is held."""
+WAIT_SECONDS = 20.0
+"""Time that a request for a shard which is still on its way is held, before it is answered with 425."""
 _LOOK_SECONDS = 0.05
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class NotYetError(InvalidMessageError):
+    """A shard will be here, and is not yet."""
 
 
 class Bandwidth:
@@ -55,6 +58,8 @@ class Guard:
             return await handler(request)
         except TooManyRequestsError as error:
             return web.Response(status=HTTPStatus.TOO_MANY_REQUESTS, text=str(error), headers={"Retry-After": "1"})
+        except NotYetError as error:
+            return web.Response(status=HTTPStatus.TOO_EARLY, text=str(error))
         except InvalidMessageError as error:
             return web.Response(status=HTTPStatus.BAD_REQUEST, text=str(error))
         except FileNotFoundError:
@@ -94,14 +99,16 @@ def version_routes(store: ShardStore, bandwidth: Bandwidth) -> list[web.RouteDef
 
 
 async def _arrived(store: ShardStore, version: int, index: int) -> Path:
-    """Wait a little for a shard that is on its way here. Raises FileNotFoundError."""
+    """Wait a little for a shard that is on its way here, or of a version that is newer than all that are here. Raises
+    FileNotFoundError, and NotYetError where it takes longer."""
     path, give_up = store.shard(version, index), time.monotonic() + WAIT_SECONDS
-    manifest = store.manifest(version)
-    if manifest is None or index >= len(manifest.hashes):
-        raise FileNotFoundError
     while not path.is_file():
-        if time.monotonic() > give_up:
+        manifest = store.manifest(version)
+        gone = version <= store.notice().newest if manifest is None else index >= len(manifest.hashes)
+        if gone:
             raise FileNotFoundError
+        if time.monotonic() > give_up:
+            raise NotYetError("this shard is still on its way here")
         await asyncio.sleep(_LOOK_SECONDS)
     return path
 
