@@ -86,8 +86,7 @@ async def be_source(folder: Path, port: int, rate: float) -> None:
 async def be_relay(folder: Path, port: int, source: str, lies: bool) -> None:
     @web.middleware
     async def lie(request: web.Request, handler: Handler) -> web.StreamResponse:
-        answer = await handler(request)
-        return web.Response(body=b"\0" * 1000) if lies and "/shards/" in request.path else answer
+        return web.Response(body=b"\0" * 1000) if lies and "/shards/" in request.path else await handler(request)
 
     async with aiohttp.ClientSession() as session:
         mirrors = Mirrors.of(Peer(source, session, SigningKey.generate()), [])

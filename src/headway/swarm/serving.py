@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 
@@ -126,10 +127,11 @@ async def _send(request: web.Request, path: Path, bandwidth: Bandwidth) -> web.S
     if response.status == HTTPStatus.PARTIAL_CONTENT:
         begin = span.indices(len(data))[0]
         response.headers["Content-Range"] = f"bytes {begin}-{begin + len(part) - 1}/{len(data)}"
-    await response.prepare(request)
-    for start in range(0, len(part), CHUNK):
-        chunk = part[start : start + CHUNK]
-        await bandwidth.take(len(chunk))
-        await response.write(chunk)
-    await response.write_eof()
+    with suppress(ConnectionError):  # whoever asked is gone, and may ask again
+        await response.prepare(request)
+        for start in range(0, len(part), CHUNK):
+            chunk = part[start : start + CHUNK]
+            await bandwidth.take(len(chunk))
+            await response.write(chunk)
+        await response.write_eof()
     return response
