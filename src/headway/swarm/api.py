@@ -1,4 +1,4 @@
-"""What a contributor and a run say to each other over HTTP: terms, orders, uploads, standings.
+"""Messages and routes between contributors and a run, over HTTP: terms, orders, uploads, standings.
 
 | route | request | answer |
 |---|---|---|
@@ -27,7 +27,7 @@ LONGEST_REQUEST = 4096
 
 
 class SwarmTerms(msgspec.Struct, frozen=True):
-    """What a contributor must know before it works: the environment, how messages become tokens, and the relays.
+    """All that a contributor must know before it works: the environment, how messages become tokens, and the relays.
 
     `env` is the name in orders, `env_id` and `args` what it is made of. `context` are the tokens of a conversation.
     """

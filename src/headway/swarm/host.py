@@ -60,16 +60,14 @@ class SwarmHost:
         self._versions = VersionFolders(paths.swarm / "versions", base)
         self._env = env.name or env.id
         environment = load_environment(env.id, env.args)
-        self._tasks = tasks_of(environment)
+        tasks = tasks_of(environment)
         context = min(settings.seq_len, load_config(base).max_len)
-        terms = _run_terms(settings, env, paths.root.name, self._tasks, self.key, context)
+        terms = _run_terms(settings, env, paths.root.name, tasks, self.key, context)
         ledger = Ledger(paths.swarm / "ledger.jsonl", self.key)
         self.run = terms.run
         self.desk = Desk(terms, self.key, ledger, self._verifier(environment, base))
-        for version in self._store.versions():
-            if (manifest := self._store.manifest(version)) is not None and self._versions.path(version).is_dir():
-                self.desk.publish(version, manifest.fingerprint)
-        self._numbers = {task.id: index for index, task in enumerate(self._tasks)}
+        self._publish_kept()
+        self._numbers = {task.id: index for index, task in enumerate(tasks)}
         self._expected: dict[str, float] = {}
         self._published: WeightUpdate | None = None
         shown = SwarmTerms(
@@ -91,6 +89,12 @@ class SwarmHost:
             accept=self._accept,
             bytes_per_second=bytes_per_second,
         )
+
+    def _publish_kept(self) -> None:
+        """Take up the versions that were published before this process was started again."""
+        for version in self._store.versions():
+            if (manifest := self._store.manifest(version)) is not None and self._versions.path(version).is_dir():
+                self.desk.publish(version, manifest.fingerprint)
 
     def _verifier(self, environment: Environment, base: Path) -> Verifier:
         renderer = load_renderer(base, self._settings.model.renderer, self._settings.model.family)
