@@ -173,3 +173,11 @@ def test_forged_names_neither_fill_memory_nor_push_others_out() -> None:
     let_in = sum(limits.take(f"forged {n}", n / 1000) for n in range(10_000))
     assert len(limits) == 100 and let_in < 1100
     assert limits.take("honest", 10.0)
+
+
+def test_a_change_without_meaning_is_a_change_too(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    write(path, work(BAD))
+    path.write_bytes(path.read_bytes().replace(b'"tokens":0', b'"uokens":0'))
+    with pytest.raises(DamagedError, match="not as it is written"):
+        list(read_ledger(path, KEY.public))

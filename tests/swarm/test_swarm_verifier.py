@@ -15,14 +15,15 @@ from headway.core.errors import UsageError
 from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer
+from headway.swarm.api import WorkRequest
 from headway.swarm.audit import audit_ledger
 from headway.swarm.canonical import InvalidMessageError, encode
 from headway.swarm.checks.form import Form
 from headway.swarm.checks.termination import Termination
-from headway.swarm.desk import Desk, Taken, TooManyRequestsError, WorkRequest
+from headway.swarm.desk import Desk, Taken
 from headway.swarm.keys import SigningKey, open_signed
 from headway.swarm.ledger import Ledger
-from headway.swarm.limits import Limits
+from headway.swarm.limits import Limits, TooManyRequestsError
 from headway.swarm.orders import Contribution, WorkOrder
 from headway.swarm.play import Player
 from headway.swarm.rescore import rescore

@@ -32,7 +32,11 @@ COMMANDS = {
         "env": "list, try and check environments",
         "swe": "make software-engineering tasks from packages",
         "sandboxes": "run sandboxes on this machine for others",
-        "swarm": "make keys of a swarm and audit its ledger",
+    },
+    "Swarms": {
+        "swarm": "let strangers work for a run; make keys and audit the ledger",
+        "contribute": "work for a run with this machine",
+        "relay": "pass the weights of a swarm on",
     },
     "Look inside": {
         "runs": "list the runs of a folder, each with its state",

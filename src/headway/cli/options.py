@@ -73,3 +73,20 @@ def port_number(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535 (got {text!r})")
     return int(text)
+
+
+def public_key(text: str) -> bytes:
+    """Read the public key of a swarm."""
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != 32:
+        raise argparse.ArgumentTypeError(f"a key has 64 hexadecimal digits (got {text!r})")
+    return found
+
+
+def server_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"must be an address, http://HOST:PORT (got {text!r})")
+    return text.rstrip("/")

@@ -32,7 +32,8 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
                     with --resume: continue although the code of an environment is another than the run began with
   --from RUN@STEP   start a new run from a checkpoint of another one
   --only ROLES      start only these here, of inference, orchestrator and trainer, with commas between; the others join
-                    from other hosts by `--run URL` (needs --control.host)
+                    from other hosts by `--run URL` (needs --control.host), or strangers sample for the run instead of
+                    engines (needs --orchestrator.swarm true)
   --host HOST       be a tenant of a host, at its address or in its folder: it trains the run's adapter and has the
                     engines; environments, metrics and checkpoints are the run's own (docs/tenants.md). The token with
                     which tenants join is read from HEADWAY_TOKEN or the file that HEADWAY_TOKEN_FILE names
@@ -68,8 +69,12 @@ def run(argv: list[str]) -> int:
         resolved = replace(resolved, settings=at_host(resolved.settings, tenancy))
     elif options.host:
         check_tenant(resolved.settings)
-    if options.only and resolved.settings.control.host is None:
+    settings = resolved.settings
+    # In a swarm, strangers do the work of engines.
+    if options.only and settings.control.host is None and not settings.orchestrator.swarm:
         raise UsageError("--only leaves the others to other hosts: give the address they join at, --control.host")
+    if options.only and settings.orchestrator.swarm and settings.orchestrator.eval.envs and not settings.control.host:
+        raise UsageError("strangers evaluate nothing: start engines, too, or set orchestrator.eval.envs to []")
     if options.accept_changed_envs and not resolved.dry_run:
         accept_changed(open_run(options.resume))
     elsewhere = resolved.settings.deployment.type != "local"

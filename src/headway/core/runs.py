@@ -50,6 +50,8 @@ class RunPaths:
     """Published versions and their announcements."""
     evaluations = _Under("evaluations")
     exports = _Under("exports")
+    swarm = _Under("swarm")
+    """Key, ledger, versions and verified groups of a swarm, which `headway swarm serve` keeps."""
     control = _Under("control")
     """Addresses, the run's token, process ids. Readable by the owner only."""
 

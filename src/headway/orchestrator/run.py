@@ -47,8 +47,10 @@ from headway.orchestrator.images import run_images
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.loop import MetricsRecorder, Orchestrator, RunFleet, first_to_end
 from headway.orchestrator.outbox import BatchOutbox, Outbox
+from headway.orchestrator.swarm_intake import SwarmIntake
 from headway.orchestrator.tally import StepTally
 from headway.rendering.base import Renderer
+from headway.swarm.spool import Spool
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
 from headway.transport.tenants.tenancy import read_tenancy
@@ -172,12 +174,16 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             journal=journal,
         )
         freeze_gc()
-        await orchestrator.run()
+        if options.swarm:
+            await first_to_end(orchestrator.run(), SwarmIntake(orchestrator, Spool(paths)).watch())
+        else:
+            await orchestrator.run()
 
 
 def open_journal(settings: OrchestrateSettings, paths: RunPaths) -> Journal:
     """Open the run's journal, or one that keeps nothing where the settings say so."""
-    megabytes = settings.orchestrator.journal_mb
+    # A replay knows nothing of groups that came from outside.
+    megabytes = 0 if settings.orchestrator.swarm else settings.orchestrator.journal_mb
     file = JournalFile(paths.journal, megabytes << 20) if megabytes else None
     # Ids are unique over processes, and their count within one repeats in a replay.
     return Journal(file, prefix=random_id()[:16], settings=settings.model_dump_json().encode())

@@ -5,27 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-import msgspec
-
 from headway.core.episodes import Episode
+from headway.swarm.api import LONGEST_REQUEST, WorkRequest
 from headway.swarm.canonical import LONGEST_MESSAGE, InvalidMessageError, decode
 from headway.swarm.events import CutOff, Event, Judged, Opened, Ordered, Retired
 from headway.swarm.keys import Signed, SigningKey, open_signed
 from headway.swarm.ledger import Ledger
-from headway.swarm.limits import Limits
+from headway.swarm.limits import Limits, TooManyRequestsError
 from headway.swarm.orders import Contribution, RunTerms, WorkOrder
 from headway.swarm.trust import Trust
 from headway.swarm.verdict import Verdict
 from headway.swarm.verifier import Verifier
-
-LONGEST_REQUEST = 4096
-"""Bytes of a request for work."""
-
-
-class WorkRequest(msgspec.Struct, frozen=True):
-    """A worker's request for an order of this run, which it signs."""
-
-    run: str
 
 
 @dataclass(slots=True)
@@ -64,8 +54,9 @@ class Desk:
         self._note(Opened(terms.run, key.public.hex(), terms.commitment))
 
     def publish(self, version: int, fingerprint: str) -> None:
-        """Give orders for this version from now on."""
-        self._versions[version] = fingerprint
+        """Give orders for this version from now on. Later ones, of a trainer that went back to a checkpoint, are no
+        longer taken."""
+        self._versions = {of: kept for of, kept in self._versions.items() if of < version} | {version: fingerprint}
 
     def retire(self, version: int) -> None:
         """Take nothing for this version and older ones any more."""
@@ -105,6 +96,8 @@ class Desk:
         if not self.trust.is_open(worker, id) or id in self._judging:
             return Taken(Verdict(False, "order", "its order is not open: unknown, answered, or of a retired version"))
         order = self._order(self.trust.workers[worker].open[id])
+        if self._versions.get(order.version) != order.fingerprint:
+            return Taken(Verdict(False, "order", "its version is no longer in use"))
         rescored = self._terms.is_rescored(id, self.trust.share(worker))
         self._judging.add(id)
         try:
@@ -133,7 +126,3 @@ class Desk:
     def _limit(self, limits: Limits | None, name: str) -> None:
         if limits is not None and not limits.take(name, self._clock()):
             raise TooManyRequestsError(f"too many requests of {name[:64]}; try again later")
-
-
-class TooManyRequestsError(InvalidMessageError):
-    """A key or an address asks too often."""

@@ -93,9 +93,13 @@ def read_ledger(path: Path, key: bytes | None = None) -> Iterator[LedgerLine]:
 
 def _decode(path: Path, number: int, text: bytes) -> LedgerLine:
     try:
-        return msgspec.json.decode(text, type=LedgerLine)
+        line = msgspec.json.decode(text, type=LedgerLine)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: line {number + 1} is not a line of a ledger ({error})") from None
+    if msgspec.json.encode(line) != text.removesuffix(b"\n"):
+        # A field that is misspelled, and has its default anyway, would mean the same.
+        raise DamagedError(f"{path}: line {number + 1} was changed: it is not as it is written")
+    return line
 
 
 def _key_bytes(path: Path, key: str) -> bytes:

@@ -2,6 +2,12 @@
 
 from collections import OrderedDict
 
+from headway.swarm.canonical import InvalidMessageError
+
+
+class TooManyRequestsError(InvalidMessageError):
+    """A key or an address asks too often."""
+
 
 class Limits:
     """Token buckets by name: each holds `burst` requests and gains `rate` a second. No more than `most` are kept.

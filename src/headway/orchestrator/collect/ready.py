@@ -46,6 +46,13 @@ class ReadyQueue:
     def add(self, group: ReadyGroup) -> None:
         self._groups.append(group)
 
+    def remove(self, id: str) -> ReadyGroup | None:
+        """Remove and return the group of this id; None where there is none."""
+        found = next((ready for ready in self._groups if ready.group.id == id), None)
+        if found is not None:
+            self._groups.remove(found)
+        return found
+
     def sweep(self, step: int, max_lag: int) -> list[ReadyGroup]:
         """Remove and return the groups that are too old for batch `step`."""
         stale = [g for g in self._groups if too_old(step, g.oldest_version, max_lag)]

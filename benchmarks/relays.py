@@ -1,0 +1,192 @@
+"""Weights of a swarm through relays: how long until every worker has a version, against an ideal tree.
+
+    python benchmarks/relays.py [--megabytes 128] [--rate 10] [--relays 2] [--workers 6] [--trouble] [--results FILE]
+
+Each server and worker is a process. The source sends at most `--rate` megabytes a second in all; an ideal tree, whose
+relays and workers are infinitely fast, needs relays * megabytes / rate seconds. With --trouble, one more relay sends
+wrong bytes and the first relay is killed (-9) halfway: every worker must end with the right bytes.
+
+The clock begins when all servers listen. Prints one JSON object. Bar: at most 1.5 times the ideal time without trouble,
+and the source sends one copy for each relay. Exits with 1 when that does not hold, or when a worker has other bytes
+than the source.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from headway.core.processes import free_port
+from headway.swarm.client import Peer
+from headway.swarm.download import Downloader, Mirrors
+from headway.swarm.keys import SigningKey
+from headway.swarm.limits import Limits
+from headway.swarm.manifest import cut, make_manifest
+from headway.swarm.relay import Relay
+from headway.swarm.serving import Bandwidth, Guard, Handler, version_routes
+from headway.swarm.store import ShardStore
+
+RESULTS = Path(__file__).parent / "results" / "relays.json"
+RUN_KEY = SigningKey(b"r" * 32)
+MOST = 1.5
+
+
+def make_source(folder: Path, megabytes: int) -> str:
+    """Write a version of random bytes as shards. Returns the hash of its file."""
+    files = folder / "files"
+    files.mkdir(parents=True)
+    chance = random.Random(0)
+    with (files / "weights").open("wb") as file:
+        for _ in range(megabytes):
+            file.write(chance.randbytes(1_000_000))
+    store = ShardStore(folder / "shards", RUN_KEY.public)
+    manifest = make_manifest("bench", 1, "f", files)
+    for index, data in enumerate(cut(files, manifest.files, manifest.shard_bytes)):
+        path = store.shard(1, index)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    (store.shard(1, 0).parents[1] / "manifest").write_bytes(msgspec.msgpack.encode(RUN_KEY.sign(manifest)))
+    return hash_of(files / "weights")
+
+
+def hash_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def serve(app: web.Application, port: int) -> None:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+
+
+async def be_source(folder: Path, port: int, rate: float) -> None:
+    """Serve the version, and write the bytes sent so far to a file."""
+    bandwidth, limits = Bandwidth(rate * 1e6), Limits(1e4, 1e5, 1000)
+    app = web.Application(middlewares=[Guard(limits, limits).__call__])
+    app.add_routes(version_routes(ShardStore(folder / "shards", RUN_KEY.public), bandwidth))
+    await serve(app, port)
+    while True:
+        await asyncio.sleep(0.2)
+        (folder / "sent").write_text(str(bandwidth.sent))
+
+
+async def be_relay(folder: Path, port: int, source: str, lies: bool) -> None:
+    @web.middleware
+    async def lie(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return web.Response(body=b"\0" * 1000) if lies and "/shards/" in request.path else await handler(request)
+
+    async with aiohttp.ClientSession() as session:
+        mirrors = Mirrors.of(Peer(source, session, SigningKey.generate()), [])
+        relay = Relay(mirrors, folder, RUN_KEY.public)
+        relay.app.middlewares.append(lie)
+        await serve(relay.app, port)
+        await relay.watch()
+
+
+async def be_worker(folder: Path, source: str, relays: list[str]) -> None:
+    """Fetch the version; print the seconds since the epoch when it is there, its hash, and shards by server."""
+    async with aiohttp.ClientSession() as session:
+        key = SigningKey.generate()
+        mirrors = Mirrors.of(Peer(source, session, key), [Peer(url, session, key) for url in relays])
+        downloader = Downloader(mirrors, ShardStore(folder / "shards", RUN_KEY.public))
+        await downloader.fetch(1)
+    ended = time.time()
+    downloader.store.assemble(1, folder / "version")
+    shards = [mirror.shards for mirror in (mirrors.source, *mirrors.relays)]
+    print(json.dumps({"ended": ended, "hash": hash_of(folder / "version" / "weights"), "shards": shards}))
+
+
+def start(role: str, *arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, __file__, "--role", role, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(port: int) -> None:
+    """Wait until something listens there."""
+    while True:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
+    right = make_source(folder / "source", options.megabytes)
+    count = options.relays + options.trouble
+    ports = [free_port("127.0.0.1") for _ in range(1 + count)]
+    source, *relays = (f"http://127.0.0.1:{port}" for port in ports)
+    processes = [start("source", folder / "source", ports[0], options.rate)]
+    try:
+        for index in range(count):
+            lies = int(index == options.relays)
+            processes.append(start("relay", folder / f"relay-{index}", ports[1 + index], source, lies))
+        for port in ports:
+            wait_for(port)
+        began = time.time()
+        workers = [start("worker", folder / f"worker-{i}", source, *relays) for i in range(options.workers)]
+        if options.trouble:
+            time.sleep(options.relays * options.megabytes / options.rate / 2)
+            processes[1].kill()
+        answers = [json.loads(worker.communicate()[0]) for worker in workers]
+        time.sleep(0.5)
+        sent = int((folder / "source" / "sent").read_text())
+    finally:
+        for process in processes:
+            process.kill()
+    ideal = count * options.megabytes / options.rate
+    seconds = max(answer["ended"] for answer in answers) - began
+    return {
+        **{name: getattr(options, name) for name in ("megabytes", "rate", "relays", "workers", "trouble")},
+        "seconds": round(seconds, 2),
+        "ideal_seconds": ideal,
+        "ratio": round(seconds / ideal, 3),
+        "copies_from_source": round(sent / 1e6 / options.megabytes, 3),
+        "shards_by_server": [answer["shards"] for answer in answers],
+        "right": all(answer["hash"] == right for answer in answers),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("megabytes", 128), ("rate", 10.0), ("relays", 2), ("workers", 6)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--trouble", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="headway-relays-") as folder:
+        found = measure(options, Path(folder))
+    text = json.dumps(found, indent=1)
+    options.results.write_text(text + "\n")
+    print(text)
+    quick = options.trouble or (found["ratio"] <= MOST and found["copies_from_source"] <= options.relays * 1.01)  # type: ignore[operator]
+    sys.exit(int(not (found["right"] and quick)))
+
+
+def play_role(role: str, *arguments: str) -> None:
+    folder = Path(arguments[0])
+    match role:
+        case "source":
+            asyncio.run(be_source(folder, int(arguments[1]), float(arguments[2])))
+        case "relay":
+            asyncio.run(be_relay(folder, int(arguments[1]), arguments[2], arguments[3] == "1"))
+        case _:
+            asyncio.run(be_worker(folder, arguments[1], list(arguments[2:])))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--role"]:
+        play_role(*sys.argv[2:])
+    else:
+        main()

@@ -1,0 +1,140 @@
+"""The strangers' side of the service: signed requests, answers that only the run's key can have signed."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import aiohttp
+
+from headway.core.errors import HeadwayError
+from headway.swarm.api import Answer, SwarmTerms, WorkerStanding, WorkRequest
+from headway.swarm.canonical import InvalidMessageError, decode, encode
+from headway.swarm.keys import Signed, SigningKey, open_signed
+from headway.swarm.manifest import LONGEST_MANIFEST, VersionNotice
+from headway.swarm.orders import Contribution, WorkOrder
+from headway.swarm.signing import authorization
+
+LONGEST_ANSWER = 16 << 20
+_TIMEOUT = aiohttp.ClientTimeout(total=120, sock_connect=10, sock_read=60)
+
+
+class SourceError(HeadwayError):
+    """A server did not answer, or not with what was asked for; another attempt or source may succeed."""
+
+
+class NotYetError(SourceError):
+    """A relay waits for these bytes itself; they will be there."""
+
+
+class RefusedError(HeadwayError):
+    """A server will not answer this request, however often it is sent: it has no such version, or takes no such
+    message."""
+
+
+class CutOffError(HeadwayError):
+    """The run takes nothing more from this key."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One server of the swarm, asked with the contributor's key."""
+
+    url: str
+    session: aiohttp.ClientSession
+    key: SigningKey
+
+    async def get(self, path: str, longest: int = LONGEST_ANSWER) -> bytes:
+        """Return the body of the answer. Raises SourceError and RefusedError."""
+        return (await self._ask("GET", path, b"", longest))[1]
+
+    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Return status and body of the answer. Raises SourceError, RefusedError, and CutOffError where this key is cut
+        off."""
+        return await self._ask("POST", path, body, LONGEST_ANSWER)
+
+    async def _ask(self, method: str, path: str, body: bytes, longest: int) -> tuple[int, bytes]:
+        headers = {"Authorization": authorization(self.key, method, path, body)}
+        try:
+            async with self.session.request(
+                method, self.url + path, data=body or None, headers=headers, timeout=_TIMEOUT
+            ) as answer:
+                content = bytearray()
+                async for chunk in answer.content.iter_chunked(1 << 16):
+                    content += chunk
+                    if len(content) > longest:
+                        raise SourceError(f"{self.url} answers with more than {longest} bytes")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise SourceError(f"no answer from {self.url}: {error or type(error).__name__}") from None
+        if answer.status == HTTPStatus.FORBIDDEN:
+            raise CutOffError(content.decode(errors="replace")[:300])
+        message = f"{self.url} answers {answer.status}: {content.decode(errors='replace')[:300]}"
+        if answer.status == HTTPStatus.TOO_EARLY:
+            raise NotYetError(message)
+        if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):
+            raise RefusedError(message)
+        if answer.status not in (HTTPStatus.OK, HTTPStatus.NO_CONTENT, HTTPStatus.PARTIAL_CONTENT):
+            raise SourceError(message)
+        return answer.status, bytes(content)
+
+    async def notice(self) -> VersionNotice:
+        try:
+            return decode(VersionNotice, await self.get("/v1/versions", 4096))
+        except InvalidMessageError as error:
+            raise SourceError(f"{self.url}: {error}") from None
+
+    async def manifest(self, version: int) -> bytes:
+        return await self.get(f"/v1/versions/{version}/manifest", LONGEST_MANIFEST)
+
+    async def shard(self, version: int, index: int, size: int) -> bytes:
+        return await self.get(f"/v1/versions/{version}/shards/{index}", size)
+
+
+class SwarmClient:
+    """A contributor's requests to the run. `run_key` is the run's, once it is known."""
+
+    def __init__(self, peer: Peer, run_key: bytes | None = None) -> None:
+        self.peer, self.run_key = peer, run_key
+
+    async def terms(self) -> SwarmTerms:
+        """Ask for the run's terms; the first answer decides whose signatures count from then on."""
+        signed = decode(Signed, await self.peer.get("/v1/terms"))
+        terms = open_signed(SwarmTerms, signed, self.run_key)
+        self.run_key = signed.key
+        return terms
+
+    async def order(self, run: str) -> WorkOrder | None:
+        """Ask for work; None where there is none now. Raises SourceError and CutOffError."""
+        status, body = await self.peer.post("/v1/orders", encode(self.peer.key.sign(WorkRequest(run))))
+        if status == HTTPStatus.NO_CONTENT:
+            return None
+        order = open_signed(WorkOrder, decode(Signed, body), self.run_key)
+        if order.worker != self.peer.key.public:
+            raise InvalidMessageError("the run gave an order that is for another worker")
+        return order
+
+    async def contribute(self, contribution: Contribution) -> Answer:
+        _, body = await self.peer.post("/v1/contributions", encode(self.peer.key.sign(contribution)))
+        return decode(Answer, body)
+
+    async def standing(self) -> WorkerStanding:
+        return decode(WorkerStanding, await self.peer.get("/v1/standing"))
+
+
+@dataclass(slots=True)
+class Retry:
+    """Pauses between attempts: longer after each failure, with some chance, so that workers do not come all at once."""
+
+    first: float = 0.2
+    longest: float = 10.0
+    failures: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    async def wait(self) -> None:
+        pause = min(self.longest, self.first * 2**self.failures)
+        self.failures += 1
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+    def succeeded(self) -> None:
+        self.failures = 0

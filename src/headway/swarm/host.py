@@ -1,0 +1,186 @@
+"""The swarm of a run: its key, ledger and weights in the run's folder, and the service that strangers reach."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from headway.config.orchestrator import EnvSettings, OrchestrateSettings
+from headway.core.episodes import Episode, Task
+from headway.core.errors import HeadwayError, UsageError
+from headway.core.protocol import SamplingParams, WeightUpdate
+from headway.core.runs import RunPaths
+from headway.envs.base import Environment
+from headway.envs.registry import load_environment
+from headway.models.registry import load_config
+from headway.models.tiny import resolve_model
+from headway.rendering.load import load_renderer
+from headway.swarm.api import SwarmTerms
+from headway.swarm.checks.form import Form
+from headway.swarm.checks.termination import Termination
+from headway.swarm.desk import Desk
+from headway.swarm.keys import SigningKey
+from headway.swarm.ledger import Ledger
+from headway.swarm.orders import Contribution, RunTerms
+from headway.swarm.play import Player
+from headway.swarm.service import SwarmService
+from headway.swarm.spool import Spool, VerifiedGroup
+from headway.swarm.store import ShardStore, publish_folder
+from headway.swarm.verifier import Verifier
+from headway.swarm.versions import VersionFolders
+from headway.transport.control.folder import FolderControl
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2
+"""Pause between two looks for a new version of the trainer."""
+PATIENCE_SECONDS = 120.0
+"""Time after which the answer to an order is no longer expected: others are asked for that work."""
+MOST_VERSIONS = 4
+"""Versions that are kept for strangers, however large the lag that a run allows."""
+
+
+class SwarmHost:
+    """The trusted side of a run's swarm. It may be killed at any time: what it must know is in the run's folder."""
+
+    def __init__(
+        self,
+        settings: OrchestrateSettings,
+        paths: RunPaths,
+        relays: Sequence[str] = (),
+        bytes_per_second: float | None = None,
+    ) -> None:
+        self._settings, self._control = settings, FolderControl(paths)
+        env = check_swarm(settings)
+        self.key = SigningKey.open(paths.swarm / "run.key")
+        self._spool, self._store = Spool(paths), ShardStore(paths.swarm / "shards", self.key.public)
+        base = resolve_model(settings.model.path, settings.model.family)
+        self._versions = VersionFolders(paths.swarm / "versions", base)
+        self._env = env.name or env.id
+        environment = load_environment(env.id, env.args)
+        tasks = tasks_of(environment)
+        context = min(settings.seq_len, load_config(base).max_len)
+        terms = _run_terms(settings, env, paths.root.name, tasks, self.key, context)
+        ledger = Ledger(paths.swarm / "ledger.jsonl", self.key)
+        self.run = terms.run
+        self.desk = Desk(terms, self.key, ledger, self._verifier(environment, base))
+        self._publish_kept()
+        self._numbers = {task.id: index for index, task in enumerate(tasks)}
+        self._expected: dict[str, float] = {}
+        self._published: WeightUpdate | None = None
+        shown = SwarmTerms(
+            terms.run,
+            self._env,
+            env.id,
+            env.args,
+            settings.model.renderer,
+            context,
+            ("float32", "bfloat16"),
+            tuple(relays),
+        )
+        self.service = SwarmService(
+            self.desk,
+            self.key,
+            shown,
+            self._store,
+            wanted=self.wanted,
+            accept=self._accept,
+            bytes_per_second=bytes_per_second,
+        )
+
+    def _publish_kept(self) -> None:
+        """Take up the versions that were published before this process was started again."""
+        for version in self._store.versions():
+            if (manifest := self._store.manifest(version)) is not None and self._versions.path(version).is_dir():
+                self.desk.publish(version, manifest.fingerprint)
+
+    def _verifier(self, environment: Environment, base: Path) -> Verifier:
+        renderer = load_renderer(base, self._settings.model.renderer, self._settings.model.family)
+        config = load_config(base)
+        light = (Form(config.vocab_size), Termination({*renderer.stop_token_ids, *config.eos_ids}))
+        return Verifier(light, Player(environment, self._env, renderer), self._versions.model)
+
+    def wanted(self) -> bool:
+        """Tell if more orders should be given: fewer groups wait or are expected than the next batches can use."""
+        options = self._settings.orchestrator
+        now = time.monotonic()
+        # Nothing is expected of keys that never delivered: anyone can make many, take orders and leave.
+        opened = {id for of in self.desk.trust.workers.values() if of.accepted for id in of.open}
+        self._expected = {id: self._expected.get(id, now) for id in opened}
+        expected = sum(now - since < PATIENCE_SECONDS for since in self._expected.values())
+        size = options.envs[0].group_size or options.group_size
+        batches = 1 + min(options.run_ahead, options.max_lag)
+        return (expected + len(self._spool.waiting())) * size < batches * options.batch_size
+
+    def _accept(self, worker: str, contribution: Contribution, episodes: list[Episode], dropped: Sequence[str]) -> None:
+        self._spool.drop(list(dropped))
+        if episodes:
+            first = episodes[0]
+            number = self._numbers[first.task.id]
+            self._spool.put(VerifiedGroup(contribution.order, self._env, number, first.version, worker, episodes))
+
+    async def watch(self) -> None:
+        """Publish the versions that the trainer announces, until the run has finished or is asked to stop."""
+        while not (self._control.finished() or self._control.stop_asked()):
+            update = self._control.latest()
+            if update is not None and update != self._published:
+                try:
+                    await asyncio.to_thread(self._fetch, update)
+                except HeadwayError as error:
+                    # The trainer may have withdrawn it meanwhile: a newer one is there then.
+                    logger.warning("version %d is not published: %s", update.version, error)
+                else:
+                    self._publish(update)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _fetch(self, update: WeightUpdate) -> None:
+        folder = self._versions.fetch(update)
+        publish_folder(self._store, self.key, self.run, update.version, update.fingerprint, folder)
+
+    def _publish(self, update: WeightUpdate) -> None:
+        kept = min(self._settings.orchestrator.max_lag + 1, MOST_VERSIONS)
+        oldest = update.version - kept + 1
+        self.desk.publish(update.version, update.fingerprint)
+        if oldest > 0:
+            self.desk.retire(oldest - 1)
+        self._versions.remove_before(oldest)
+        self._store.keep(update.version, kept)
+        self._published = update
+        logger.info("version %d is published", update.version)
+
+
+def check_swarm(settings: OrchestrateSettings) -> EnvSettings:
+    """Return the environment of a swarm. Raises UsageError where the run can't have one."""
+    options = settings.orchestrator
+    if not options.swarm:
+        raise UsageError("the run takes no groups of a swarm: start it with --orchestrator.swarm true")
+    if len(options.envs) != 1:
+        raise UsageError("a swarm plays one training environment; this run has another number of them")
+    (env,) = options.envs
+    if env.context is not None:
+        raise UsageError("a swarm plays environments by their own rule for long conversations: leave `context` out")
+    if env.task_set is not None:
+        raise UsageError("a swarm draws from all tasks of its environment: leave `task_set` out")
+    if settings.model.family is not None or ":" in settings.model.renderer:
+        raise UsageError("strangers have no code of yours: a swarm needs a model and a renderer that Headway brings")
+    if settings.model.lora is not None:
+        raise UsageError("a swarm samples from whole models; leave model.lora out")
+    return env
+
+
+def tasks_of(environment: Environment) -> list[Task]:
+    environment.check()
+    return list(environment.tasks())
+
+
+def _run_terms(
+    settings: OrchestrateSettings, env: EnvSettings, run: str, tasks: list[Task], key: SigningKey, context: int
+) -> RunTerms:
+    options = settings.orchestrator
+    sampling = SamplingParams(**(env.sampling or options.sampling).model_dump())
+    # The secret follows from the run's key, which it does not give away when it is published.
+    secret = sha256(key.sign_bytes("OrderSecret", run.encode())).digest()
+    size = env.group_size or options.group_size
+    return RunTerms(run, secret, env.name or env.id, tasks, size, sampling, context)

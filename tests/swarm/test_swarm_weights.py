@@ -1,0 +1,203 @@
+"""Weights for strangers: signed manifests, verified shards, relays that break or lie."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from headway.swarm import download
+from headway.swarm.canonical import InvalidMessageError
+from headway.swarm.client import Peer, RefusedError
+from headway.swarm.download import Downloader, Mirrors
+from headway.swarm.keys import SigningKey
+from headway.swarm.limits import Limits
+from headway.swarm.manifest import VersionFile, WeightManifest, cut, join, make_manifest, open_manifest
+from headway.swarm.relay import Relay
+from headway.swarm.serving import Bandwidth, Guard, Handler, version_routes
+from headway.swarm.signing import authorization
+from headway.swarm.store import ShardStore
+
+RUN_KEY, WORKER = SigningKey(b"r" * 32), SigningKey(b"w" * 32)
+SHARD = 1000
+
+
+def write_version(folder: Path, seed: int = 0) -> dict[str, bytes]:
+    folder.mkdir(parents=True)
+    chance = random.Random(seed)
+    files = {"config.json": b"{}", "empty": b"", "rank_00000.safetensors": chance.randbytes(19_500)}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return files
+
+
+def filled(folder: Path, version: int = 1, seed: int = 0) -> ShardStore:
+    """A store with one version in shards of 1000 bytes."""
+    store, source = ShardStore(folder / "shards", RUN_KEY.public), folder / "files"
+    write_version(source, seed)
+    manifest = make_manifest("a-run", version, "f", source, SHARD)
+    store.add(msgspec.msgpack.encode(RUN_KEY.sign(manifest)))
+    for index, data in enumerate(cut(source, manifest.files, SHARD)):
+        assert store.put(version, index, data)
+    return store
+
+
+class Server:
+    """The routes of a store, which count shards and may corrupt or refuse them."""
+
+    def __init__(self, store: ShardStore, *, corrupt: bool = False, fails: bool = False) -> None:
+        self.bandwidth, self.asked = Bandwidth(None), 0
+        limits = Limits(1e6, 1e6, 100)
+        self.app = web.Application(middlewares=[Guard(limits, limits).__call__, self._change])
+        self.app.add_routes(version_routes(store, self.bandwidth))
+        self._corrupt, self._fails = corrupt, fails
+
+    @web.middleware
+    async def _change(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "/shards/" in request.path:
+            self.asked += 1
+            if self._fails:
+                return web.Response(status=500)
+            if self._corrupt:
+                return web.Response(body=b"\x00" * SHARD)
+        return await handler(request)
+
+
+@asynccontextmanager
+async def serving(*apps: web.Application) -> AsyncIterator[list[Peer]]:
+    runners = [web.AppRunner(app, access_log=None, shutdown_timeout=0.1) for app in apps]
+    async with aiohttp.ClientSession() as session:
+        for runner in runners:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield [Peer(f"http://127.0.0.1:{runner.addresses[0][1]}", session, WORKER) for runner in runners]
+        finally:
+            for runner in runners:
+                await runner.cleanup()
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 7, 10, 64])
+def test_files_are_cut_and_joined(tmp_path: Path, shard_bytes: int) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    contents = {"a": b"", "b": b"0123456789", "c": b"x" * 23, "d": b""}
+    for name, data in contents.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    manifest = make_manifest("a-run", 1, "f", tmp_path / "in", shard_bytes)
+    shards = list(cut(tmp_path / "in", manifest.files, shard_bytes))
+    assert len(shards) == len(manifest.hashes) and all(manifest.is_shard(i, data) for i, data in enumerate(shards))
+    join(iter(shards), manifest.files, tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == contents
+
+
+def test_only_the_run_signs_manifests() -> None:
+    good = WeightManifest("a-run", 1, "f", 10, (VersionFile("a", 15),), (b"x" * 32, b"y" * 32))
+    signed = msgspec.msgpack.encode(RUN_KEY.sign(good))
+    assert open_manifest(signed, RUN_KEY.public) == good
+    wrong = [
+        msgspec.msgpack.encode(WORKER.sign(good)),
+        signed[:50] + b"\x00" + signed[51:],
+        b"",
+        *(
+            msgspec.msgpack.encode(RUN_KEY.sign(msgspec.structs.replace(good, **change)))
+            for change in (
+                {"files": (VersionFile("../a", 15),)},
+                {"files": (VersionFile("a", 15), VersionFile("a", 0))},
+                {"files": (VersionFile("a", 40),)},
+                {"files": (VersionFile("a", -1),)},
+                {"shard_bytes": 0},
+                {"version": -1},
+            )
+        ),
+    ]
+    for data in wrong:
+        with pytest.raises(InvalidMessageError):
+            open_manifest(data, RUN_KEY.public)
+
+
+def test_a_liar_and_a_broken_relay_are_left_for_others(tmp_path: Path) -> None:
+    store = filled(tmp_path / "source")
+    source, honest = Server(store), Server(store)
+    liar, broken = Server(store, corrupt=True), Server(store, fails=True)
+
+    async def main() -> Downloader:
+        async with serving(source.app, liar.app, broken.app, honest.app) as (first, *relays):
+            fetching = Downloader(Mirrors.of(first, relays), ShardStore(tmp_path / "mine", RUN_KEY.public))
+            await fetching.fetch(1)
+            return fetching
+
+    fetched = asyncio.run(main())
+    assert [mirror.lied for mirror in fetched.mirrors.relays] == [True, False, False]
+    fetched.store.assemble(1, tmp_path / "out")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "source" / "files").iterdir()}
+    # Each parallel fetch may have asked the liar once before it was found out.
+    assert 1 <= liar.asked <= download.PARALLEL and honest.asked >= 20 and source.asked <= download.PARALLEL
+
+
+def test_a_download_goes_on_where_it_was(tmp_path: Path) -> None:
+    server = Server(filled(tmp_path / "source"))
+
+    async def main() -> None:
+        async with serving(server.app) as (peer,):
+            first = Downloader(Mirrors.of(peer, []), ShardStore(tmp_path / "mine", RUN_KEY.public))
+            manifest = await first.manifest(1)
+            await first._fetch_some(manifest, [0, 5, 7])
+            assert server.asked == 3
+            again = Downloader(Mirrors.of(peer, []), ShardStore(tmp_path / "mine", RUN_KEY.public))
+            await again.fetch(1)
+            assert server.asked == len(manifest.hashes) and not again.store.missing(1)
+            with pytest.raises(RefusedError, match="not held here"):
+                await again.fetch(2)
+
+    asyncio.run(main())
+
+
+def test_a_shard_that_the_disk_changed_is_not_used(tmp_path: Path) -> None:
+    store = filled(tmp_path / "source")
+    store.shard(1, 3).write_bytes(b"?" * SHARD)
+    with pytest.raises(OSError, match="damaged on disk"):
+        store.assemble(1, tmp_path / "out")
+    assert store.missing(1) == [3] and not (tmp_path / "out").exists()
+
+
+def test_relays_spare_the_source(tmp_path: Path) -> None:
+    source = Server(filled(tmp_path / "source"))
+
+    async def main() -> list[int]:
+        async with serving(source.app) as (peer,):
+            relay = Relay(Mirrors.of(peer, []), tmp_path / "relay", RUN_KEY.public)
+            async with serving(relay.app) as (passing_on,):
+                following = asyncio.create_task(relay.watch())
+                await relay.downloader.manifest(1)
+                workers = [
+                    Downloader(Mirrors.of(peer, [passing_on]), ShardStore(tmp_path / f"w{i}", RUN_KEY.public))
+                    for i in range(4)
+                ]
+                # They begin while the relay still fetches: it holds their requests until the shards are there.
+                await asyncio.gather(*(worker.fetch(1) for worker in workers))
+                following.cancel()
+                return [len(worker.store.missing(1)) for worker in workers]
+
+    assert asyncio.run(main()) == [0] * 4
+    assert source.bandwidth.sent == 19_502  # one copy, for one relay
+
+
+def test_ranges_of_shards(tmp_path: Path) -> None:
+    store = filled(tmp_path / "source")
+
+    async def main() -> None:
+        async with serving(Server(store).app) as (peer,):
+            path = "/v1/versions/1/shards/2"
+            headers = {"Authorization": authorization(WORKER, "GET", path), "Range": "bytes=100-299"}
+            async with peer.session.get(peer.url + path, headers=headers) as answer:
+                assert answer.status == 206 and answer.headers["Content-Range"] == "bytes 100-299/1000"
+                assert await answer.read() == store.shard(1, 2).read_bytes()[100:300]
+
+    asyncio.run(main())
