@@ -103,7 +103,7 @@ def tool_user(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def with_tool(model: Path, values: str) -> tuple[str, ...]:
     env = f'[{{id = "{lookup.__file__}:Lookup", args = {{values = "{values}"}}}}]'
     size = ("--orchestrator.batch_size", "64", "--orchestrator.sampling.max_tokens", "64", "--max_steps", "50")
-    # Two conversations in a micro-batch: most of what a tiny one takes are calls, not numbers.
+    # Few long micro-batches: most of what a short one takes are calls, not numbers.
     fast = ("--seq_len", "1024", "--trainer.optim.lr", "2e-4")
     return ("--model.path", str(model), "--orchestrator.envs", env, "--orchestrator.eval.envs", "[]", *size, *fast)
 
