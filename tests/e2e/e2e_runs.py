@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ from typing import Any
 
 import psutil
 
+from headway.core.errors import STOPPED
 from headway.core.runs import RunPaths
+from headway.envs.bundled import reverse_text
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOTTERY = (
@@ -42,6 +45,12 @@ class Run:
         values = self.column("orchestrator", name)
         n = max(1, int(len(values) * share))
         return sum(values[:n]) / n, sum(values[-n:]) / n
+
+    def rise_over(self, steps: int, name: str = "reward/mean") -> tuple[float, float] | None:
+        """Means over the first and over the last `steps`; None before there are as many of both."""
+        values = self.column("orchestrator", name)
+        enough = len(values) >= 2 * steps
+        return (sum(values[:steps]) / steps, sum(values[-steps:]) / steps) if enough else None
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that was started for this run, by the run's folder in its command or environment."""
@@ -77,6 +86,25 @@ def headway(*arguments: str) -> str:
     return output
 
 
+MORE = 0.05
+"""By how much a bar must be passed before a run is stopped: it finishes a step first, and has to hold the bar in it."""
+
+
+def rl_until(learned: Callable[[float], bool], *arguments: str) -> None:
+    """Start `headway rl`, and stop it as a user does once it has learned; otherwise it ends with its last step."""
+    process = start("rl", *arguments)
+    stopped = False
+    while True:
+        try:
+            output, _ = process.communicate(timeout=1)
+            break
+        except subprocess.TimeoutExpired:
+            if not stopped and learned(MORE):
+                process.send_signal(signal.SIGINT)
+                stopped = True
+    assert process.returncode in (0, STOPPED if stopped else 0), output[-6000:]
+
+
 def warm_up(folder: Path, rows: list[dict[str, Any]], *flags: str) -> Path:
     """Fine-tune a tiny model on rows; the folder of the checkpoint."""
     data = folder / "rows.jsonl"
@@ -84,6 +112,19 @@ def warm_up(folder: Path, rows: list[dict[str, Any]], *flags: str) -> Path:
     place = ("--run.output_dir", str(folder), "--run.name", "sft")
     headway("sft", "@", str(EXAMPLES / "warm_up.toml"), "--data.path", str(data), *place, *flags)
     return sorted((folder / "sft" / "exports").iterdir())[-1]
+
+
+def short_words(longest: int) -> tuple[str, ...]:
+    """Flags of a run that reverses words of three to `longest` letters."""
+    env = f'[{{id = "reverse-text", args = {{min_len = 3, max_len = {longest}}}}}]'
+    return ("--orchestrator.envs", env, "--orchestrator.eval.envs", "[]")
+
+
+def warm_up_on_short_words(folder: Path, shape: str, longest: int, *flags: str) -> Path:
+    """The same for a built-in model that reverses about every other of such words, which takes few steps."""
+    rows = reverse_text.demonstrations(10_000, seed=0, copy_share=0.5, min_len=3, max_len=longest)
+    short = ("--max_steps", "300", "--trainer.schedule.decay_steps", "150")
+    return warm_up(folder, rows, "--model.path", shape, *short, *flags)
 
 
 @contextmanager

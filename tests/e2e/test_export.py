@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_checkpoint_is_exported_and_another_run_starts_from_it(run_rl: RunRl, tmp_path: Path) -> None:
-    run = run_rl("--max_steps", "8", "--trainer.checkpoints.interval", "4", "--model.lora.rank", "4")
+    small = ("--orchestrator.batch_size", "32", "--model.lora.rank", "4")
+    run = run_rl("--max_steps", "8", "--trainer.checkpoints.interval", "4", *small)
     assert run.paths.complete_checkpoints() == [4, 8]
 
     headway("export", f"{run.paths.root}@4", str(tmp_path / "four"))

@@ -38,7 +38,7 @@ def test_a_run_survives_kills_stops_and_damaged_files() -> None:
 @pytest.mark.parametrize("moment", [0.3, 4.0, 12.0])
 def test_ctrl_c_leaves_no_process_and_a_run_that_resumes(moment: float, rl_flags: list[str], tmp_path: Path) -> None:
     run = Run(RunPaths(tmp_path / "run"))
-    process = start("rl", *rl_flags, "--max_steps", "12")
+    process = start("rl", *rl_flags, "--max_steps", "12", "--orchestrator.batch_size", "32")
     while not run.paths.root.exists():
         time.sleep(0.02)
     time.sleep(moment)
