@@ -9,7 +9,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any, NamedTuple, Self
 
@@ -164,6 +164,19 @@ class TokenImages(msgspec.Struct):
             raise HeadwayError(f"images: the grids do not add up to {len(self.patches)} patches")
         if not len(self.uses) or self.uses.min() < 0 or (self.uses.max(0) >= (tokens, images)).any():
             raise HeadwayError(f"images: uses must name tokens below {tokens} and images below {images}")
+
+
+LoadImage = Callable[[str], tuple[Grid, Floats]]
+"""Returns the grid and patches of an image, by its digest."""
+
+
+def load_images(uses: Sequence[ImageUse], load_image: LoadImage) -> TokenImages | None:
+    """Join the images among a sample's tokens, each once. None: there are none."""
+    if not uses:
+        return None
+    numbers: dict[str, int] = {}
+    places = [(use.at, numbers.setdefault(use.digest, len(numbers))) for use in uses]
+    return TokenImages.of([(digest, *load_image(digest)) for digest in numbers], places)
 
 
 def join_images(parts: Sequence[tuple[int, TokenImages | None]]) -> TokenImages | None:
