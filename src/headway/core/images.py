@@ -45,6 +45,8 @@ MOST_IMAGE_BYTES = 20_000_000
 MOST_REQUEST_BYTES = 64_000_000
 """Bytes of the body of a request with images."""
 _DATA_URL = re.compile(r"data:(image/[a-z.+-]{1,32});base64,", re.IGNORECASE)
+IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
+"""Types of images, by the first bytes of their files."""
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 
 
@@ -85,8 +87,7 @@ class RequestImage(ImageUse, frozen=True, array_like=True):
 
 def data_url(data: bytes) -> str:
     """Write an encoded image as a data URL."""
-    kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
-    kind = next((kind for start, kind in kinds.items() if data.startswith(start)), "png")
+    kind = next((kind for start, kind in IMAGE_TYPES.items() if data.startswith(start)), "png")
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
