@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -168,3 +169,14 @@ def test_the_grid_asks_what_it_shows() -> None:
     (row,) = demonstrations(1)
     assert row["messages"][0]["content"][0]["type"] == "image_url" and row["messages"][1]["role"] == "assistant"
     assert draw(((0, 0, "red", "circle"),), 2, 16) != draw(((0, 0, "red", "square"),), 2, 16)
+
+
+def test_grids_of_one_color_ask_for_it_and_demonstrations_may_mistake_it() -> None:
+    colors = ["blue", "green", "red"]
+    args: dict[str, Any] = {"questions": ["color"], "size": 3, "cell": 8}
+    tasks = Grid(num_tasks=20, **args).tasks()
+    assert all({cell[2] for cell in task.data["cells"]} == {task.data["answer"]} for task in tasks)
+    right, mistaken = (demonstrations(20, wrong_share=share, **args) for share in (0.0, 1.0))
+    said = [[row["messages"][-1]["content"] for row in rows] for rows in (right, mistaken)]
+    assert said[0] == [task.data["answer"] for task in tasks]
+    assert said[1] == [colors[(colors.index(answer) + 1) % 3] for answer in said[0]]

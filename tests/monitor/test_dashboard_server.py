@@ -14,6 +14,8 @@ from run_folders import HOSTILE, add_step, make_run, rollout, write_rollouts
 
 from headway.cli.dash import parse
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.image_files import ImageFiles
+from headway.core.images import image_digest
 from headway.monitor.dashboard import start_in_thread
 
 
@@ -48,6 +50,18 @@ def get(url: str) -> Any:
 
 def test_runs_are_listed_and_links_are_not_followed(served: tuple[Path, str]) -> None:
     assert [run["name"] for run in get(served[1] + "api/runs")["runs"]] == ["made"]
+
+
+def test_images_are_served_as_images_alone(served: tuple[Path, str]) -> None:
+    picture, page = b"\x89PNG\r\n\x1a\nbytes", b"<script>alert(1)</script>"
+    names = [image_digest(data) for data in (picture, page)]
+    ImageFiles(served[0] / "made" / "images").keep(dict(zip(names, (picture, page), strict=True)))
+    at = served[1] + "api/runs/made/images/"
+    status, headers, body = fetch(at + names[0])
+    assert (status, body) == (200, picture)
+    assert headers["Content-Type"] == "image/png" and headers["X-Content-Type-Options"] == "nosniff"
+    wrong = (names[1], "0" * 32, "0" * 31, "..%2f..%2fcontrol%2ftoken")
+    assert [fetch(at + name)[0] for name in wrong] == [404] * 4
 
 
 def test_series_are_thinned_and_cut(served: tuple[Path, str]) -> None:

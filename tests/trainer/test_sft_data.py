@@ -32,8 +32,8 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 
 def _learned_text(row: dict[str, Any], renderer: Renderer, roles: list[str]) -> str:
-    token_ids, learned = tokenize(*conversation(row), renderer, roles)
-    return renderer.decode([int(t) for t in token_ids[learned]])
+    tokenized = tokenize(*conversation(row), renderer, roles)
+    return renderer.decode([int(t) for t in tokenized.token_ids[tokenized.learned]])
 
 
 def test_only_what_the_assistant_would_have_sampled_is_learned(renderer: Renderer) -> None:

@@ -199,9 +199,10 @@ async def _by_hand(environment: "Environment", task: "Task", paint: "Paint") -> 
     from headway.envs.hand import HandPolicy
     from headway.envs.policy import EpisodeFailure
     from headway.envs.rewards import score
+    from headway.envs.terminal_images import terminal_images
     from headway.envs.transcript import reward_text
 
-    policy = HandPolicy(sys.stdin, print, paint)
+    policy = HandPolicy(sys.stdin, print, paint, show_image=terminal_images({}))
     try:
         state = await environment.run(task, policy)
         traces = [agent.trace for agent in policy.agents()]
@@ -218,6 +219,7 @@ async def _watch(name: str, environment: "Environment", task: "Task", options: N
     from headway.core.protocol import SamplingParams
     from headway.envs.engines import Engines
     from headway.envs.episodes import EpisodeRunner
+    from headway.envs.terminal_images import terminal_images
     from headway.envs.transcript import transcript
     from headway.models.registry import load_family
     from headway.models.tiny import resolve_model
@@ -237,7 +239,7 @@ async def _watch(name: str, environment: "Environment", task: "Task", options: N
         episode = await runner.run(EpisodeRequest("try", "try", task, [options.url], sampling=sampling))
     finally:
         await engines.close()
-    print(transcript(episode, paint, renderer if options.tokens else None))
+    print(transcript(episode, paint, renderer if options.tokens else None, terminal_images(episode.images)))
     return 1 if episode.error is not None else 0
 
 

@@ -9,7 +9,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +45,8 @@ MOST_IMAGE_BYTES = 20_000_000
 MOST_REQUEST_BYTES = 64_000_000
 """Bytes of the body of a request with images."""
 _DATA_URL = re.compile(r"data:(image/[a-z.+-]{1,32});base64,", re.IGNORECASE)
+IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
+"""Types of images, by the first bytes of their files."""
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 
 
@@ -85,8 +87,7 @@ class RequestImage(ImageUse, frozen=True, array_like=True):
 
 def data_url(data: bytes) -> str:
     """Write an encoded image as a data URL."""
-    kinds = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp", b"GIF8": "gif"}
-    kind = next((kind for start, kind in kinds.items() if data.startswith(start)), "png")
+    kind = next((kind for start, kind in IMAGE_TYPES.items() if data.startswith(start)), "png")
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
@@ -164,6 +165,19 @@ class TokenImages(msgspec.Struct):
             raise HeadwayError(f"images: the grids do not add up to {len(self.patches)} patches")
         if not len(self.uses) or self.uses.min() < 0 or (self.uses.max(0) >= (tokens, images)).any():
             raise HeadwayError(f"images: uses must name tokens below {tokens} and images below {images}")
+
+
+LoadImage = Callable[[str], tuple[Grid, Floats]]
+"""Returns the grid and patches of an image, by its digest."""
+
+
+def load_images(uses: Sequence[ImageUse], load_image: LoadImage) -> TokenImages | None:
+    """Join the images among a sample's tokens, each once. None: there are none."""
+    if not uses:
+        return None
+    numbers: dict[str, int] = {}
+    places = [(use.at, numbers.setdefault(use.digest, len(numbers))) for use in uses]
+    return TokenImages.of([(digest, *load_image(digest)) for digest in numbers], places)
 
 
 def join_images(parts: Sequence[tuple[int, TokenImages | None]]) -> TokenImages | None:

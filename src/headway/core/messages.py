@@ -1,6 +1,6 @@
 """Chat messages and tools, in OpenAI's JSON shape."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -77,14 +77,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
         return out
 
     @classmethod
-    def from_openai(cls, message: dict[str, Any]) -> "Message":
-        """Read a message whose content is a string or a list of parts, texts and images. Raises ValueError on anything
-        else."""
+    def from_openai(cls, message: dict[str, Any], read_url: Callable[[object], bytes] = read_data_url) -> "Message":
+        """Read a message whose content is a string or a list of parts, texts and images. `read_url` returns the bytes
+        of an image, given its address. Raises ValueError on anything else."""
         calls = tuple(
             ToolCall(c.get("id", ""), c["function"]["name"], c["function"]["arguments"])
             for c in message.get("tool_calls") or ()
         )
-        content, images = _content(message.get("content"))
+        content, images = _content(message.get("content"), read_url)
         if images and message["role"] == "assistant":
             raise ValueError("an assistant's message can't hold images")
         return cls(
@@ -158,7 +158,7 @@ def _text_part(text: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text}] if text else []
 
 
-def _content(content: object) -> tuple[str, tuple[MessageImage, ...]]:
+def _content(content: object, read_url: Callable[[object], bytes]) -> tuple[str, tuple[MessageImage, ...]]:
     """The text of a message's content, and the images that stand in it."""
     if content is None:
         return "", ()
@@ -173,7 +173,7 @@ def _content(content: object) -> tuple[str, tuple[MessageImage, ...]]:
         elif part.get("type") == "image_url":
             shown = part.get("image_url")
             url = shown.get("url") if isinstance(shown, dict) else shown
-            images.append(MessageImage.of(read_data_url(url), len(text)))
+            images.append(MessageImage.of(read_url(url), len(text)))
         else:
             raise ValueError("message content must be text or a list of text and image parts")
     return text, tuple(images)

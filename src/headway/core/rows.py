@@ -17,11 +17,13 @@ DATA_FILES = [f"*{suffix}" for suffix in SUFFIXES]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of `data` at `where` (file:line, or name:number). `error` says why a line can't be read."""
+    """A row of `data` at `where` (file:line, or name:number). `error` says why a line can't be read. `folder` is that
+    of its file: paths in the row are relative to it."""
 
     where: str
     data: dict[str, Any]
     error: str | None = None
+    folder: Path = Path()
 
 
 def read_rows(path: str, split: str = "train") -> Iterator[Row]:
@@ -61,12 +63,12 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _parse(f"{path}:{number}", line)
+                yield _parse(f"{path}:{number}", line, path.parent)
 
 
-def _parse(where: str, line: bytes) -> Row:
+def _parse(where: str, line: bytes, folder: Path) -> Row:
     try:
-        return Row(where, msgspec.json.decode(line, type=dict[str, Any]))
+        return Row(where, msgspec.json.decode(line, type=dict[str, Any]), folder=folder)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return Row(where, {}, f"not a JSON object ({error})")
 
@@ -83,6 +85,6 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for batch in parquet.ParquetFile(path).iter_batches(1024):
             for data in batch.to_pylist():
                 number += 1
-                yield Row(f"{path}:{number}", data)
+                yield Row(f"{path}:{number}", data, folder=path.parent)
     except (arrow.ArrowInvalid, OSError) as error:
         raise UsageError(f"{path}: not a Parquet file ({error})") from None

@@ -9,6 +9,7 @@ from headway.core.episodes import Trace
 from headway.core.messages import Message, Tool, ToolCall
 from headway.core.shapes import ReplyShape
 from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy
+from headway.envs.terminal_images import ShowImage, name_image
 from headway.envs.transcript import Paint, message_text
 
 CALL = "/call"
@@ -20,9 +21,16 @@ class HandPolicy(MessagePolicy):
     `/call NAME {"argument": …}` calls a tool. The end of the input ends the episode as a failure.
     """
 
-    def __init__(self, source: TextIO, show: Callable[[str], None], paint: Paint, agent: str = "policy") -> None:
+    def __init__(
+        self,
+        source: TextIO,
+        show: Callable[[str], None],
+        paint: Paint,
+        agent: str = "policy",
+        show_image: ShowImage = name_image,
+    ) -> None:
         super().__init__(Trace(agent))
-        self._source, self._show, self._paint = source, show, paint
+        self._source, self._show, self._paint, self._show_image = source, show, paint, show_image
         self._seen: list[Message] = []
 
     async def reply(
@@ -35,7 +43,7 @@ class HandPolicy(MessagePolicy):
     ) -> Message:
         seen = self._seen
         for message in messages[len(seen) :] if messages[: len(seen)] == seen else messages:
-            self._show(message_text(message, self._paint))
+            self._show(message_text(message, self._paint, self._show_image))
         if tools and not seen:
             self._show(self._paint("dim", "tools: " + "; ".join(f"{t.name} — {t.description}" for t in tools)))
             self._show(self._paint("dim", f'to call one: {CALL} {tools[0].name} {{"argument": "value"}}'))
@@ -44,7 +52,7 @@ class HandPolicy(MessagePolicy):
         return reply
 
     def another(self, name: str) -> Policy:
-        return HandPolicy(self._source, self._show, self._paint, name)
+        return HandPolicy(self._source, self._show, self._paint, name, self._show_image)
 
     def _read(self) -> Message:
         if self._source.isatty():

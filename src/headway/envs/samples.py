@@ -1,16 +1,13 @@
 """Branches of an episode's trees as samples: token-aligned streams that an algorithm then fills with signal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from headway.core.episodes import Episode, Node, Trace
-from headway.core.images import Grid, TokenImages
+from headway.core.images import ImageUse, LoadImage, TokenImages, load_images
 from headway.core.samples import Sample
-from headway.core.streams import Experts, Floats, Ints
-
-LoadImage = Callable[[str], tuple[Grid, Floats]]
-"""Returns the grid and patches of an image, by its digest."""
+from headway.core.streams import Experts, Ints
 
 
 def episode_samples(episode: Episode) -> list[Sample]:
@@ -60,12 +57,11 @@ def _sample(nodes: Sequence[Node], chosen: Sequence[int]) -> Sample:
 
 def branch_images(nodes: Sequence[Node], load_image: LoadImage) -> TokenImages | None:
     """Join the images of a branch, each once."""
-    uses, numbers, start = list[tuple[int, int]](), dict[str, int](), 0
+    uses, start = list[ImageUse](), 0
     for node in nodes:
-        for image in node.images:
-            uses.append((start + image.at, numbers.setdefault(image.digest, len(numbers))))
+        uses += [ImageUse(start + image.at, image.tokens, image.digest) for image in node.images]
         start += len(node.token_ids)
-    return TokenImages.of([(digest, *load_image(digest)) for digest in numbers], uses) if uses else None
+    return load_images(uses, load_image)
 
 
 def _unrolled(node: Node) -> Ints:

@@ -6,6 +6,7 @@ from headway.core.episodes import Episode, Trace
 from headway.core.messages import Message
 from headway.envs.rewards import conversation
 from headway.envs.samples import trace_samples
+from headway.envs.terminal_images import ShowImage, name_image
 from headway.rendering.base import Renderer
 
 Paint = Callable[[str, str], str]
@@ -30,22 +31,24 @@ def visible(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def message_text(message: Message, paint: Paint) -> str:
+def message_text(message: Message, paint: Paint, show_image: ShowImage = name_image) -> str:
     parts = [paint("role", f"{message.role}:")]
     if message.reasoning:
         parts.append(paint("dim", f"<think>{visible(message.reasoning)}</think>"))
     if message.content:
         parts.append(visible(message.content))
-    parts += [paint("dim", f"[image {image.digest[:8]}]") for image in message.images]
+    parts += [paint("dim", show_image(image)) for image in message.images]
     parts += [f"→ {visible(call.name)}({visible(call.arguments)})" for call in message.tool_calls]
     return " ".join(parts)
 
 
-def transcript(episode: Episode, paint: Paint, renderer: Renderer | None = None) -> str:
+def transcript(
+    episode: Episode, paint: Paint, renderer: Renderer | None = None, show_image: ShowImage = name_image
+) -> str:
     """The conversations of an episode; with a renderer, also the samples that would be trained."""
     lines: list[str] = []
     for trace in episode.traces:
-        lines += [message_text(message, paint) for message in conversation(trace)]
+        lines += [message_text(message, paint, show_image) for message in conversation(trace)]
         if renderer is not None:
             lines += token_lines(trace, renderer, paint)
         lines.append(paint("reward", reward_text(trace)))

@@ -6,15 +6,11 @@ from pathlib import Path
 
 from headway.algorithms.base import Rollout
 from headway.core.episodes import Episode
-from headway.core.errors import HeadwayError
 from headway.core.image_files import ImageFiles
-from headway.core.images import Grid
 from headway.core.runs import RunPaths
 from headway.core.samples import Sample
-from headway.core.streams import Floats
 from headway.envs.samples import branch_images
-from headway.models.vision.processor import load_processor
-from headway.models.vision.reader import image_reader
+from headway.models.vision.reader import file_reader
 
 
 def run_images(paths: RunPaths, model: Path) -> "BatchImages | None":
@@ -30,7 +26,7 @@ class BatchImages:
     """Knows the images of a run, and the processor of the model in `folder`, which is read at the first image."""
 
     def __init__(self, files: ImageFiles, folder: Path) -> None:
-        self._files, self._folder = files, folder
+        self._files, self._read = files, file_reader(files, folder)
 
     def keep(self, episodes: Sequence[Episode]) -> None:
         """Store the images of episodes."""
@@ -48,10 +44,3 @@ class BatchImages:
         """Give all samples of rollouts their images."""
         for rollout in rollouts:
             self.add_to(rollout.samples, rollout.episode)
-
-    def _read(self, digest: str) -> tuple[Grid, Floats]:
-        try:
-            data = self._files.load(digest)
-        except ValueError as error:
-            raise HeadwayError(str(error)) from None
-        return image_reader(load_processor(self._folder)).read(digest, data)

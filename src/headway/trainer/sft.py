@@ -1,6 +1,7 @@
 """Supervised fine-tuning: rows are tokenized once, packed for every step, and validated on held-out ones."""
 
 import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,16 @@ from headway.config.sft import SftSettings
 from headway.core.batches import ComponentCounts, MicroBatch
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
+from headway.core.image_files import ImageFiles
+from headway.core.images import LoadImage
 from headway.core.rows import read_rows
 from headway.core.runs import RunPaths
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
+from headway.models.vision.reader import file_reader
 from headway.monitor.progress import progress, progress_bar
 from headway.rendering.load import load_renderer
-from headway.trainer.data.order import RowOrder
+from headway.trainer.data.order import Indices, RowOrder
 from headway.trainer.data.packing import counts_of, micro_batches
 from headway.trainer.data.rows import TokenRows, tokenize_rows
 from headway.trainer.loop import TrainingLoop
@@ -40,9 +44,10 @@ def sft(settings: SftSettings, paths: RunPaths) -> Path:
     """
     with joined(settings) as ranks, StopRequest(FolderControl(paths)) as stop, ExitStack() as stack:
         rows = shared_rows(settings, paths, ranks, settings.data.path, "train")
+        packer = RowPacker(settings, paths, ranks, rows)
         validation = load_validation(settings, paths, ranks)
         loop = TrainingLoop(settings, paths, ranks, stack, log_interval(settings))
-        feed = RowFeed(settings, rows, ranks, stop, first_step=loop.state.step + 1)
+        feed = RowFeed(settings, packer, ranks, stop, first_step=loop.state.step + 1)
         advance = stack.enter_context(progress_bar("fine-tuning", settings.max_steps))
         advance(loop.state.step)
 
@@ -51,7 +56,7 @@ def sft(settings: SftSettings, paths: RunPaths) -> Path:
             due = loop.state.step % settings.validation_interval == 0 or loop.finished
             if validation is None or not due:
                 return batch.metrics
-            metrics = loop.stepper.evaluate(loop.state, validation.micro_batches, validation.counts)
+            metrics = loop.stepper.evaluate(loop.state, validation.micro_batches(), validation.counts)
             return batch.metrics | {"validation/loss": metrics["loss"]}
 
         loop.run(feed, after_step)
@@ -64,34 +69,53 @@ def log_interval(settings: SftSettings) -> int:
     return max(1, settings.max_steps // LOGGED_STEPS)
 
 
+class RowPacker:
+    """Packs rows into this rank's micro-batches. Images, which `shared_rows` stored, are read as they are needed."""
+
+    def __init__(self, settings: SftSettings, paths: RunPaths, ranks: Ranks, rows: TokenRows) -> None:
+        self.rows, self._seq_len, self._ranks = rows, settings.seq_len, ranks
+        self._load_image: LoadImage | None = None
+        if rows.images:
+            folder = resolve_model(settings.model.path, settings.model.family)
+            self._load_image = file_reader(ImageFiles(paths.images), folder)
+
+    def pack(self, chosen: Indices) -> Iterator[MicroBatch]:
+        ranks = self._ranks
+        return micro_batches(self.rows, chosen, self._seq_len, ranks.data_rank, ranks.data_size, self._load_image)
+
+
 class RowFeed:
     """Batches of the rows that each step trains."""
 
     def __init__(
-        self, settings: SftSettings, rows: TokenRows, ranks: Ranks, stop: StopRequest, first_step: int
+        self, settings: SftSettings, packer: RowPacker, ranks: Ranks, stop: StopRequest, first_step: int
     ) -> None:
-        self._rows, self._seq_len, self._ranks, self._stop = rows, settings.seq_len, ranks, stop
+        self._packer, self._ranks, self._stop = packer, ranks, stop
         shuffle = settings.data.shuffle
-        self._order = RowOrder(rows.lengths, settings.batch_tokens, seed=settings.seed, shuffle=shuffle)
+        self._order = RowOrder(packer.rows.lengths, settings.batch_tokens, seed=settings.seed, shuffle=shuffle)
         self._order.skip(first_step - 1)
 
     def next(self, step: int) -> RankBatch | None:
         if self._ranks.any(self._stop.asked):
             return None
         chosen = self._order.next()
-        micro = micro_batches(self._rows, chosen, self._seq_len, self._ranks.data_rank, self._ranks.data_size)
         metrics = {"epoch": self._order.progress, "rows": float(len(chosen))}
-        return RankBatch(step, micro, counts_of(self._rows, chosen), metrics=metrics)
+        counts = counts_of(self._packer.rows, chosen)
+        return RankBatch(step, list(self._packer.pack(chosen)), counts, metrics=metrics)
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Held-out rows, packed once: this rank's micro-batches and the tokens that count over all ranks."""
+    """Held-out rows, and the tokens of them that count over all ranks."""
 
-    micro_batches: list[MicroBatch]
+    packer: RowPacker
     counts: ComponentCounts
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Pack them for this rank, one micro-batch at a time: images of all would take much memory."""
+        return self.packer.pack(np.arange(len(self.packer.rows)))
 
 
 def load_validation(settings: SftSettings, paths: RunPaths, ranks: Ranks) -> Validation | None:
@@ -99,9 +123,7 @@ def load_validation(settings: SftSettings, paths: RunPaths, ranks: Ranks) -> Val
     if path is None:
         return None
     rows = shared_rows(settings, paths, ranks, str(path), "validation")
-    every = np.arange(len(rows))
-    micro = micro_batches(rows, every, settings.seq_len, ranks.data_rank, ranks.data_size)
-    return Validation(micro, counts_of(rows, every))
+    return Validation(RowPacker(settings, paths, ranks, rows), counts_of(rows, np.arange(len(rows))))
 
 
 def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str, name: str) -> TokenRows:
@@ -110,7 +132,7 @@ def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str,
     failure: HeadwayError | None = None
     if ranks.is_main:
         try:
-            rows = _tokenize(settings, path, name)
+            rows = _tokenize(settings, paths, path, name)
             _check_unchanged(rows, paths, name, path)
             rows.save(file)
         except HeadwayError as error:
@@ -120,7 +142,7 @@ def shared_rows(settings: SftSettings, paths: RunPaths, ranks: Ranks, path: str,
     return TokenRows.load(file)
 
 
-def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
+def _tokenize(settings: SftSettings, paths: RunPaths, path: str, name: str) -> TokenRows:
     data = settings.data
     folder = resolve_model(settings.model.path, settings.model.family)
     longest = load_config(folder, settings.model.implementation).max_len
@@ -133,6 +155,7 @@ def _tokenize(settings: SftSettings, path: str, name: str) -> TokenRows:
         train_roles=data.train_roles,
         too_long=data.too_long,
         max_bad_rows=data.max_bad_rows,
+        images=ImageFiles(paths.images),
     )
     logger.info(
         "%s: %d rows of %d tokens, %d of them learned; %d bad, %d truncated, %d dropped",

@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches, clip, update; or skip, if anything is not finite."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,7 +95,9 @@ class Stepper:
         }
         return StepReport(metrics, skipped, load_LE, sums.logprobs)
 
-    def evaluate(self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts) -> dict[str, float]:
+    def evaluate(
+        self, state: TrainState, micro_batches: Iterable[MicroBatch], counts: ComponentCounts
+    ) -> dict[str, float]:
         """Compute the losses without gradients or an update."""
         state.policy.eval()
         with torch.no_grad():
@@ -110,7 +112,7 @@ class Stepper:
             state.balance.start_step(tokens / self._ranks.dims.context)
 
     def _accumulate(
-        self, state: TrainState, micro_batches: list[MicroBatch], counts: ComponentCounts, backward: bool = True
+        self, state: TrainState, micro_batches: Iterable[MicroBatch], counts: ComponentCounts, backward: bool = True
     ) -> StepSums:
         sums, flops = StepSums(), StepFlops(state.config, frozen=state.lora is not None)
         for micro in micro_batches:

@@ -20,6 +20,10 @@ _TABLE = {
     "math": (f"{_HERE}.math:Math", "problems whose answers are compared as mathematics (single turn)"),
     "needle": (f"{_HERE}.needle:Needle", "find a fact in a long text (long context)"),
     "grid": (f"{_HERE}.grid:Grid", "count, find and compare shapes in a drawn grid (an image, single turn)"),
+    "image-questions": (
+        f"{_HERE}.image_questions:ImageQuestions",
+        "questions about images of a folder of yours (single turn)",
+    ),
     "search": ("headway.envs.search.search:Search", "research in Python's documentation, with citations (tool use)"),
     "browser": ("headway.envs.browser.browser:Browser", "tasks on local web sites in a real Chromium (tool use)"),
     "agent": ("headway.envs.agents.agent:AgentProgram", "a program of yours that speaks OpenAI's chat API"),

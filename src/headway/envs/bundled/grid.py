@@ -2,7 +2,7 @@
 
 import io
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -17,7 +17,7 @@ from headway.envs.bundled.problems import Row, Split, demonstration, distinct
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-Question = Literal["count", "locate", "compare"]
+Question = Literal["count", "locate", "compare", "color"]
 COLORS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220)}
 SHAPES = ("circle", "square", "triangle")
 _LETTERS = "ABCDEFGH"
@@ -28,7 +28,8 @@ Cell = tuple[int, int, str, str]
 class Grid(SingleTurn):
     """A square grid of `size` x `size` cells of `cell` pixels, some of which hold a shape. Asked is one of `questions`:
     how many shapes of a color there are, in which cell (such as B2: second column, second row) the first of a color and
-    shape is, or of which of two colors there are more. The image is drawn from the task, so that nothing is stored.
+    shape is, of which of two colors there are more, or, the easiest, which color all shapes have. The image is drawn
+    from the task, so that nothing is stored.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Grid(SingleTurn):
         num_tasks: int = 512,
         size: int = 2,
         cell: int = 16,
-        questions: Sequence[Question] = get_args(Question),
+        questions: Sequence[Question] = ("count", "locate", "compare"),
         split: Split = "train",
         seed: int = 0,
     ) -> None:
@@ -64,13 +65,26 @@ class Grid(SingleTurn):
         return float(answer.strip().lower() == task.data["answer"].lower())
 
 
-def demonstrations(n: int, seed: int = 0, **args: Any) -> list[Row]:
-    """`n` conversations with right answers, none of them a task of the eval split."""
+def demonstrations(n: int, seed: int = 0, wrong_share: float = 0.0, **args: Any) -> list[Row]:
+    """`n` conversations, none of them a task of the eval split. A share of them mistakes the right answer for the next
+    one, in the order of the alphabet, that questions of its kind have."""
     environment = Grid(num_tasks=n, seed=seed, split="train", **args)
-    return [
-        demonstration([*environment.prompt(task), Message("assistant", task.data["answer"])])
-        for task in environment.tasks()
-    ]
+    rng = random.Random(seed)
+    answers = defaultdict[str, set[str]](set)
+    for task in environment.tasks():
+        answers[_kind(task)].add(task.data["answer"])
+    rows = []
+    for task in environment.tasks():
+        answer, known = task.data["answer"], sorted(answers[_kind(task)])
+        if rng.random() < wrong_share:
+            answer = known[(known.index(answer) + 1) % len(known)]
+        rows.append(demonstration([*environment.prompt(task), Message("assistant", answer)]))
+    return rows
+
+
+def _kind(task: Task) -> str:
+    """The first word of the question."""
+    return str(task.data["question"].partition(" ")[0])
 
 
 def _problem(rng: random.Random, size: int, question: Question) -> dict[str, Any]:
@@ -79,6 +93,10 @@ def _problem(rng: random.Random, size: int, question: Question) -> dict[str, Any
         (row, column, rng.choice(list(COLORS)), rng.choice(SHAPES))
         for row, column in sorted(rng.sample(places, rng.randint(1, len(places))))
     ]
+    if question == "color":
+        color = rng.choice(list(COLORS))
+        one_color: list[Cell] = [(row, column, color, shape) for row, column, _, shape in cells]
+        return {"cells": one_color, "question": "Which color?", "answer": color}
     text, answer = {"count": _count, "locate": _locate, "compare": _compare}[question](rng, cells)
     return {"cells": cells, "question": text, "answer": answer}
 

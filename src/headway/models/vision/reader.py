@@ -3,10 +3,13 @@
 import threading
 from collections import OrderedDict
 from functools import cache
+from pathlib import Path
 
-from headway.core.images import Grid
+from headway.core.errors import HeadwayError
+from headway.core.image_files import ImageFiles
+from headway.core.images import Grid, LoadImage
 from headway.core.streams import Floats
-from headway.models.vision.processor import PatchProcessor
+from headway.models.vision.processor import PatchProcessor, load_processor
 
 _KEPT_BYTES = 256 << 20
 _KEPT_GRIDS = 1 << 16
@@ -57,3 +60,17 @@ class ImageReader:
 def image_reader(processor: PatchProcessor) -> ImageReader:
     """The reader of this process: renderers and engines of one model read an image once."""
     return ImageReader(processor)
+
+
+def file_reader(files: ImageFiles, folder: Path) -> LoadImage:
+    """Read images of a run's files for the model in `folder`, whose processor is read at the first. Raises HeadwayError
+    where one is not there."""
+
+    def read(digest: str) -> tuple[Grid, Floats]:
+        try:
+            data = files.load(digest)
+        except ValueError as error:
+            raise HeadwayError(str(error)) from None
+        return image_reader(load_processor(folder)).read(digest, data)
+
+    return read

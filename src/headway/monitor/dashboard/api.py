@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from headway.core.image_files import ImageFiles
+from headway.core.images import IMAGE_TYPES
 from headway.monitor.cost.ledger import read_ledger
 from headway.monitor.dashboard import evaluations, logs, rollouts, timeline
 from headway.monitor.dashboard.catalog import Catalog, RunData
@@ -136,6 +138,22 @@ def tokens(view: RunData, query: Query) -> Any:
     )
 
 
+def image(view: RunData, query: Query) -> Any:
+    """An image that a rollout shows. Raises KeyError for one that is not there, or of no known type: a browser may show
+    these files as images only."""
+    digest = query.path["digest"]
+    try:
+        data = ImageFiles(view.paths.images).load(digest)
+    except ValueError:
+        raise KeyError(f"image {digest}") from None
+    kind = next((kind for start, kind in IMAGE_TYPES.items() if data.startswith(start)), None)
+    if kind is None:
+        raise KeyError(f"image {digest} of a known type")
+    # Its name is the hash of its bytes, so that it never changes.
+    headers = {"Cache-Control": "private, max-age=31536000, immutable"}
+    return web.Response(body=data, content_type=f"image/{kind}", headers=headers)
+
+
 def log_list(view: RunData, query: Query) -> Any:
     return logs.log_files(view.paths.logs)
 
@@ -169,6 +187,7 @@ ROUTES: dict[str, Handler] = {
     "/rollouts": rollout_page,
     r"/rollouts/{step:\d{1,9}}/{line:\d{1,9}}": rollout,
     r"/rollouts/{step:\d{1,9}}/{line:\d{1,9}}/tokens": tokens,
+    r"/images/{digest:[0-9a-f]{32}}": image,
     "/evaluations": evaluation_rounds,
     "/evaluations/{round}": evaluation_page,
     "/logs": log_list,
@@ -205,9 +224,10 @@ async def _of_run(catalog: Catalog, handler: Handler, request: web.Request) -> w
         return handler(catalog.view(request.match_info["run"]), query)
 
     try:
-        return _json(await asyncio.to_thread(answer))
+        found = await asyncio.to_thread(answer)
     except KeyError as error:
         raise web.HTTPNotFound(text=f"there is no {error.args[0]}") from None
+    return found if isinstance(found, web.Response) else _json(found)
 
 
 async def _events(watcher: Watcher, request: web.Request) -> web.StreamResponse:

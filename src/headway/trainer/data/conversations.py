@@ -1,14 +1,19 @@
 """Conversations: a row as messages, and messages as tokens with a mark on those to learn."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
+from headway.core.image_files import read_image_url
+from headway.core.images import ImageUse
 from headway.core.messages import Message, Role, Tool, count_images
 from headway.core.streams import Flags, Ints
-from headway.rendering.base import Renderer
+from headway.rendering.base import Renderer, check_sees
 
 _ROLES = get_args(Role)
 
@@ -17,15 +22,32 @@ class BadRowError(ValueError):
     """A row that cannot be learned from, with the reason."""
 
 
-def conversation(row: dict[str, Any]) -> tuple[list[Message], list[Tool]]:
-    """Read `messages`, or `prompt` and `completion` (each a text or messages), and `tools` from a row.
+@dataclass(frozen=True, slots=True)
+class TokenizedRow:
+    """A conversation as tokens; `learned` marks those that count in the loss, `images` stand among them in order."""
+
+    token_ids: Ints
+    learned: Flags
+    images: list[ImageUse]
+
+    def cut(self, size: int) -> "TokenizedRow":
+        """The first tokens, at most `size`: images stay whole or are left out."""
+        size = min([size, *(image.at for image in self.images if image.at + image.tokens > size)])
+        images = [image for image in self.images if image.at < size]
+        return TokenizedRow(self.token_ids[:size], self.learned[:size], images)
+
+
+def conversation(row: dict[str, Any], folder: Path = Path()) -> tuple[list[Message], list[Tool]]:
+    """Read `messages`, or `prompt` and `completion` (each a text or messages), and `tools` from a row. Images are data
+    URLs, or paths of files in `folder`.
 
     Raises BadRowError with the reason.
     """
     if row.get("messages") is not None:
-        messages = _messages(row["messages"], "messages", "user")
+        messages = _messages(row["messages"], "messages", "user", folder)
     elif row.get("prompt") is not None and row.get("completion") is not None:
-        messages = _messages(row["prompt"], "prompt", "user") + _messages(row["completion"], "completion", "assistant")
+        messages = _messages(row["prompt"], "prompt", "user", folder)
+        messages += _messages(row["completion"], "completion", "assistant", folder)
     else:
         raise BadRowError(f"has neither messages nor prompt and completion, but {', '.join(sorted(row)) or 'nothing'}")
     return messages, _tools(row.get("tools"))
@@ -33,13 +55,12 @@ def conversation(row: dict[str, Any]) -> tuple[list[Message], list[Tool]]:
 
 def tokenize(
     messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer, train_roles: Sequence[str]
-) -> tuple[Ints, Flags]:
+) -> TokenizedRow:
     """Render messages to tokens, and mark those to learn: of the assistant what it samples, of other roles all.
 
     Raises BadRowError if there are none.
     """
-    if count_images(messages):
-        raise BadRowError("holds images, which supervised data can't yet")
+    _check_images(messages, renderer)
     try:
         rendered = renderer.render(messages, tools)
     except ValueError as error:
@@ -56,25 +77,37 @@ def tokenize(
     learned[:1] = [False] * len(learned[:1])  # nothing comes before the first token to predict it from
     if not any(learned):
         raise BadRowError(f"nothing to learn: no tokens of {' or '.join(train_roles)}")
-    return np.array(token_ids, np.int32), np.array(learned, np.bool_)
+    return TokenizedRow(np.array(token_ids, np.int32), np.array(learned, np.bool_), rendered.images)
 
 
-def _messages(value: object, name: str, text_role: Role) -> list[Message]:
+def _check_images(messages: Sequence[Message], renderer: Renderer) -> None:
+    """Decode all images. Raises BadRowError where one can't be taken."""
+    if not count_images(messages):
+        return
+    try:
+        check_sees(renderer, messages)
+        if (read := getattr(renderer, "read_images", None)) is not None:
+            read(messages)
+    except ValueError as error:
+        raise BadRowError(str(error)) from None
+
+
+def _messages(value: object, name: str, text_role: Role, folder: Path) -> list[Message]:
     if isinstance(value, str):
         return [Message(text_role, value)]
     if not isinstance(value, list) or not value:
         raise BadRowError(f"{name} must be a text or a list of messages")
-    return [_message(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    return [_message(item, f"{name}[{index}]", folder) for index, item in enumerate(value)]
 
 
-def _message(value: object, name: str) -> Message:
+def _message(value: object, name: str, folder: Path) -> Message:
     if not isinstance(value, dict):
         raise BadRowError(f"{name} is not a message")
     if value.get("role") not in _ROLES:
         raise BadRowError(f"{name}.role must be one of {', '.join(_ROLES)} (got {value.get('role')!r})")
     calls = [_with_text_arguments(call, name) for call in value.get("tool_calls") or []]
     try:
-        return Message.from_openai({**value, "tool_calls": calls})
+        return Message.from_openai({**value, "tool_calls": calls}, partial(read_image_url, folder=folder))
     except (ValueError, KeyError, TypeError) as error:
         raise BadRowError(f"{name}: {error}") from None
 

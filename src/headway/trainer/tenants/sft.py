@@ -3,11 +3,12 @@
 from contextlib import ExitStack
 
 from headway.config.sft import SftSettings
+from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.progress import progress_bar
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.recorder import Stopwatch
-from headway.trainer.sft import RowFeed, load_validation, log_interval, shared_rows
+from headway.trainer.sft import RowFeed, RowPacker, load_validation, log_interval, shared_rows
 from headway.trainer.stop import StopRequest
 from headway.trainer.tenants.stay import Stay, keep_joined, on_cpu
 from headway.transport.control.folder import FolderControl
@@ -20,12 +21,15 @@ def sft_at_host(settings: SftSettings, paths: RunPaths, tenancy: Tenancy) -> boo
     an export of the adapter are left at the end."""
     with joined(on_cpu(settings)) as ranks, StopRequest(FolderControl(paths)) as stop, ExitStack() as stack:
         rows = shared_rows(settings, paths, ranks, settings.data.path, "train")
+        if rows.images:
+            raise UsageError(f"{settings.data.path}: tenants cannot train on images yet; run it without --host")
+        packer = RowPacker(settings, paths, ranks, rows)
         validation = load_validation(settings, paths, ranks)
         advance = stack.enter_context(progress_bar("fine-tuning", settings.max_steps))
 
         def work(stay: Stay) -> bool:
             advance(stay.step)
-            feed = RowFeed(settings, rows, ranks, stop, first_step=stay.step + 1)
+            feed = RowFeed(settings, packer, ranks, stop, first_step=stay.step + 1)
             while not stay.finished:
                 watch = Stopwatch()
                 if (batch := feed.next(stay.step + 1)) is None:
@@ -33,7 +37,7 @@ def sft_at_host(settings: SftSettings, paths: RunPaths, tenancy: Tenancy) -> boo
                 waited = watch.lap()
                 metrics = stay.train(batch) | batch.metrics
                 if validation and (stay.step % settings.validation_interval == 0 or stay.finished):
-                    held_out = RankBatch(stay.step, validation.micro_batches, validation.counts)
+                    held_out = RankBatch(stay.step, list(validation.micro_batches()), validation.counts)
                     metrics["validation/loss"] = stay.evaluate(held_out)["loss"]
                 stay.record(metrics | {"wait_seconds": waited, "step_seconds": watch.lap()})
                 advance(1)

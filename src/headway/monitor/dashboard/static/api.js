@@ -27,6 +27,9 @@ export async function get(path, params = {}, signal = undefined) {
 export const ofRun = (run, path = "", params = {}, signal = undefined) =>
   get(`/api/runs/${encodeURIComponent(run)}${path}`, params, signal);
 
+export const imageOf = (run, digest) =>
+  `/api/runs/${encodeURIComponent(run)}/images/${encodeURIComponent(digest)}`;
+
 const listeners = new Set();
 const EVERY_RUN = { has: () => true };
 let source = null;

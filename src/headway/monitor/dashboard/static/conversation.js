@@ -1,8 +1,9 @@
 // A rollout as people read it: who said what, tool calls included, and what was sampled by the policy.
 
+import { imageOf } from "./api.js";
 import { h, longText, number, visible } from "./dom.js";
 
-export function conversation(record) {
+export function conversation(record, run) {
   const { episode } = record;
   return [
     episode.error
@@ -22,7 +23,7 @@ export function conversation(record) {
         trace.tools?.length ? offered(trace.tools) : null,
         trace.branches.map((branch, order) => [
           trace.branches.length > 1 ? h("h3", { class: "soft" }, `branch ${order + 1}`) : null,
-          branch.map((node) => turn(trace.nodes[node])),
+          branch.map((node) => turn(trace.nodes[node], run)),
         ]),
         Object.entries(trace.notes ?? {}).map(([name, note]) =>
           h("div", { class: "turn" }, h("div", { class: "who" }, h("b", {}, visible(name))), longText(note)),
@@ -52,7 +53,7 @@ export function rewards(trace) {
 
 export const versions = (node) => (node.versions ?? []).map(([version, count]) => `v${version} × ${count}`).join(", ");
 
-export function turn(node, text = longText) {
+export function turn(node, run, text = longText) {
   const { message } = node;
   if (!message) return null;
   return h(
@@ -68,6 +69,9 @@ export function turn(node, text = longText) {
       node.finish_reason ? h("span", {}, node.finish_reason) : null,
     ),
     message.reasoning ? longText(message.reasoning, "text reason") : null,
+    (message.images ?? []).map((image) =>
+      h("img", { class: "shown", src: imageOf(run, image.digest), alt: `image ${image.digest}`, loading: "lazy" }),
+    ),
     message.content ? text(message.content) : null,
     (message.tool_calls ?? []).map((call) =>
       h("div", { class: "call" }, h("b", {}, visible(call.name)), longText(pretty(call.arguments))),

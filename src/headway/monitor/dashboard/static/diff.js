@@ -5,7 +5,7 @@ import { h, longText, number, replace, visible } from "./dom.js";
 
 const MOST = 3000; // words of a side; longer texts are shown without marks
 
-export function diffView(box, [leftLine, left], [rightLine, right]) {
+export function diffView(box, run, [leftLine, left], [rightLine, right]) {
   const sides = [sampledTurns(left), sampledTurns(right)];
   const marks = [new Map(), new Map()];
   for (let place = 0; place < Math.min(sides[0].length, sides[1].length); place++) {
@@ -38,7 +38,7 @@ export function diffView(box, [leftLine, left], [rightLine, right]) {
           record.episode.traces.map((trace) => [
             h("div", { class: "soft" }, rewards(trace)),
             path(trace).map((node) =>
-              turn(node, (text) => (marks[side].has(node) ? marked(marks[side].get(node), side) : longText(text))),
+              turn(node, run, (text) => (marks[side].has(node) ? marked(marks[side].get(node), side) : longText(text))),
             ),
           ]),
         ),

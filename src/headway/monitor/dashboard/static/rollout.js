@@ -86,11 +86,11 @@ export async function rolloutView(box, run, step, line, query) {
     ),
     body,
   );
-  if (other !== null) diffView(body, [line, record], [other, await ofRun(run, `/rollouts/${step}/${other}`)]);
+  if (other !== null) diffView(body, run, [line, record], [other, await ofRun(run, `/rollouts/${step}/${other}`)]);
   else if (mode === "tokens") await new Tokens(body, run, at, record).start();
   else if (mode === "raw")
     replace(body, h("div", { class: "card pad text" }, visible(JSON.stringify(record, null, 2)).slice(0, 200_000)));
-  else replace(body, conversation(record));
+  else replace(body, conversation(record, run));
 
   const go = (to) => {
     if (group[to]) location.hash = link(group[to].line, mode);
