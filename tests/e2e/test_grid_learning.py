@@ -8,24 +8,27 @@ from e2e_runs import EXAMPLES, Run, headway
 from headway.core.runs import RunPaths
 
 COLORS = ("--args.questions", '["color"]', "--args.size", "3", "--args.cell", "8")
+MISTAKES = ("--seed", "1", "--args.wrong_share", "0.5")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_what_was_learned_from_images_earns_rewards(tmp_path: Path) -> None:
-    """The engine answers right about held-out images, where looking away would earn a third, before and after it gets
-    new weights; and the trainer agrees with it about every token."""
-    data, place = str(tmp_path / "rows.jsonl"), ("--run.output_dir", str(tmp_path))
-    headway("env", "demos", "grid", "-n", "1600", *COLORS, "-o", data)
-    warm_up = ("--model.path", "tiny-vl", "--model.vision_tower", "trained", "--max_steps", "55")
-    decay = ("--trainer.schedule.decay_steps", "20", "--run.name", "sft")
-    headway("sft", "@", str(EXAMPLES / "warm_up.toml"), "--data.path", data, *warm_up, *decay, *place)
-    model = str(tmp_path / "sft" / "exports" / "step_000055")
-    short = ("--max_steps", "2", "--orchestrator.batch_size", "16", "--orchestrator.filters.zero_advantage", "false")
-    on_policy = ("--orchestrator.max_lag", "0", "--trainer.optim.lr", "1e-5")
-    rl = str(EXAMPLES / "grid" / "rl.toml")
-    headway("rl", "@", rl, "--model.path", model, "--run.name", "rl", *short, *on_policy, *place)
+@pytest.mark.timeout(900)
+def test_rewards_teach_a_model_to_look(tmp_path: Path) -> None:
+    """The example, with half its steps: what it answers about held-out images, before and after; and the trainer agrees
+    with the engine about every token."""
+    place = ("--run.output_dir", str(tmp_path))
+    right, mixed, rows = (tmp_path / f"{name}.jsonl" for name in ("right", "mixed", "rows"))
+    headway("env", "demos", "grid", "-n", "1600", *COLORS, "-o", str(right))
+    headway("env", "demos", "grid", "-n", "900", *MISTAKES, *COLORS, "-o", str(mixed))
+    rows.write_bytes(right.read_bytes() + mixed.read_bytes())
+    warm_up = ("--model.path", "tiny-vl", "--model.vision_tower", "trained", "--max_steps", "80")
+    order = ("--data.shuffle", "false", "--trainer.schedule.decay_steps", "20", "--run.name", "sft")
+    headway("sft", "@", str(EXAMPLES / "warm_up.toml"), "--data.path", str(rows), *warm_up, *order, *place)
+    model = str(tmp_path / "sft" / "exports" / "step_000080")
+    shorter = ("--max_steps", "10", "--orchestrator.max_lag", "0", "--run.name", "rl")
+    headway("rl", "@", str(EXAMPLES / "grid" / "rl.toml"), "--model.path", model, *shorter, *place)
     run = Run(RunPaths(tmp_path / "rl"))
-    assert min(run.column("orchestrator", "eval/held-out/avg")) >= 0.8
+    held_out = run.column("orchestrator", "eval/held-out/avg")
+    assert held_out[0] <= 0.65 and held_out[-1] >= 0.8, f"right answers: {held_out}"
     assert max(run.column("trainer", "mismatch_kl")) < 1e-4
     assert len(list((tmp_path / "rl" / "images").iterdir())) >= 2
