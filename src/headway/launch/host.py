@@ -11,6 +11,7 @@ from rich.console import Console
 from headway.config.host import HostSettings
 from headway.config.inference import ServeSettings
 from headway.config.loader import write_settings
+from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
 from headway.core.processes import free_port, usable_cores
@@ -72,6 +73,8 @@ def _write_settings(settings: HostSettings, paths: RunPaths) -> None:
     serve = {field: getattr(settings, field) for field in ServeSettings.model_fields}
     # Closed from the start: before the first tenant there is nobody to serve either.
     serve["inference"] = settings.inference.model_copy(update={"tenants": True})
+    # vLLM makes room for adapters when it starts, or never.
+    serve["model"] = settings.model.model_copy(update={"lora": LoraSettings(rank=settings.host.rank)})
     write_settings(ServeSettings.model_validate(serve), paths.config / "inference.toml")
 
 
