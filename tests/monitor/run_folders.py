@@ -12,6 +12,7 @@ import numpy as np
 
 from headway.core.episodes import Episode, EpisodeError, Node, Task, Trace
 from headway.core.files import write_atomic
+from headway.core.images import MessageImage
 from headway.core.messages import Message, Tool, ToolCall
 from headway.core.records import TrainedLogprobs, TrainedSample
 from headway.core.runs import RunPaths
@@ -105,9 +106,10 @@ def write_logprobs(folder: Path, step: int, apart: float) -> None:
 def rollout(
     step: int, reward: float = 1.0, env: str = "reverse-text", group: str = "aaaaaaaa11", say: str = "dqag",
     error: str | None = None, calls: tuple[ToolCall, ...] = (), task: str = "gaqd", tools: tuple[Tool, ...] = (),
+    images: tuple[MessageImage, ...] = (),
 ) -> dict[str, Any]:  # fmt: skip
     nodes = [
-        Node(-1, TOKENS[:3], Message("user", "turn gaqd around")),
+        Node(-1, TOKENS[:3], Message("user", "turn gaqd around", images=images)),
         Node(0, TOKENS[3:5]),
         Node(1, TOKENS[5:], Message("assistant", say, calls), LOGPROBS, [(3, 2), (4, 3)], None, "stop"),
     ]

@@ -1,6 +1,7 @@
 """The page in a real browser: it draws, it lives, it obeys the keyboard, and hostile rollouts do nothing."""
 
 import asyncio
+import base64
 import json
 import math
 import os
@@ -15,6 +16,8 @@ import pytest
 from chromium import ALL_PAINTED, PAINTED, Page, find_chromium, open_page
 from run_folders import BEGAN, HOSTILE, add_step, append, make_run, rollout, write_logprobs, write_rollouts
 
+from headway.core.image_files import ImageFiles
+from headway.core.images import MessageImage, image_digest
 from headway.core.journal import (
     Began,
     Event,
@@ -49,6 +52,10 @@ MARKED = """(() => { // columns of a chart with a dashed line of this color, whi
         [...Array(height).keys()].filter(y => hit(4 * (y * width + x))).length > 40).length; })()"""
 RED, BLUE = "[194, 53, 43]", "[37, 99, 235]"
 MEGABYTE = "x" * 1_000_000
+PICTURE = base64.b64decode(
+    b"iVBORw0KGgoAAAANSUhEUgAAAAMAAAADCAIAAADZSiLoAAAAF0lEQVR4nGM8ISfHwMDAwMDAxAADCBYAHZIBCg6x9OEAAAAASUVORK5CYII="
+)
+"""Three pixels wide and high."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +74,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rollouts(folder, 3, [rollout(3, 0.5, error="timeout")])
     (folder / "logs" / "trainer_001.log").write_text(f"one {HOSTILE}\n" + "WARNING two\n")
     (folder / "logs" / "trainer_002.log").write_text(json.dumps({"time": BEGAN + 155}) + "\n")
-    make_run(root, "other", steps=10)
+    other = make_run(root, "other", steps=10)
+    ImageFiles(other / "images").keep({image_digest(PICTURE): PICTURE})
+    write_rollouts(other, 1, [rollout(1, images=(MessageImage(0, image_digest(PICTURE)),))])
     make_run(root, f"odd {HOSTILE.replace('/', '')}"[:120], steps=3)
     return root
 
@@ -367,6 +376,14 @@ def test_rollouts_are_filtered_opened_and_compared_by_keyboard(visit: Callable[[
         await page.until("document.querySelector('ins')?.textContent === 'slow'")
         await page.press("Escape")
         await page.until("document.body.dataset.ready.includes('/rollouts?step=2')")
+
+    visit(body)
+
+
+def test_images_of_a_conversation_are_shown(visit: Callable[[Body], None], url: str) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(url + "#/run/other/rollout/1/0")
+        await page.until("document.querySelector('.turn img')?.naturalWidth === 3")
 
     visit(body)
 
