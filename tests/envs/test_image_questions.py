@@ -85,3 +85,5 @@ def test_splits_have_no_row_in_common(tmp_path: Path) -> None:
     assert len(train) + len(held_out) == 60 and 2 <= len(held_out) <= 16
     assert not {task.id for task in train} & {task.id for task in held_out}
     assert len(ImageQuestions(path, num_tasks=5).tasks()) == 5
+    again = ImageQuestions(path).tasks()
+    assert list(again) == list(ImageQuestions(path).tasks()) and len({task.id for task in again}) == len(again)
