@@ -48,7 +48,7 @@ PRELOADED += ["headway.trainer.rl", "headway.transport.weights.http", "headway.t
 # Folders whose tests share a server or look for what others left.
 TOGETHER = ("inference", "envs", "sandboxes")
 # The longest come first, so that no worker is left with one when the other has nothing to do any more.
-LONGEST = (*TOGETHER, "e2e", "trainer", "transport", "models")
+LONGEST = (*TOGETHER, "e2e", "orchestrator", "trainer", "transport", "models")
 
 
 @pytest.hookimpl(optionalhook=True)
