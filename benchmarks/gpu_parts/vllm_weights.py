@@ -4,11 +4,13 @@ PYTHONPATH=benchmarks python -m gpu_parts.vllm_weights qwen3-4b
 """
 
 import asyncio
+import gc
 import json
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ from gpu_parts.weights import OUTPUT, PROMPT, SEQUENCES, SHAPES, trainer
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import ModelSettings
 from headway.core.protocol import GenerateRequest, SamplingParams
+from headway.inference.serve import settle
 from headway.inference.vllm.engine import VllmEngine
 from headway.inference.vllm.load import load_vllm
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 
-ROUNDS = {"device": 9, "host": 3}
+ROUNDS = {"device": 17, "host": 3}
 QUIET_SECONDS = 1.0
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [SEQUENCES]}
 """Decoding replays a CUDA graph, as it does by default; nothing is compiled, which would take a minute."""
@@ -54,7 +57,8 @@ async def _measure(folder: str, publish: Any) -> dict[str, Any]:
     )
     engine = await asyncio.to_thread(load_vllm, settings, Path(folder))
     await engine.start()
-    arrivals: list[float] = []
+    settle()
+    arrivals, collections = Arrivals([], []), GarbageCollections()
     flights = [asyncio.create_task(_keep_busy(engine, number, arrivals)) for number in range(SEQUENCES)]
     found: dict[str, Any] = {}
     version, fetches = 1, engine._loaded._kept_by_workers
@@ -63,21 +67,47 @@ async def _measure(folder: str, publish: Any) -> dict[str, Any]:
         rows = []
         for _ in range(ROUNDS[way]):
             version += 1
+            collections.longest = 0.0
             rows.append(await _update(engine, publish, version, arrivals))
+            rows[-1]["longest_garbage_collection"] = collections.longest
             print(way, version, {name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
         found[way] = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
+        found[f"{way}_each"] = {name: [row[name] for row in rows[1:]] for name in ("seconds", "paused_seconds")}
     for flight in flights:
         flight.cancel()
     await engine.close()
     return {**found, "room_for_a_copy": fetches}
 
 
-async def _update(engine: VllmEngine, publish: Any, version: int, arrivals: list[float]) -> dict[str, float]:
-    began = len(arrivals)
+@dataclass
+class Arrivals:
+    """Moments at which tokens came, and at which replies began."""
+
+    tokens: list[float]
+    begun: list[float]
+
+
+class GarbageCollections:
+    """The longest collection of this process, in seconds: tokens wait for it, too, and it is none of an update's."""
+
+    def __init__(self) -> None:
+        self.longest = self._began = 0.0
+        gc.callbacks.append(self._called)
+
+    def _called(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.longest = max(self.longest, time.perf_counter() - self._began)
+
+
+async def _update(engine: VllmEngine, publish: Any, version: int, arrivals: Arrivals) -> dict[str, float]:
+    began = len(arrivals.tokens)
     await asyncio.sleep(QUIET_SECONDS)
-    step = _gaps(arrivals[began:])
+    quiet = _gaps(arrivals.tokens[began:])
+    step = statistics.median(quiet)
     update, stages = await asyncio.to_thread(publish, version, True)
-    since, started = len(arrivals), time.perf_counter()
+    since, begun, started = len(arrivals.tokens), len(arrivals.begun), time.perf_counter()
     reply = await engine.update(update)
     ended = time.perf_counter()
     await asyncio.sleep(0.3)
@@ -86,8 +116,10 @@ async def _update(engine: VllmEngine, publish: Any, version: int, arrivals: list
         "seconds": stages["publish"] + ended - started,
         "publish_seconds": stages["publish"],
         "receive_seconds": ended - started,
-        "paused_seconds": max(0.0, max(_gaps(arrivals[since - 1 :])) - statistics.median(step)),
-        "step_seconds": statistics.median(step),
+        "paused_seconds": max(0.0, max(_gaps(arrivals.tokens[since - 1 :])) - step),
+        "longest_wait_without_update": max(quiet) - step,
+        "replies_begun_meanwhile": float(len(arrivals.begun) - begun),
+        "step_seconds": step,
         "bytes": float(reply.bytes),
     }
 
@@ -97,12 +129,13 @@ def _gaps(arrivals: list[float]) -> list[float]:
     return [gap for a, b in pairwise(arrivals) if (gap := b - a) > 1e-3]
 
 
-async def _keep_busy(engine: VllmEngine, number: int, arrivals: list[float]) -> None:
+async def _keep_busy(engine: VllmEngine, number: int, arrivals: Arrivals) -> None:
     tokens = [(7 * number + 13 * place) % 97 for place in range(PROMPT)]
     while True:
+        arrivals.begun.append(time.perf_counter())
         params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
         async for _ in engine.stream(GenerateRequest(tokens, sampling_params=params, stream_interval=1)):
-            arrivals.append(time.perf_counter())
+            arrivals.tokens.append(time.perf_counter())
 
 
 if __name__ == "__main__":

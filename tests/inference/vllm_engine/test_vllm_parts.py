@@ -39,6 +39,7 @@ from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.aside import VersionAside
 from headway.inference.vllm.kept import KeptWeights
 from headway.inference.vllm.loaded import LoadedProof
+from headway.inference.vllm.places import Places
 from headway.inference.vllm.processes import SERVER, vllm_environment
 from headway.inference.vllm.requests import (
     ActiveRequest,
@@ -476,6 +477,80 @@ def test_a_version_comes_in_parts_between_which_the_old_one_serves(monkeypatch: 
         for _ in range(3):
             version.load_part()
     assert serves(new) and not version.whole
+
+
+class Fusing(torch.nn.Module):
+    """Loads as vLLM's models do: q and k into rows of one parameter, one tensor halved, one in another precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(5, 2))
+        self.part = torch.nn.Parameter(torch.zeros(2, 2))
+        self.single = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.twice = torch.nn.Parameter(torch.zeros(2, 2))
+        self.loaded: list[str] = []
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.loaded.append(name)
+            match name:
+                case "q":
+                    self.qk.data[:3].copy_(tensor)
+                case "k":
+                    self.qk.data[3:].copy_(tensor)
+                case "half":
+                    self.part.data.copy_(tensor[:2])
+                case "single":
+                    self.single.data.copy_(tensor)
+                case "twice":
+                    self.twice.data[:1].copy_(tensor)
+                    self.twice.data[1:].copy_(tensor)
+
+
+def test_later_versions_are_received_where_loaders_would_copy_them() -> None:
+    model, places = Fusing(), Places()
+    kept = KeptWeights(model)
+
+    def version(number: float, *, whole: bool = True) -> None:
+        shapes = {"q": (3, 2), "k": (2, 2), "half": (4, 2), "single": (2,), "twice": (1, 2)}
+
+        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            for at, (name, shape) in enumerate(shapes.items()):
+                tensor = torch.full(shape, float(number + at))
+                # As a receiver does.
+                yield name, places.known[name].copy_(tensor) if name in places.known else tensor
+            if not whole:
+                raise HeadwayError("the fingerprint differs")
+
+        model.loaded = []
+        coming = VersionAside(model, kept, LoadedProof(model, 0), arriving(), places)
+        served = [parameter.clone() for parameter in model.parameters()]
+        try:
+            coming.load_part()
+            assert [name for name, _ in coming.came] == list(shapes) and coming.bytes == 4 * (6 + 4 + 8 + 2 + 2)
+        finally:
+            assert all(torch.equal(a, b) for a, b in zip(served, model.parameters(), strict=True))
+
+    def serves(number: float) -> None:
+        kept.exchange(model)
+        assert model.qk[:3].eq(number).all() and model.qk[3:].eq(number + 1).all()
+        assert model.part.eq(number + 2).all() and model.single.eq(number + 3).all()
+        assert model.twice.eq(number + 4).all()
+
+    with pytest.raises(HeadwayError, match="differs"):
+        version(5, whole=False)
+    assert not places.known
+    version(10)
+    assert set(places.known) == {"q", "k"} and len(model.loaded) == 5
+    serves(10)
+    for number in (20, 30):
+        version(number)
+        assert model.loaded == ["half", "single", "twice"]
+        serves(number)
+    with pytest.raises(HeadwayError, match="differs"):
+        version(40, whole=False)
+    version(50)
+    serves(50)
 
 
 SHAPE: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": -1.0, "logit_bias": {5: 2.0}}

@@ -4,7 +4,7 @@ vLLM mixes `HeadwayWorker` into its worker class (`worker_extension_cls`, one of
 to be installed or registered and nothing of vLLM is replaced. The module is imported in every worker process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from headway.inference.vllm.internals import (
 )
 from headway.inference.vllm.kept import KeptWeights
 from headway.inference.vllm.loaded import LoadedProof
+from headway.inference.vllm.places import Places
 from headway.inference.vllm.processes import die_with_server
 from headway.inference.vllm.watch import StreamWatch
 from headway.transport.weights import make_receiver
@@ -51,6 +52,7 @@ class HeadwayWorker(StreamWatch):
     _headway_receiver: WeightReceiver | None = None
     _headway_kept: KeptWeights | None = None
     _headway_aside: VersionAside | None = None
+    _headway_places: Places | None = None
 
     def headway_keeps(self) -> bool:
         """Tell whether this GPU has room for what is served, a second time: then a load can be undone in place."""
@@ -97,7 +99,9 @@ class HeadwayWorker(StreamWatch):
 
     def headway_receive_aside(self, update: bytes) -> None:
         """Begin to load a version from the trainer's memory beside what is served: see `headway_load_part`."""
-        self._headway_begin(self._headway_received(update))
+        if self._headway_places is None:
+            self._headway_places = Places()
+        self._headway_begin(self._headway_received(update, self._headway_places.known), self._headway_places)
 
     def headway_load(self, path: str, spans: list[list[Any]]) -> None:
         """Load the tensors of a staged file into the model, in place."""
@@ -124,16 +128,18 @@ class HeadwayWorker(StreamWatch):
         """Let KV go that is held for other engines."""
         release_kv(request_ids)
 
-    def _headway_received(self, update: bytes) -> Iterator[tuple[str, Tensor]]:
+    def _headway_received(
+        self, update: bytes, into: Mapping[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         if self._headway_receiver is None:
             self._headway_receiver = make_receiver(str(self.device))
-        return self._headway_receiver.receive(msgspec.json.decode(update, type=WeightUpdate))
+        return self._headway_receiver.receive(msgspec.json.decode(update, type=WeightUpdate), into)
 
-    def _headway_begin(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _headway_begin(self, tensors: Iterator[tuple[str, Tensor]], places: Places | None = None) -> None:
         assert self._headway_kept is not None
         model = self.model_runner.get_model()
         with self._headway_plain(model):
-            self._headway_aside = VersionAside(model, self._headway_kept, self._headway_proof(model), tensors)
+            self._headway_aside = VersionAside(model, self._headway_kept, self._headway_proof(model), tensors, places)
 
     def _headway_plain(self, model: nn.Module) -> AbstractContextManager[None]:
         return without_adapter_layers(model) if self.vllm_config.lora_config else nullcontext()
