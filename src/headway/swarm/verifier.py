@@ -14,7 +14,7 @@ from headway.swarm.checks.numbers import Logprobs, Ranks, SeededDraws
 from headway.swarm.checks.replay import PlayedAgain
 from headway.swarm.orders import Contribution, Precision, WorkOrder
 from headway.swarm.play import Player
-from headway.swarm.rescore import rescore
+from headway.swarm.rescore import rescore_all
 from headway.swarm.rescored import Rescored
 from headway.swarm.verdict import Verdict
 
@@ -72,14 +72,9 @@ class Verifier:
 
 def rescore_contribution(model: DecoderLM, order: WorkOrder, contribution: Contribution) -> Rescored:
     """Compute all sampled tokens of a contribution again."""
-    temperature = order.sampling.temperature
-    return Rescored.join(
-        [
-            rescore(model, trace, seed, temperature)
-            for seed, episode in zip(order.seeds, contribution.episodes, strict=True)
-            for trace in episode.traces
-        ]
-    )
+    pairs = zip(order.seeds, contribution.episodes, strict=True)
+    traces = [(trace, seed) for seed, episode in pairs for trace in episode.traces]
+    return rescore_all(model, traces, order.sampling.temperature)
 
 
 def first_refusal(checks: Sequence[Check[Case]], case: Case) -> Verdict | None:
