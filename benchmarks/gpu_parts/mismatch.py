@@ -56,7 +56,7 @@ def settings_of(engine: str, compute: str, options: argparse.Namespace, folder: 
     return ServeSettings(
         model=ModelSettings(path=str(folder), dtype=options.dtype),
         inference=InferenceSettings(
-            engine=engine, compute=compute, max_running=SEQUENCES, prefix_cache=False,
+            engine=engine, compute=compute, max_running=SEQUENCES,
             kv_memory_gb=4.0 if options.device == "cuda" else 0.5, vllm=own if engine == "vllm" else {},
         ),
         seq_len=PROMPT + OUTPUT,
@@ -91,10 +91,20 @@ def kl(gaps: Tensor) -> float:
     return float((gaps.double().expm1() - gaps.double()).mean())
 
 
+@torch.no_grad()
+def spread(model: DecoderLM, std: float) -> None:
+    """Fresh weights (0.02) route nearly at random and say nearly nothing; with 0.05 logits, of tokens and of experts,
+    are spread as far as in trained models: by about 2."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=std)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model; default: random weights in the shape of Qwen3-30B-A3B")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--std", type=float, default=0.05, help="of random weights")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--engines", nargs="+", default=["embedded"], choices=("embedded", "vllm"))
     parser.add_argument("--compute", nargs="+", default=["dtype"], choices=("dtype", "fp8"))
@@ -107,6 +117,7 @@ def main() -> None:
         else:
             config = replace(SHAPES["qwen3-30b-a3b"], layers=options.layers)
             model = build_model(config, device=options.device, dtype=torch.bfloat16)
+            spread(model, options.std)
             save_checkpoint(model, folder, files_from=resolve_model("tiny"))
             del model
         measure(options, folder)
