@@ -71,7 +71,7 @@ def make_orchestrator(
 
 @dataclass(slots=True)
 class _Wiring:
-    """What several parts of an orchestrator share. Each method makes one part."""
+    """Parts that several others of an orchestrator share. Each method makes one more."""
 
     settings: OrchestratorSettings
     fleet: ServingFleet
