@@ -45,7 +45,8 @@ from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import Orchestrator, first_to_end
 from headway.orchestrator.outbox import BatchOutbox
-from headway.orchestrator.run import RunRecorder, freeze_gc, make_orchestrator, open_session, resolve_folder
+from headway.orchestrator.run import RunRecorder, freeze_gc, open_session, resolve_folder
+from headway.orchestrator.wiring import make_orchestrator
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
 

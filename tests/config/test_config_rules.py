@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.config.commands import process_settings
+from headway.config.host import HostSettings
 from headway.config.loader import load_settings
 from headway.config.orchestrator import OrchestrateSettings
 from headway.config.rl import RlSettings
@@ -95,6 +96,16 @@ def test_nonsense_is_refused_with_the_setting_to_change(argv: list[str], reason:
         load_settings(RlSettings, argv)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--placement.trainer_ranks=2", "--trainer.optimizer_on_cpu=true", "--model.compute=fp8"]
+)
+def test_a_host_refuses_what_its_trainer_does_not_have(flag: str) -> None:
+    """Before anything is started, and not when its trainer starts."""
+    with pytest.raises(UsageError, match="a host's trainer is one process on one device") as caught:
+        load_settings(HostSettings, [flag])
+    assert str(caught.value).startswith(f"{flag.partition('=')[0]} must be left at its default")
 
 
 def test_the_orchestrator_packs_for_the_ranks_that_read_different_data() -> None:

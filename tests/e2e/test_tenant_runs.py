@@ -5,17 +5,31 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import psutil
 import pytest
-from e2e_runs import EXAMPLES, Run, start
+import torch
+from e2e_runs import EXAMPLES, LOTTERY, Run, start
 
 from headway.cli import main
+from headway.config.loader import load_settings
+from headway.config.trainer import TrainSettings
+from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
+from headway.core.tenants import TenantUse
+from headway.models.adapters.lora import adapter_tensors, read_adapter
+from headway.trainer.parallel.ranks import joined
+from headway.trainer.state import build_state
+from headway.trainer.step import Stepper
+from headway.transport.control.folder import FolderControl
+from headway.transport.http_client import HttpClient
+from headway.transport.rollouts import RankBatch, make_receiver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,10 +40,18 @@ FLAGS = (
     *("--orchestrator.eval.envs", "[]", "--orchestrator.max_lag", "1", "--orchestrator.batch_size", "64"),
     *("--trainer.checkpoints.interval", "3", "--audit", "false"),
 )
+BARE = f'{{type = "custom", path = "{Path(__file__).with_name("bare_rewards.py")}:BareRewards"}}'
+STEPS = 6
+GREEDY = (
+    *(*LOTTERY, "--orchestrator.algorithm", BARE, "--orchestrator.group_size", "1", "--orchestrator.batch_size", "8"),
+    *("--orchestrator.sampling.temperature", "0", "--orchestrator.sampling.max_tokens", "31", "--audit", "false"),
+    *("--orchestrator.max_lag", "0", "--trainer.checkpoints.interval", "100", "--max_steps", str(STEPS)),
+)
+"""Flags of a run that its settings determine: the likeliest tokens, each of the version before its batch."""
 
 
 @contextmanager
-def hosting(model: Path, folder: Path) -> Iterator[Run]:
+def hosting(model: Path | str, folder: Path) -> Iterator[Run]:
     """A host while it runs."""
     place = ("--run.output_dir", str(folder), "--run.name", "host", "--host.port", "0")
     process = start("host", "--model.path", str(model), "--seq_len", "512", "--placement.device", "cpu", *place)
@@ -121,3 +143,101 @@ def test_tenants_learn_two_tasks_while_everything_is_killed(
         assert last > first + 0.06, f"{name}: reward went from {first:.3f} to {last:.3f}"
     losses = runs["taught"].column("trainer", "validation/loss")
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.1, losses
+
+
+def start_greedy(folder: Path, host: Run, life: str) -> "dict[str, tuple[subprocess.Popen[str], Run]]":
+    """Start two tenants whose numbers are the same in every life."""
+    own = {
+        "anna": ("--model.lora.rank", "4", "--trainer.optim.lr", "3e-3"),
+        "ben": ("--model.lora.rank", "2", "--trainer.optim.lr", "2e-3", "--trainer.loss.type", "gspo", "--seed", "1"),
+    }
+    started = {}
+    for name, flags in own.items():
+        place = ("--run.output_dir", str(folder), "--run.name", f"{name}-{life}", "--host", str(host.paths.root))
+        started[name] = start("rl", *GREEDY, *flags, *place), Run(RunPaths(folder / f"{name}-{life}"))
+    return started
+
+
+def finish(tenants: "dict[str, tuple[subprocess.Popen[str], Run]]") -> None:
+    try:
+        for name, (process, _) in tenants.items():
+            output, _ = process.communicate(timeout=300)
+            assert process.returncode == 0, f"{name}\n{output[-6000:]}"
+    finally:
+        for process, _ in tenants.values():
+            process.kill()
+
+
+def engine_is_busy(host: Run) -> bool:
+    """Ask a host's engine whether it samples for a tenant right now."""
+    control = FolderControl(host.paths)
+    client = HttpClient(control.engines()["inference-0"], control.token)
+    uses = msgspec.json.decode(client.request("GET", "/tenants"), type=list[TenantUse])
+    client.close()
+    return any(use.running for use in uses)
+
+
+def replies(run: Run, step: int) -> dict[str, tuple[float, list[int], list[float]]]:
+    """Collect by task what was sampled for a batch: reward, tokens and logprobs."""
+    found = {}
+    for record in read_rollouts(run.paths, step):
+        node = record.episode.traces[0].nodes[-1]
+        assert {version for version, _ in node.versions} == {step - 1}
+        found[record.episode.task.id] = record.reward, node.token_ids, node.logprobs or []
+    return found
+
+
+def train_alone(run: Run, steps: Iterable[int]) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """Train batches of a tenant as an ordinary run does. Returns the adapter and the metrics."""
+    settings = load_settings(TrainSettings, ["@", str(run.paths.config / "trainer.toml")]).settings
+    receiver = make_receiver(settings.rollouts, run.paths, 0, 1)
+    with joined(settings) as ranks:
+        state, stepper, metrics = build_state(settings, ranks), Stepper(settings, ranks), []
+        for step in steps:
+            batch = receiver.receive(step, 0.0)
+            assert isinstance(batch, RankBatch)
+            metrics.append(stepper.step(state, batch).metrics)
+        return {name: tensor.detach().clone() for name, tensor in adapter_tensors(state.model)}, metrics
+
+
+def test_a_killed_engine_changes_no_tenants_numbers(tmp_path: Path) -> None:
+    with hosting("tiny", tmp_path) as host:
+        killed = start_greedy(tmp_path, host, "killed")
+        runs = [run for _, run in killed.values()]
+        wait_for(lambda: min(len(run.metrics("trainer")) for run in runs) >= 2)
+        engine = next(process for process in host.processes() if "serve" in process.cmdline())
+        wait_for(lambda: engine_is_busy(host))
+        engine.kill()
+        assert max(len(run.metrics("trainer")) for run in runs) < STEPS
+        finish(killed)
+        whole = start_greedy(tmp_path, host, "whole")
+        finish(whole)
+    assert (host.paths.logs / "inference-0_002.log").exists()
+    assert not (host.paths.logs / "inference-0_003.log").exists()
+    for name, (_, run) in killed.items():
+        assert_alike(run, whole[name][1])
+        assert_trained_and_sampled_right(run)
+
+
+def assert_alike(run: Run, twin: Run) -> None:
+    """The same replies and rewards, and all other numbers within what the order of additions makes of them."""
+    for step in range(1, STEPS + 1):
+        ours, theirs = replies(run, step), replies(twin, step)
+        assert len(ours) == 8 and ours.keys() == theirs.keys()
+        for task, (reward, tokens, logprobs) in ours.items():
+            assert (reward, tokens) == theirs[task][:2], f"{run.paths.root.name}, batch {step}, task {task}"
+            np.testing.assert_allclose(logprobs, theirs[task][2], atol=1e-3)
+    for column in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(run.column("trainer", column), twin.column("trainer", column), rtol=1e-2, atol=1e-3)
+
+
+def assert_trained_and_sampled_right(run: Run) -> None:
+    """On its batches the adapter is that of an ordinary run, to the last bit, and they were sampled from the newest."""
+    adapter, metrics = train_alone(run, range(1, STEPS + 1))
+    _, exported = read_adapter(run.paths.exports / f"step_{STEPS:06d}_adapter")
+    assert adapter.keys() == exported.keys()
+    assert all(torch.equal(adapter[key], exported[key]) for key in adapter)
+    assert run.column("trainer", "grad_norm") == [line["grad_norm"] for line in metrics]
+    newest = run.column("trainer", "mismatch_kl")
+    _, one_step_older = train_alone(run, [*range(1, STEPS - 1), STEPS])
+    assert len(newest) == STEPS and max(newest) < 1e-9 < 1e-6 < one_step_older[-1]["mismatch_kl"]

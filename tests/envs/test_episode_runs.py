@@ -268,4 +268,5 @@ def test_errors_of_environments_are_data_and_keep_what_was_said(trouble, kind, m
     assert message in episode.error.message
     assert len(episode.traces[0].nodes) == 3
     assert episode.traces[0].nodes[-1].temperature == 0.0
+    assert [sample.temperature for sample in episode_samples(episode)] == [1.0]  # that of greedy tokens' logprobs
     assert engine.requests[0].sampling_params.max_tokens == 5

@@ -14,7 +14,7 @@ from engine_serving import EmbeddedServer
 from tenants_common import AT_HOST, adapter, ask, client, grant
 
 from headway.core.protocol import GenerateChunk
-from headway.inference.tenants.grants import MOST_TENANTS
+from headway.inference.tenants.grants import MOST_TENANTS, Grants
 from headway.orchestrator.fleet.engine import has_weights
 from headway.transport.http_thread import HttpThread
 from headway.transport.inference import EngineError
@@ -140,6 +140,26 @@ def test_without_a_tenants_token_only_health_answers(shared: EmbeddedServer, tok
         ("PUT", "/tenants", []),
     ):
         assert send(shared, method, route, body, token)[0] == 401, route
+
+
+def test_an_engine_that_was_not_told_its_tenants_yet_asks_them_to_come_again(
+    shared: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that was killed and started again: replies that it had begun must not fail."""
+    grants = Grants(closed=True)
+    monkeypatch.setattr(shared.context, "grants", grants)
+
+    async def body() -> None:
+        async with client(shared, "anna") as anna:
+            with pytest.raises(EngineError, match="who its tenants are") as early:
+                await anna.generate(ask(PROMPT))
+            assert (early.value.status, early.value.retryable, early.value.retry_after) == (503, True, 1)
+            grants.replace([])
+            with pytest.raises(EngineError, match="token of one") as told:
+                await anna.generate(ask(PROMPT))
+            assert (told.value.status, told.value.retryable) == (401, False)
+
+    run(body)
 
 
 @pytest.mark.parametrize(

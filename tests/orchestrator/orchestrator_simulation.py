@@ -23,7 +23,7 @@ from headway.orchestrator.evaluation import EvalEnv, Round
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.loop import Orchestrator
-from headway.orchestrator.run import make_orchestrator
+from headway.orchestrator.wiring import make_orchestrator
 from headway.transport.inference import EngineError
 
 TIME_LIMIT = 3000.0

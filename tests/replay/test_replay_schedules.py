@@ -15,7 +15,7 @@ from headway.core.runs import RunPaths
 from headway.core.streams import streams_of
 from headway.orchestrator.collect.ready import ReadyGroup
 from headway.orchestrator.loop import NextBatch
-from headway.orchestrator.run import make_orchestrator
+from headway.orchestrator.wiring import make_orchestrator
 from headway.plan.virtual_time import run_virtually
 from headway.replay.decisions import LifeReplay
 from headway.replay.lives import Life, read_history

@@ -55,3 +55,25 @@ class HostSettings(TrainSettings, ServeSettings):
     """The service that tenants join, and their bounds and shares."""
     cost: CostSettings = CostSettings()
     """Prices, by which the trainer's time is divided among tenants."""
+
+    @model_validator(mode="after")
+    def _trainer_is_one_process(self) -> Self:
+        if beyond := beyond_tenants(self):
+            raise broken_rule(
+                beyond[0], "must be left at its default: a host's trainer is one process on one device, without this"
+            )
+        return self
+
+
+def beyond_tenants(settings: TrainSettings) -> list[str]:
+    """Name the settings that ask for what a trainer of tenants does not have."""
+    trainer = settings.trainer
+    used = {
+        "placement.trainer_ranks": settings.placement.trainer_ranks > 1,
+        "model.implementation": settings.model.implementation != "headway",
+        "model.compute": settings.model.compute != "dtype",
+        "trainer.activations.offload": trainer.activations.offload,
+        "trainer.optimizer_on_cpu": trainer.optimizer_on_cpu,
+        "trainer.compile": trainer.compile,
+    }
+    return [name for name, is_used in used.items() if is_used]

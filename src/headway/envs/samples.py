@@ -25,7 +25,8 @@ def trace_samples(trace: Trace) -> list[Sample]:
     """Cut the branches of one trace.
 
     A reply that several branches share is marked as sampled in the first only. A branch whose new replies were
-    drawn at different temperatures becomes one sample for each, since a sample has one temperature.
+    drawn at different temperatures becomes one sample for each, since a sample has one temperature: that of its
+    logprobs, which is 1 where decoding was greedy.
     """
     samples = []
     marked: set[int] = set()
@@ -33,8 +34,8 @@ def trace_samples(trace: Trace) -> list[Sample]:
         nodes = [trace.nodes[index] for index in path]
         fresh = [i for i, index in enumerate(path) if nodes[i].sampled and nodes[i].token_ids and index not in marked]
         marked.update(path[i] for i in fresh)
-        for temperature in dict.fromkeys(nodes[i].temperature for i in fresh):
-            sample = _sample(nodes, [i for i in fresh if nodes[i].temperature == temperature])
+        for temperature in dict.fromkeys(nodes[i].temperature or 1.0 for i in fresh):
+            sample = _sample(nodes, [i for i in fresh if (nodes[i].temperature or 1.0) == temperature])
             sample.temperature, sample.agent, sample.nodes = temperature, trace.agent, path
             samples.append(sample)
     return samples

@@ -5,50 +5,36 @@ import gc
 import json
 import logging
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import aiohttp
 
 from headway.algorithms.base import Context
-from headway.config.orchestrator import OrchestrateSettings, OrchestratorSettings
+from headway.config.orchestrator import OrchestrateSettings
 from headway.config.shared import TrackingSettings
 from headway.core.control import RunControl
 from headway.core.errors import UsageError
 from headway.core.journal import JournalFile
 from headway.core.packing import Cost
-from headway.core.protocol import WeightUpdate
 from headway.core.records import RolloutRecord, write_untrained
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter
 from headway.monitor.sinks import make_sinks
-from headway.orchestrator.background import Background, LoopBackground
-from headway.orchestrator.collect.collector import Collector
-from headway.orchestrator.collect.filters import load_gates
-from headway.orchestrator.collect.ready import ReadyQueue
-from headway.orchestrator.dispatch import concurrency
-from headway.orchestrator.dispatch.admission import Admission
-from headway.orchestrator.dispatch.dispatcher import GRACE_SECONDS, Dispatcher, random_id
-from headway.orchestrator.dispatch.sources import Source
-from headway.orchestrator.dispatch.staleness import StalenessLimits
-from headway.orchestrator.dispatch.training import TrainingWork
+from headway.orchestrator.dispatch.dispatcher import random_id
 from headway.orchestrator.environment_record import record_environments
 from headway.orchestrator.environments import WorkerPools
-from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round, write_round
+from headway.orchestrator.evaluation import Round, write_round
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.fleet.membership import engine_finder
-from headway.orchestrator.fleet.updates import POLL_SECONDS, WeightReceivers, WeightUpdater
-from headway.orchestrator.health import Health
 from headway.orchestrator.images import run_images
 from headway.orchestrator.journaling import Journal
-from headway.orchestrator.loop import MetricsRecorder, Orchestrator, RunFleet, first_to_end
-from headway.orchestrator.outbox import BatchOutbox, Outbox
+from headway.orchestrator.loop import first_to_end
+from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.swarm_intake import SwarmIntake
-from headway.orchestrator.tally import StepTally
+from headway.orchestrator.wiring import make_orchestrator
 from headway.rendering.base import Renderer
 from headway.swarm.spool import Spool
 from headway.transport.inference import InferenceClient
@@ -59,12 +45,6 @@ from headway.transport.tls import client_context
 logger = logging.getLogger(__name__)
 
 STOP_POLL_SECONDS = 0.5
-
-
-class ServingFleet(RunFleet, WeightReceivers, Protocol):
-    """The fleet, as all parts together see it. `changed` is set when capacity or versions change."""
-
-    changed: asyncio.Event
 
 
 class RunRecorder:
@@ -187,98 +167,6 @@ def open_journal(settings: OrchestrateSettings, paths: RunPaths) -> Journal:
     file = JournalFile(paths.journal, megabytes << 20) if megabytes else None
     # Ids are unique over processes, and their count within one repeats in a replay.
     return Journal(file, prefix=random_id()[:16], settings=settings.model_dump_json().encode())
-
-
-def make_orchestrator(
-    settings: OrchestratorSettings,
-    *,
-    max_steps: int,
-    seq_len: int,
-    sources: Sequence[Source],
-    evals: Sequence[EvalEnv],
-    fleet: ServingFleet,
-    outbox: Outbox,
-    recorder: MetricsRecorder,
-    on_evaluation: Callable[[Round], None],
-    announced: Callable[[], WeightUpdate | None],
-    worker_metrics: Callable[[], dict[str, float]] = dict,
-    clock: Callable[[], float] = time.monotonic,
-    new_id: Callable[[], str] = random_id,
-    grace_seconds: float = GRACE_SECONDS,
-    poll_seconds: float = POLL_SECONDS,
-    journal: Journal | None = None,
-    make_background: Callable[[], Background] = LoopBackground,
-) -> Orchestrator:
-    """Wire the parts. Time, chance and the outside world come in here and nowhere else."""
-    changed = fleet.changed
-    updater = WeightUpdater(announced, fleet, changed, poll_seconds)
-    journal = journal or Journal(clock=clock)
-    journal.watch(lambda: fleet.version, updater)
-    clock = journal.clock
-    health = Health(
-        max_error_share=settings.max_error_share,
-        max_empty_batches=settings.max_empty_batches,
-        batch_size=settings.batch_size,
-        clock=clock,
-    )
-    ready, tally = ReadyQueue(), StepTally()
-    collector = Collector(
-        ready,
-        filters=settings.filters,
-        gates=load_gates(settings.gates),
-        seq_len=seq_len,
-        health=health,
-        tally=tally,
-        changed=changed,
-        background=make_background(),
-        journal=journal,
-    )
-    admission = Admission(
-        limits=StalenessLimits(settings.batch_size, settings.max_lag, settings.run_ahead, max_steps),
-        fleet=fleet,
-        updater=updater,
-        ready=ready,
-        collector=collector,
-        frozen=all(source.algorithm.sampler is not None for source in sources),
-        pace=float(min(settings.run_ahead, settings.max_lag) + 1),
-    )
-    training = TrainingWork(
-        sources,
-        fleet,
-        admission=admission,
-        collector=collector,
-        health=health,
-        tally=tally,
-        changed=changed,
-        clock=clock,
-        new_id=new_id,
-        journal=journal,
-    )
-    evaluation = EvaluationWork(evals, fleet, on_round=on_evaluation, changed=changed, new_id=new_id)
-    control = concurrency.start(settings.concurrency)
-    dispatcher = Dispatcher(
-        fleet, [training, evaluation], control.limit, grace_seconds, background=make_background(), journal=journal
-    )
-    return Orchestrator(
-        settings=settings,
-        fleet=fleet,
-        updater=updater,
-        ready=ready,
-        collector=collector,
-        admission=admission,
-        training=training,
-        evaluation=evaluation,
-        dispatcher=dispatcher,
-        control=control,
-        health=health,
-        tally=tally,
-        outbox=outbox,
-        recorder=recorder,
-        worker_metrics=worker_metrics,
-        journal=journal,
-        clock=clock,
-        changed=changed,
-    )
 
 
 def freeze_gc() -> None:

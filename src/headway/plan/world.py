@@ -24,7 +24,7 @@ from headway.orchestrator.dispatch.curriculum import InOrder
 from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.loop import first_to_end
-from headway.orchestrator.run import make_orchestrator
+from headway.orchestrator.wiring import make_orchestrator
 from headway.plan.device import Device, SimulatedEngine, SimulatedHost, SimulatedTrainer
 from headway.plan.episodes import Shape, Workload
 from headway.plan.speeds import Speeds

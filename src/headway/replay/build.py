@@ -15,7 +15,8 @@ from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.environments import make_eval_env, make_source
 from headway.orchestrator.images import run_images
 from headway.orchestrator.loop import NextBatch, Orchestrator
-from headway.orchestrator.run import batch_cost, make_orchestrator, resolve_folder
+from headway.orchestrator.run import batch_cost, resolve_folder
+from headway.orchestrator.wiring import make_orchestrator
 from headway.replay.decisions import LifeReplay
 from headway.replay.lives import History, Life
 from headway.replay.recorded import RecordedEpisodes

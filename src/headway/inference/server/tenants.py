@@ -6,6 +6,7 @@ from aiohttp import web
 
 from headway.core.openai import RequestError
 from headway.core.tenants import TenantGrant, TenantUse
+from headway.inference.engine import LoadingError
 from headway.inference.server.context import KEY, VIEW, ServerContext
 from headway.inference.server.handover import ROUTE
 from headway.inference.server.requests import read_body
@@ -62,6 +63,9 @@ async def tell_tenants_apart(request: web.Request, handler: Handler) -> web.Stre
     if name is None:
         if request.path in _OPEN:
             return await handler(request)
+        if context.grants.awaited:
+            # One that was started again: a reply that its death broke off has to go on, and not to fail.
+            raise LoadingError("the host has not said yet who its tenants are", retry_after=1)
         raise RequestError("this server has tenants: show the bearer token of one", status=401)
     resource = request.match_info.route.resource
     route = (request.method.replace("HEAD", "GET"), "" if resource is None else resource.canonical)

@@ -15,10 +15,13 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class Grants:
-    """The tenants by name. `closed`: others than tenants and admins are refused even while there is no tenant."""
+    """The tenants by name. `closed`: others than tenants and admins are refused even while there is no tenant.
+
+    `awaited`: this is so, and nobody has said yet who the tenants are.
+    """
 
     def __init__(self, *, closed: bool = False) -> None:
-        self._closed = closed
+        self._closed = self.awaited = closed
         self._by_name: dict[str, TenantGrant] = {}
         self._by_hash: dict[str, TenantGrant] = {}
 
@@ -52,6 +55,7 @@ class Grants:
         """Put `grants` in place of all others and name the tenants that are gone. Raises RequestError on a wrong list,
         with nothing changed."""
         check_grants(grants)
+        self.awaited = False
         gone = self._by_name.keys() - {grant.name for grant in grants}
         self._by_name = {grant.name: grant for grant in grants}
         self._by_hash = {grant.token_sha256: grant for grant in grants}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from headway.config.host import beyond_tenants
 from headway.config.trainer import TrainSettings
 from headway.core.devices import resolve_dtype
 from headway.core.errors import UsageError
@@ -22,7 +23,8 @@ def build_base(settings: TrainSettings, device: torch.device) -> tuple[DecoderLM
 
     Raises UsageError for settings that a trainer of tenants cannot follow.
     """
-    _check(settings)
+    if beyond := beyond_tenants(settings):
+        raise UsageError(f"a trainer of tenants does not have {', '.join(beyond)}; leave the default")
     folder = resolve_model(settings.model.path, settings.model.family)
     config = load_config(folder, settings.model.implementation)
     dtype: torch.dtype = getattr(torch, resolve_dtype(settings.model.dtype, device.type))
@@ -39,17 +41,3 @@ def build_base(settings: TrainSettings, device: torch.device) -> tuple[DecoderLM
     model.requires_grad_(False)
     model.train()
     return model, folder
-
-
-def _check(settings: TrainSettings) -> None:
-    trainer = settings.trainer
-    refused = {
-        "placement.trainer_ranks": settings.placement.trainer_ranks > 1,
-        "model.implementation": settings.model.implementation != "headway",
-        "model.compute": settings.model.compute != "dtype",
-        "trainer.activations.offload": trainer.activations.offload,
-        "trainer.optimizer_on_cpu": trainer.optimizer_on_cpu,
-        "trainer.compile": trainer.compile,
-    }
-    if wrong := [name for name, used in refused.items() if used]:
-        raise UsageError(f"a trainer of tenants does not have {', '.join(wrong)}; leave the default")
