@@ -2,9 +2,10 @@
 
     python benchmarks/hostile.py                                      # 20,000 requests, 2,000 connections
     python benchmarks/hostile.py --requests 500 --connections 50 --half-open 0
+    python benchmarks/hostile.py --images 2000      # malformed images, to a model that sees and to one that does not
 
 The bars: no reply of 5xx, memory that does not grow with the number of requests, connections without a whole request
-closed by the server, right answers in between.
+closed by the server, right answers in between. Each request with a malformed image has to be refused with 4xx.
 """
 
 import argparse
@@ -17,11 +18,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
+
+from headway.core.messages import image_part
+from hostile_parts.images import CHAT as CHAT_ROUTE
+from hostile_parts.images import chat, malformed_image, picture
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -43,6 +49,8 @@ HEADERS: list[dict[str, str]] = [
     {"Content-Encoding": "gzip"}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic \u00ff"},
     {"Host": "evil.example"}, {"X-Long": "x" * 4000}, {"Accept": "nothing/at-all"},
 ]  # fmt: skip
+PATIENT = aiohttp.ClientTimeout(total=600, sock_connect=600)
+"""For machines that have other work, too."""
 BROKEN = [
     b"", b"GARBAGE\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET /health HTTP/9.9\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n{",
@@ -132,20 +140,76 @@ async def half_open(url: str, count: int, patience: float) -> float:
     return time.monotonic() - began
 
 
+async def send_images(url: str, count: int, seed: int, *, sees: bool = True) -> dict[str, Counter[int]]:
+    """Send malformed images, 16 at a time, with a right one every 100; returns the statuses of each kind. A model that
+    does not see gets right ones, too: it refuses all."""
+    rng, gate = random.Random(seed), asyncio.Semaphore(16)
+    statuses: dict[str, Counter[int]] = {}
+
+    async def one(number: int) -> None:
+        async with gate:
+            if sees and number % 100 == 0:
+                await check_right_image(url)
+            kind, (route, data) = malformed_image(rng)
+            if not sees and number % 4 == 0:
+                kind, (route, data) = "right", chat("user", [image_part(picture(rng, "PNG"))])
+            async with session.post(url + route, data=data) as reply:
+                await reply.read()
+                statuses.setdefault(kind, Counter())[reply.status] += 1
+
+    async with aiohttp.ClientSession(timeout=PATIENT) as session:
+        await asyncio.gather(*(one(number) for number in range(count)))
+    await (check_right_image(url) if sees else check_right_answer(url))
+    return statuses
+
+
+async def check_right_image(url: str) -> None:
+    _, body = chat("user", [image_part(picture(random.Random(0), "PNG"))])
+    async with aiohttp.ClientSession(timeout=PATIENT) as session, session.post(url + CHAT_ROUTE, data=body) as reply:
+        assert reply.status == 200, await reply.text()
+
+
+def attack_with_images(url: str, server: psutil.Process, options: argparse.Namespace, *, sees: bool) -> int:
+    """Print what came of it; returns 1 if a bar did not hold."""
+    warm = min(options.images // 10, 200)
+    statuses = asyncio.run(send_images(url, warm, options.seed, sees=sees))
+    before = server.memory_info().rss
+    for kind, counts in asyncio.run(send_images(url, options.images - warm, options.seed + 1, sees=sees)).items():
+        statuses[kind] = statuses.get(kind, Counter()) + counts
+    grown = server.memory_info().rss - before
+    total = sum(statuses.values(), Counter())
+    print(f"{total.total()} malformed images to a model that {'sees' if sees else 'does not see'}:")
+    for kind, counts in sorted(statuses.items()):
+        print(f"  {kind:20} {dict(sorted(counts.items()))}")
+    print(f"memory: {before / 2**20:.0f} MB after the first {warm}, {grown / 2**20:+.0f} MB by the rest")
+    refused = all(400 <= status < 500 for status in total)
+    return int(not refused or grown > 100 * 2**20)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--connections", type=int, default=2_000)
     parser.add_argument("--half-open", type=int, default=200)
+    parser.add_argument("--images", type=int, default=0, help="send so many malformed images instead")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    command = [sys.executable, "-m", "headway.cli.main", "serve", "tiny", "--port", "0"]
+    if not options.images:
+        return serve("tiny", lambda url, server: attack(url, server, options))
+    seeing = serve("tiny-vl", lambda url, server: attack_with_images(url, server, options, sees=True))
+    options.images = max(options.images // 10, 1)
+    return seeing or serve("tiny", lambda url, server: attack_with_images(url, server, options, sees=False))
+
+
+def serve(model: str, attack: Callable[[str, psutil.Process], int]) -> int:
+    """Attack a server of its own, which serves `model`."""
+    command = [sys.executable, "-m", "headway.cli.main", "serve", model, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     try:
         assert server.stdout is not None
         url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
-        return attack(url, psutil.Process(server.pid), options)
+        return attack(url, psutil.Process(server.pid))
     finally:
         server.terminate()
         server.wait(60)

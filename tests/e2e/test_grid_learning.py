@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from e2e_runs import EXAMPLES, Run, headway
+from e2e_runs import EXAMPLES, Run, headway, start
 
 from headway.core.runs import RunPaths
 
@@ -26,9 +26,24 @@ def test_rewards_teach_a_model_to_look(tmp_path: Path) -> None:
     headway("sft", "@", str(EXAMPLES / "warm_up.toml"), "--data.path", str(rows), *warm_up, *order, *place)
     model = str(tmp_path / "sft" / "exports" / "step_000080")
     shorter = ("--max_steps", "10", "--orchestrator.max_lag", "0", "--run.name", "rl")
+    shorter += ("--trainer.checkpoints.interval", "8")
     headway("rl", "@", str(EXAMPLES / "grid" / "rl.toml"), "--model.path", model, *shorter, *place)
     run = Run(RunPaths(tmp_path / "rl"))
     held_out = run.column("orchestrator", "eval/held-out/avg")
     assert held_out[0] <= 0.65 and held_out[-1] >= 0.8, f"right answers: {held_out}"
     assert max(run.column("trainer", "mismatch_kl")) < 1e-4
-    assert len(list((tmp_path / "rl" / "images").iterdir())) >= 2
+    images = list((tmp_path / "rl" / "images").iterdir())
+    assert len(images) >= 2
+    check_replay(run, images)
+
+
+def check_replay(run: Run, images: list[Path]) -> None:
+    """Batches with images are made again bit for bit, and trained; an image that is gone is named."""
+    report = headway("replay", str(run.paths.root), "--from-step", "8")
+    assert "batches: 2 of 2 bit-identical with the run's" in report, report
+    assert "step 10: " in report and "DIFFERENT" not in report, report
+    for image in images:
+        image.unlink()
+    process = start("replay", str(run.paths.root), "--no-train")
+    output, _ = process.communicate()
+    assert process.returncode != 0 and "is not among those of the run" in output, output

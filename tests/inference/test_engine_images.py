@@ -2,23 +2,35 @@
 again."""
 
 import asyncio
+import base64
+import gzip
 import io
 import json
+import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import torch
 from engine_common import make_engine, run_all
 from engine_serving import EmbeddedServer, start_server
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from tenants_common import client, grant
 
+from headway.core.episodes import Episode, EpisodeRequest, Task
+from headway.core.image_files import ImageFiles
 from headway.core.images import Grid, ImageUse, RequestImage, TokenImages, data_url, image_digest
-from headway.core.messages import as_messages, image_part
+from headway.core.messages import Message, as_messages, image_part
 from headway.core.protocol import Continued, GenerateRequest, SamplingParams
+from headway.core.records import RolloutRecord, without_experts, write_rollouts
+from headway.core.runs import RunPaths
+from headway.envs.engines import EnginePolicy, Engines, EngineSampler
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.sequence import ServedImage
 from headway.inference.engine import Choice
@@ -32,6 +44,9 @@ from headway.models.vision.decoder import VisionLM
 from headway.models.vision.inputs import image_tokens, put_on_cpu
 from headway.rendering.load import load_renderer
 from headway.transport.inference import EngineError, InferenceClient
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from hostile_parts.images import malformed_image
 
 CASES = Path(__file__).parents[1] / "models" / "families"
 GRIDS = [Grid(1, 4, 4), Grid(1, 2, 6), Grid(1, 6, 4)]
@@ -163,7 +178,7 @@ def test_texts_are_those_of_a_model_without_images() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     folder = tmp_path_factory.mktemp("sees") / "tiny-vl"
     save_built_in("tiny-vl", folder)
-    live = start_server(folder)
+    live = start_server(folder, seq_len=1024)
     yield live
     live.close()
 
@@ -248,6 +263,80 @@ def test_too_many_images_are_refused(server: EmbeddedServer) -> None:
     assert status == 400 and "65 images" in reply["error"]["message"]
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_malformed_images_are_refused_and_leave_nothing_behind(server: EmbeddedServer) -> None:
+    """A small part of what `benchmarks/hostile.py --images 2000` sends."""
+    images, rng = server.service._images, random.Random(5)
+    assert images is not None
+    known = set(images._kept)
+    kinds = set()
+
+    async def send() -> None:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(80):
+                kind, (route, body) = malformed_image(rng)
+                async with session.post(server.url + route, data=body) as reply:
+                    assert 400 <= reply.status < 500, (kind, await reply.text())
+                kinds.add(kind)
+
+    asyncio.run(send())
+    assert len(kinds) == 13 and set(images._kept) == known
+    assert asyncio.run(post(server.url, chat_body(image_part(drawn("red")))))[0] == 200
+
+
+TURNS = 30
+
+
+def padded(number: int) -> bytes:
+    """Four tokens, and bytes that nothing else has."""
+    notes = PngInfo()
+    notes.add_text("note", random.Random(number).randbytes(1500).hex())
+    return drawn("red", (16, 16), pnginfo=notes)
+
+
+def test_each_image_travels_and_is_stored_once_in_thirty_turns(server: EmbeddedServer, tmp_path: Path) -> None:
+    """To the engine, also when that has forgotten the conversation's tokens; to the orchestrator; and in the run."""
+    sent = bytearray()
+
+    async def count(session: Any, context: Any, params: aiohttp.TraceRequestChunkSentParams) -> None:
+        sent.extend(params.chunk)
+
+    async def talk() -> Episode:
+        trace = aiohttp.TraceConfig()
+        trace.on_request_chunk_sent.append(count)
+        engines = Engines()
+        engines._session = aiohttp.ClientSession(trace_configs=[trace])
+        request = EpisodeRequest("e", "g", Task("t"), [server.url], sampling=SamplingParams(max_tokens=2, seed=1))
+        policy = EnginePolicy(load_renderer(server.folder), EngineSampler(request, engines, []))
+        messages: list[Message] = []
+        for number in range(TURNS):
+            said = [image_part(padded(n)) for n in (number, number // 2)]
+            if number == TURNS // 2:  # a refused request carries no image, or that would travel twice
+                server.context.conversations._kept.clear()
+                said = [{"type": "text", "text": "and?"}]
+            messages += as_messages({"role": "user", "content": said})
+            messages.append(await policy.chat(messages))
+        await engines.close()
+        return Episode("e", "g", "env", Task("t"), traces=[policy.trace], images=policy.images)
+
+    episode = asyncio.run(talk())
+    images = [padded(number) for number in range(TURNS) if number != TURNS // 2]
+    frames = msgspec.msgpack.encode(episode)
+    for data in images:
+        copies = [sent.count(data) + sent.count(base64.b64encode(data)), frames.count(data)]
+        assert copies == [1, 1], image_digest(data)
+    total = sum(map(len, images))
+    assert len(sent) < 1.5 * total and len(frames) < 1.5 * total
+    paths = RunPaths(tmp_path)
+    record = RolloutRecord(1, "env", "g", 0.0, without_experts(episode))
+    write_rollouts(paths, 1, [record])
+    for _ in range(2):
+        ImageFiles(paths.images).keep(episode.images)
+    assert sorted(file.read_bytes() for file in paths.images.iterdir()) == sorted(images)
+    stored = gzip.decompress(paths.rollout_records(1).read_bytes())
+    assert len(stored) < total and not any(data in stored or base64.b64encode(data) in stored for data in images)
+
+
 def test_images_of_a_conversation_are_sent_once(server: EmbeddedServer) -> None:
     """Requests name images by digest; bytes that are not there are asked for."""
     renderer = load_renderer(server.folder)
@@ -288,6 +377,30 @@ def test_images_of_a_conversation_are_sent_once(server: EmbeddedServer) -> None:
                 assert (refused.value.status, refused.value.param) == (400, "images")
 
     asyncio.run(talk())
+
+
+def test_tenants_are_told_that_they_cannot_use_images(server: EmbeddedServer) -> None:
+    data = drawn("red")
+    image = RequestImage(1, 12, image_digest(data), data)
+
+    async def ask_as_tenant() -> None:
+        async with client(server) as host:
+            await host.put_tenants([grant("anna")])
+        async with client(server, "anna") as anna:
+            with pytest.raises(EngineError, match="tenants of a host can't use images yet") as refused:
+                await anna.generate(GenerateRequest([5, *[271] * 12, 6], images=[image]))
+        assert (refused.value.status, refused.value.param) == (400, "images")
+        headers = {"Authorization": "Bearer token of anna"}
+        asked = {"json": chat_body(image_part(data)), "headers": headers}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{server.url}/v1/chat/completions", **asked) as reply,
+        ):
+            assert reply.status == 400 and "tenants of a host" in await reply.text()
+        async with client(server) as host:
+            await host.put_tenants([])
+
+    asyncio.run(ask_as_tenant())
 
 
 def test_a_text_model_refuses_images(tmp_path: Path) -> None:

@@ -222,9 +222,14 @@ def test_connections_without_a_request_are_closed_after_a_while(taught: Path) ->
         half = [await asyncio.open_connection("127.0.0.1", runner.addresses[0][1]) for _ in range(3)]
         for _, writer in half:
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: local")
-        await until(lambda: len(runner.server.connections) == 3)
+        used = await asyncio.open_connection("127.0.0.1", runner.addresses[0][1])
+        await until(lambda: len(runner.server.connections) == 4)
         assert connections.close_idle(now=0.0) == connections.close_idle(now=80.0) == 0
+        used[1].write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await asyncio.wait_for(used[0].readline(), 120)).startswith(b"HTTP/1.1 ")
         assert connections.close_idle(now=91.0) == 3
+        assert connections.close_idle(now=180.0) == 0
+        used[1].close()
         for reader, _ in half:
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(), 120) == b""

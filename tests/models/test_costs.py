@@ -1,11 +1,17 @@
 """Weights, FLOPs and bytes that are computed from a config are those of the model that is built from it."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from models_common import small
+from torch import Tensor, nn
 
 from headway.config.shared import LoraSettings
+from headway.core.images import Grid
 from headway.models.adapters.lora import apply_lora
 from headway.models.build import build_model
 from headway.models.costs import (
@@ -14,7 +20,14 @@ from headway.models.costs import (
     adapter_count,
     kv_bytes_per_token,
     parameter_count,
+    tower_weights,
 )
+from headway.models.registry import config_from_hf
+from headway.models.vision.config import TowerTraining, VisionConfig
+from headway.models.vision.decoder import VisionLM
+from headway.models.vision.tower import PatchProjection, TowerLinear
+
+KINDS: tuple[TowerTraining, ...] = ("lora", "trained")
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -44,3 +57,37 @@ def test_a_step_counts_every_weight_six_times_a_frozen_one_four_times_and_half_o
     pairs = 3 * 4 * config.layers * config.heads * config.head_dim * (10 * 10 + 6 * 6) / 2
     assert StepFlops(config).count([10, 6], 5) == 6 * active * 16 + 6 * head * 5 + pairs
     assert StepFlops(config, frozen=True).count([10, 6], 5) == 4 * active * 16 + 4 * head * 5 + pairs
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_work_of_a_tower_is_that_of_its_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward; a backward pass has a product for inputs and one for weights. Windows are cut at the image's edges."""
+    hf = json.loads((Path(__file__).parent / "families" / family / "images.json").read_text())
+    if "window_size" in (tower := hf["vision_config"]):  # three features, of which two may be left at an edge
+        tower["window_size"] = 3 * 2 * tower["patch_size"]
+    config = config_from_hf({name: value for name, value in hf.items() if name != "images"})
+    model = build_model(config, seed=0)
+    assert isinstance(model, VisionLM) and isinstance(config, VisionConfig)
+    assert tower_weights(config) == sum(p.numel() for p in model.tower.parameters())
+    grids = [Grid(1, 4, 6), Grid(1, 10, 16)]
+    patches = torch.randn(sum(grid.patches for grid in grids), config.tower.patch_numbers)
+    done: list[int] = []
+
+    def count_product(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        done.append(2 * inputs[0].numel() * output.shape[-1])
+
+    def count_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        done.append(4 * q.numel() * k.shape[-2])
+        return attend(q, k, v)
+
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", count_attention)
+    for module in model.tower.modules():
+        if isinstance(module, TowerLinear | PatchProjection):
+            module.register_forward_hook(count_product)
+    with torch.no_grad():
+        model.tower(patches, grids)
+    text = StepFlops(config).count([60], 10)
+    assert StepFlops(config).count([60], 10, grids) - text == sum(done)
+    adapters, trained = (StepFlops(config, tower=kind).count([60], 10, grids) - text for kind in KINDS)
+    assert 2 * sum(done) < adapters < trained == 3 * sum(done)

@@ -10,7 +10,8 @@ import pytest
 from trainer_helpers import small_settings
 
 from headway.models.config import ModelConfig
-from headway.models.costs import parameter_count
+from headway.models.costs import parameter_count, tower_weights
+from headway.models.tiny import BUILT_IN
 from headway.trainer.memory.estimate import StepMemory, step_memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -36,6 +37,17 @@ def measured() -> dict[str, float]:
     rows = json.loads((ROOT / "benchmarks/results/gpu_h200.json").read_text())["rows"]
     peaks = {row["name"]: float(row["ours"]) for row in rows if row["name"].endswith(": peak GiB")}
     return {name.removeprefix("trainer ").removesuffix(": peak GiB"): peak for name, peak in peaks.items()}
+
+
+def test_a_frozen_tower_has_neither_gradients_nor_moments() -> None:
+    config = BUILT_IN["tiny-vl"]
+    everything, tower = parameter_count(config), tower_weights(config)
+    assert 0 < tower < everything
+    for training, trained in (("frozen", everything - tower), ("trained", everything)):
+        changes = {"model__vision_tower": training, "trainer": {"optim": {"type": "adamw"}}}
+        found = step_memory(small_settings(**changes), config)
+        assert (found.weights, found.optimizer) == (4 * everything, 8 * trained)
+        assert trained * 4 <= found.gradients < 4 * (trained + config.vocab_size * config.width + 1)
 
 
 def test_the_benchmark_measured_these_rows() -> None:

@@ -4,20 +4,26 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from test_tenant_host import JOIN, LiveHost, own_settings, steps_of, torch_load, train_by_hand, when
 from test_tenants import alone, batches_of, same
 
 from headway.config.loader import load_settings
 from headway.config.sft import SftSettings
+from headway.core.batches import MicroBatch
+from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
+from headway.envs.bundled import grid
 from headway.models.adapters.lora import read_adapter
 from headway.monitor.metrics import read_metrics
 from headway.trainer.recorder import Recorder
 from headway.trainer.sft import sft
+from headway.trainer.tenants.passes import TenantBlock
 from headway.trainer.tenants.sft import sft_at_host
 from headway.transport.control.tokens import write_token
 from headway.transport.http_client import AnswerError
@@ -89,6 +95,19 @@ def test_a_supervised_tenant_that_is_killed_ends_with_the_bits_of_a_run_by_itsel
     assert lines(paths) == lines(by_itself)
     assert [line["step"] for line in lines(paths) if "validation/loss" in line] == [2, 4, 6]
     assert same(beside.result(), alone(own_settings("ben"), batches_of("ben"))[0])
+
+
+def test_images_are_refused_in_rows_and_in_batches(tmp_path: Path) -> None:
+    settings = sft_settings(tmp_path)
+    settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": "tiny-vl"})})
+    drawn = grid.demonstrations(2, questions=["color"], cell=8)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+    paths = RunPaths(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"rows\.jsonl: tenants cannot train on images yet; run it without --host"):
+        sft_at_host(settings, paths, cast(Tenancy, None))
+    micro = cast(MicroBatch, SimpleNamespace(images=object()))
+    with pytest.raises(HeadwayError, match="tenants cannot train on images yet"):
+        TenantBlock.make(cast(Any, None), cast(Any, None), micro, cast(Any, None), torch.device("cpu"))
 
 
 def test_an_evaluation_changes_nothing_and_is_of_the_last_step(host: LiveHost) -> None:

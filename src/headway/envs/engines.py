@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from random import Random
 
 import aiohttp
@@ -216,16 +217,20 @@ class EngineSampler:
         known = prompt.token_ids.extended(reply.token_ids) if len(reply) else prompt.token_ids
         kept = prompt.kept if prompt.kept_by is not None and prompt.kept_by.url == url else 0
         fitted = self._fitted(known, sampling, self._engines.context.get(url), reply)
+        body = self._with_images(url, self._body(known, fitted, reply, prompt.kept_by, kept), prompt, kept)
         try:
             try:
-                body = self._body(known, fitted, reply, prompt.kept_by, kept)
-                await self._stream(url, self._with_images(url, body, prompt, kept), reply)
+                await self._stream(url, body, reply)
             except EngineError as error:
+                self._images_sent -= {(url, image.digest) for image in body.images if image.data}
                 if len(reply) and error.param == "begun":
                     reply.restart()
                     await self._once(url, prompt, sampling, reply)
-                elif (kept and error.param == "continues") or (error.status == 409 and error.param == "images"):
-                    self._images_sent.clear()
+                elif kept and error.param == "continues":
+                    # The tokens are gone; images may still be there.
+                    await self._once(url, replace(prompt, kept_by=None), sampling, reply)
+                elif error.status == 409 and error.param == "images":
+                    self._images_sent = {(engine, digest) for engine, digest in self._images_sent if engine != url}
                     body = self._with_images(url, self._body(known, fitted, reply), prompt, 0)
                     await self._stream(url, body, reply)
                 else:

@@ -120,6 +120,8 @@ class Engine(Protocol):
     """Adapters that requests can use at a time without waiting for each other."""
     takes_images: bool
     """Requests may carry images."""
+    no_images: str
+    """Why they may not, where they may not."""
     offers: Offers
     """KV that this engine holds for others, where engines move it themselves."""
 
@@ -280,6 +282,7 @@ class BaseEngine(ABC, Generic[Adapters]):
 
     block_bytes = 0
     takes_images = False
+    no_images = "this model does not see"
 
     def __init__(self, adapters: Adapters, version: int, fingerprint: str) -> None:
         self._adapters = adapters

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from headway.config.shared import LoraSettings
+from headway.core.images import Grid
 from headway.models.config import ModelConfig
 from headway.models.family import BlockShape, KvCache, LayerCache
 from headway.models.recurrent import RecurrentState
 from headway.models.registry import find_family
+from headway.models.vision.config import TowerTraining, VisionConfig
+from headway.models.vision.costs import TowerFlops
 
 MOST_SNAPSHOTS = 2
 """Recurrent states that an engine keeps for prefixes, at most, for each sequence that it can run."""
@@ -25,6 +28,11 @@ def parameter_count(config: ModelConfig) -> int:
     embeddings = (1 if config.tied else 2) * config.vocab_size * config.width
     more = find_family(config.family).more_weights(config)
     return embeddings + config.width + sum(block.weights for block in block_shapes(config)) + more
+
+
+def tower_weights(config: ModelConfig) -> int:
+    """Count the weights of the vision tower; 0 where the model does not see."""
+    return find_family(config.family).more_weights(config) if isinstance(config, VisionConfig) else 0
 
 
 def active_parameter_count(config: ModelConfig) -> int:
@@ -103,9 +111,10 @@ def serving_numbers(config: ModelConfig) -> int:
 class StepFlops:
     """Floating-point operations of a training step: a multiply and an add per weight and token forward, twice that
     backward; causal attention over each sample by its own length; the head on rows with a loss. Recomputation does not
-    count. `frozen` weights pass a gradient on but get none: forward and one product backward."""
+    count. `frozen` weights pass a gradient on but get none: forward and one product backward. `tower` is how that of a
+    model that sees is trained."""
 
-    def __init__(self, config: ModelConfig, *, frozen: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, frozen: bool = False, tower: TowerTraining = "frozen") -> None:
         passes = 2 if frozen else 3
         blocks = block_shapes(config)
         products = sum(block.state_products for block in blocks)
@@ -120,11 +129,17 @@ class StepFlops:
             self._per_pair[block.most_keys or block.cache.window] += 3 * 2 * widths
             # Scores of an indexer have no gradients.
             self._per_pair[None] += 2 * block.index_width
+        self._tower: TowerFlops | None = None
+        if isinstance(config, VisionConfig):
+            matrices: int = getattr(find_family(config.family), "tower_mlp_products", 2)
+            self._tower = TowerFlops(config.tower, matrices, tower)
 
-    def count(self, lengths: Sequence[int], rows: int) -> float:
-        """Count those of samples of these `lengths`, `rows` of whose tokens have a loss."""
+    def count(self, lengths: Sequence[int], rows: int, grids: Sequence[Grid] = ()) -> float:
+        """Count those of samples of these `lengths`, `rows` of whose tokens have a loss, and of images with these
+        `grids`, each once."""
         pairs = sum(cost * sum(_pairs(n, window) for n in lengths) for window, cost in self._per_pair.items())
-        return self._per_token * sum(lengths) + self._per_row * rows + pairs
+        seen = self._tower.count(grids) if self._tower is not None else 0.0
+        return self._per_token * sum(lengths) + self._per_row * rows + pairs + seen
 
 
 def _pairs(length: int, window: int | None) -> float:

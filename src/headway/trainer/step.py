@@ -66,6 +66,7 @@ class Stepper:
         self._ranks = ranks
         self._loss = make_loss(settings.trainer.loss, settings.trainer.sequence_mask)
         self._context = ContextGroup.join(ranks)
+        self._tower = settings.model.vision_tower
 
     def step(self, state: TrainState, batch: RankBatch) -> StepReport:
         """Train on `batch`. The version advances even if the step is skipped: batches and versions stay aligned."""
@@ -114,7 +115,7 @@ class Stepper:
     def _accumulate(
         self, state: TrainState, micro_batches: Iterable[MicroBatch], counts: ComponentCounts, backward: bool = True
     ) -> StepSums:
-        sums, flops = StepSums(), StepFlops(state.config, frozen=state.lora is not None)
+        sums, flops = StepSums(), StepFlops(state.config, frozen=state.lora is not None, tower=self._tower)
         for micro in micro_batches:
             inputs = prepare(micro, state.config, self._ranks.device, self._context)
             scores = state.policy(inputs)
@@ -132,7 +133,8 @@ class Stepper:
             sums.logprobs.append(scores.logprobs_N.detach())
             sums.real_tokens += inputs.real_tokens
             sums.packed_tokens += sum(micro.lengths)
-            sums.flops += flops.count(micro.lengths, len(inputs.scored.loss.sampled_N))
+            grids = [] if micro.images is None else micro.images.shapes
+            sums.flops += flops.count(micro.lengths, len(inputs.scored.loss.sampled_N), grids)
             if scores.expert_load_LE is not None:
                 load = scores.expert_load_LE
                 sums.expert_load_LE = load if sums.expert_load_LE is None else sums.expert_load_LE + load

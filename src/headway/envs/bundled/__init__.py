@@ -20,6 +20,11 @@ _TABLE = {
     "math": (f"{_HERE}.math:Math", "problems whose answers are compared as mathematics (single turn)"),
     "needle": (f"{_HERE}.needle:Needle", "find a fact in a long text (long context)"),
     "grid": (f"{_HERE}.grid:Grid", "count, find and compare shapes in a drawn grid (an image, single turn)"),
+    "charts": (
+        f"{_HERE}.charts:Charts",
+        "read bars and follow lines of a drawn chart (an image, single turn)",
+    ),
+    "screens": (f"{_HERE}.screens:Screens", "find and click buttons of a drawn window (an image, single turn)"),
     "image-questions": (
         f"{_HERE}.image_questions:ImageQuestions",
         "questions about images of a folder of yours (single turn)",

@@ -52,6 +52,7 @@ class RequestImages:
         count = feature_count(grid, self._reader.processor.merge)
         if count != image.tokens:
             raise RequestError(f"an image has {count} features, but {image.tokens} placeholders", IMAGES)
+        self._keep(image, data, salt)
         return ServedImage(image, grid, patches)
 
     def _bytes_of(self, image: RequestImage, salt: str | None) -> bytes:
@@ -64,13 +65,16 @@ class RequestImages:
             raise RequestError("the bytes of an image are not here any more: send all of them", IMAGES, 409)
         if image_digest(image.data) != image.digest:
             raise RequestError("the digest of an image is not that of its bytes", IMAGES)
+        return image.data
+
+    def _keep(self, image: RequestImage, data: bytes, salt: str | None) -> None:
+        """Keep the bytes of an image that was read: what is refused takes no memory."""
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = image.data
-                self._bytes += len(image.data)
+            if (salt, image.digest) not in self._kept:
+                self._kept[salt, image.digest] = data
+                self._bytes += len(data)
             while self._bytes > self._most_bytes:
                 self._bytes -= len(self._kept.popitem(last=False)[1])
-        return image.data
 
     def _check_places(self, token_ids: Sequence[int], images: Sequence[RequestImage]) -> None:
         """Raise RequestError where images are too many, or their tokens are no placeholders, or not in order."""
@@ -79,6 +83,7 @@ class RequestImages:
         end = 0
         for image in images:
             tokens = token_ids[image.at : image.at + image.tokens] if image.at >= end else []
-            if image.tokens < 1 or tokens != [self._placeholder] * image.tokens:
+            # Counted first: a list of as many placeholders as a request may claim has no end.
+            if image.tokens < 1 or len(tokens) != image.tokens or set(tokens) != {self._placeholder}:
                 raise RequestError(f"an image is at token {image.at}, where its placeholders are not", IMAGES)
             end = image.at + image.tokens

@@ -1,5 +1,7 @@
 """The application: routes and what they share."""
 
+from weakref import WeakSet
+
 from aiohttp import web
 
 from headway.core.openai import MODEL_NOT_FOUND, Json, RequestError, model_card, new_id
@@ -8,7 +10,7 @@ from headway.inference.server import admin, tenants
 from headway.inference.server.browsers import loopback_only
 from headway.inference.server.chat import chat_completions
 from headway.inference.server.completions import completions
-from headway.inference.server.connections import IN_FLIGHT, count_in_flight
+from headway.inference.server.connections import ANSWERED, IN_FLIGHT, count_in_flight
 from headway.inference.server.context import KEY, ServerContext, context_of
 from headway.inference.server.generate import generate
 from headway.inference.server.handover import ROUTE, send_blocks
@@ -31,7 +33,7 @@ def build_app(
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY)
     app[KEY] = context
     app[READ_TIMEOUT] = read_timeout
-    app[IN_FLIGHT] = set()
+    app[IN_FLIGHT], app[ANSWERED] = set(), WeakSet()
     app.on_response_prepare.append(name_response)
     app.add_routes(
         [

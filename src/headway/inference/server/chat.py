@@ -63,7 +63,7 @@ def _read_images(messages: list[Message], context: ServerContext) -> dict[str, b
         return {}
     try:
         if not context.engine.takes_images:
-            raise ValueError("the messages hold images, but this model does not see")
+            raise ValueError(f"the messages hold images, but {context.engine.no_images}")
         check_sees(context.renderer, messages)
         if (read := getattr(context.renderer, "read_images", None)) is not None:
             read(messages)

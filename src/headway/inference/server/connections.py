@@ -3,11 +3,14 @@
 import asyncio
 import time
 from typing import Any
+from weakref import WeakSet
 
 from aiohttp import web
 
 IN_FLIGHT = web.AppKey("in_flight", set)
 """Transports of the requests that are being answered."""
+ANSWERED = web.AppKey("answered", WeakSet)
+"""Transports of the requests that were answered since idle connections were last looked for."""
 _IDLE_SECONDS = 90.0
 """Longer than a client keeps a connection for its next request (75 s in aiohttp)."""
 _PERIOD = 10.0
@@ -23,6 +26,7 @@ async def count_in_flight(request: web.Request, handler: Any) -> web.StreamRespo
         return response
     finally:
         transports.discard(transport)
+        request.app[ANSWERED].add(transport)
 
 
 class OpenConnections:
@@ -40,9 +44,12 @@ class OpenConnections:
 
     def close_idle(self, now: float) -> int:
         """Close the connections that were idle for too long; return their number."""
-        server, in_flight = self._runner.server, self._runner.app[IN_FLIGHT]
+        server, answered = self._runner.server, self._runner.app[ANSWERED]
         assert server is not None
-        idle = [c for c in server.connections if c.transport is not None and c.transport not in in_flight]
+        # Short requests are rarely seen in flight: a connection with one since the last look was not idle.
+        used = {*self._runner.app[IN_FLIGHT], *answered}
+        answered.clear()
+        idle = [c for c in server.connections if c.transport is not None and c.transport not in used]
         self._idle_since = {c: self._idle_since.get(c, now) for c in idle}
         closed = [c for c in idle if now - self._idle_since[c] >= self._idle_seconds]
         for connection in closed:

@@ -88,7 +88,7 @@ def check_request(request: GenerateRequest, engine: Engine, known: int = 0) -> N
     if not 0 <= request.begun < len(tokens):
         raise RequestError("begun must be 0 or more, and leave a token to the prompt", "begun")
     if request.images and not engine.takes_images:
-        raise RequestError("the request holds images, but this model does not see", "images")
+        raise RequestError(f"the request holds images, but {engine.no_images}", "images")
     if not -(2**31) <= request.priority < 2**31:
         raise RequestError("priority must fit into 32 bits", "priority")
     check_sampling(request.sampling_params, engine.vocab_size)

@@ -44,6 +44,7 @@ class TenantEngine:
         self.max_model_len, self.vocab_size = engine.max_model_len, engine.vocab_size
         self.block_bytes, self.offers = engine.block_bytes, engine.offers
         self.takes_images = False  # the host's trainer takes none of a tenant's
+        self.no_images = "tenants of a host can't use images yet: run it without a host"
 
     @property
     def problem(self) -> str | None:

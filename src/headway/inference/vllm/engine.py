@@ -39,6 +39,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
     `eos` ends sequences. `on_death` is called once when vLLM is gone: nothing can be served before a restart.
     """
 
+    no_images = "vLLM is not given any here: use --engine embedded with a model that sees"
+
     def __init__(
         self,
         llm: Any,

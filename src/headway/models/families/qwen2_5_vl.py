@@ -33,6 +33,7 @@ class Qwen25VL(VisionFamily, Qwen2):
         "out_hidden_size": 3584,
         "fullatt_block_indexes": (7, 15, 23, 31),
     }
+    tower_mlp_products = 3
     mrope_section = (16, 24, 24)
     rope_theta = 1_000_000.0
     checkpoint_prefixes = {"model.visual.": "visual."}

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from headway.core.errors import UsageError
 from headway.models.config import ModelConfig
+
+TowerTraining = Literal["frozen", "trained", "lora"]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class VisionFamily(Family):
     tower_defaults: Mapping[str, Any] = {}
     """Values of entries that `vision_config` may lack."""
     tower_activations: Collection[str] = ("silu",)
+    tower_mlp_products = 2
+    """Matrices of the MLP of a tower's block."""
     mrope_section: Sequence[int]
     """The division of rotary numbers where config.json names none."""
     mrope_interleaved = False

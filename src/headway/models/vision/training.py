@@ -1,13 +1,10 @@
 """Training of vision towers: frozen, whole, or by adapters (`model.vision_tower`)."""
 
-from typing import Literal
-
 from headway.core.errors import UsageError
 from headway.models.decoder import DecoderLM
+from headway.models.vision.config import TowerTraining
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.tower import TowerLinear
-
-TowerTraining = Literal["frozen", "trained", "lora"]
 
 
 def prepare_tower(model: DecoderLM, training: TowerTraining, ranks: int = 1) -> None:

@@ -12,6 +12,7 @@ from headway.models.costs import (
     adapter_count,
     block_shapes,
     kept_numbers,
+    tower_weights,
     working_numbers,
 )
 from headway.trainer.parallel.dims import ParallelDims
@@ -102,11 +103,19 @@ class _Sizes:
         self._blocks = block_shapes(config)
         self._table = config.vocab_size * config.width
         self._held = Layout(config, ParallelDims.from_settings(settings)).weights_held
-        self._trained = self._held if self._lora is None else adapter_count(config, self._lora) // self._copy
+        self._frozen_tower = -(-tower_weights(config) // self._copy) if self._freezes_tower else 0
+        self._trained = self._held - self._frozen_tower
+        if self._lora is not None:
+            self._trained = adapter_count(config, self._lora) // self._copy
+
+    @property
+    def _freezes_tower(self) -> bool:
+        """Under an adapter, all weights but its own are frozen."""
+        return self._lora is None and self._settings.model.vision_tower == "frozen"
 
     @property
     def weights(self) -> int:
-        frozen = 0 if self._lora is None else self._number * self._held
+        frozen = FLOAT32 * self._frozen_tower if self._lora is None else self._number * self._held
         return FLOAT32 * self._trained + frozen
 
     @property
