@@ -18,8 +18,11 @@ class PatientText(ReverseText):
 
     async def run(self, task: Task, policy: Policy) -> object:
         (self._folder / "asked").touch()
-        while not (self._folder / "go").exists():
+        give_up = time.monotonic() + 60
+        while not (self._folder / "go").exists() and time.monotonic() < give_up:
             time.sleep(0.01)  # noqa: ASYNC251 - as code of environments may
+        if time.monotonic() >= give_up:
+            raise TimeoutError("nobody let it go on")
         if self._crashes:
             os._exit(1)
         return await super().run(task, policy)

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from swarm_run import make_swarm
+from swarm_run import Swarm, make_swarm
 
 from headway.config.orchestrator import EnvSettings
 from headway.core.episodes import Episode
@@ -14,9 +14,13 @@ from headway.swarm.play import NotJudgedError, PoolPlayer
 ENVIRONMENT = f"{Path(__file__).parent / 'patient_text.py'}:PatientText"
 
 
+@pytest.fixture(scope="module")
+def swarm() -> Swarm:
+    return make_swarm()
+
+
 @pytest.mark.parametrize("crashes", [False, True])
-def test_a_slow_environment_does_not_hold_up_the_service(tmp_path: Path, crashes: bool) -> None:
-    swarm = make_swarm()
+def test_a_slow_environment_does_not_hold_up_the_service(swarm: Swarm, tmp_path: Path, crashes: bool) -> None:
     order = swarm.order(0)
     sent = swarm.workers["float32"].honest(order)
     env = EnvSettings(id=ENVIRONMENT, name="reverse-text", args={"folder": str(tmp_path), "crashes": crashes})
@@ -43,8 +47,7 @@ def test_a_slow_environment_does_not_hold_up_the_service(tmp_path: Path, crashes
         assert [node.token_ids for node in played.traces[0].nodes] == [node.token_ids for node in claimed.nodes]
 
 
-def test_a_service_that_ends_judges_nobody(tmp_path: Path) -> None:
-    swarm = make_swarm()
+def test_a_service_that_ends_judges_nobody(swarm: Swarm, tmp_path: Path) -> None:
     order = swarm.order(0)
     claimed = swarm.workers["float32"].honest(order).episodes[0]
     env = EnvSettings(id=ENVIRONMENT, name="reverse-text", args={"folder": str(tmp_path)})
