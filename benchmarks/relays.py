@@ -1,20 +1,23 @@
 """Weights of a swarm through relays: how long until every worker has a version, against an ideal tree.
 
-    python benchmarks/relays.py [--megabytes 128] [--rate 10] [--relays 2] [--workers 6] [--trouble] [--results FILE]
+    python benchmarks/relays.py [--megabytes 128] [--rate 10] [--relays 2] [--workers 6] [--trouble] [--alone]
 
 Each server and worker is a process. The source sends at most `--rate` megabytes a second in all; an ideal tree, whose
-relays and workers are infinitely fast, needs relays * megabytes / rate seconds. With --trouble, one more relay sends
-wrong bytes and the first relay is killed (-9) halfway: every worker must end with the right bytes.
+relays and workers are infinitely fast, needs relays * megabytes / rate seconds. Relays ask the source for a share each
+and exchange the rest, so that less is possible; with --alone each asks for everything. With --trouble, one more relay
+sends wrong bytes and the first relay is killed (-9) halfway: every worker must end with the right bytes.
 
-The clock begins when all servers listen. Prints one JSON object. Bar: at most 1.5 times the ideal time without trouble,
-and the source sends one copy for each relay. Exits with 1 when that does not hold, or when a worker has other bytes
-than the source.
+The clock begins with the version, when all processes are there. Prints one JSON object, also with the seconds that all
+processes computed: on a machine with other work, these are what to compare. Bar: at most 1.5 times the ideal time
+without trouble, and the source sends one copy (with --alone, one for each relay). Exits with 1 when that does not hold,
+or when a worker has other bytes than the source.
 """
 
 import argparse
 import asyncio
 import hashlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -30,7 +33,7 @@ from aiohttp import web
 
 from headway.core.processes import free_port
 from headway.swarm.client import Peer
-from headway.swarm.download import Downloader, Mirrors
+from headway.swarm.download import Downloader, Mirrors, Share
 from headway.swarm.keys import SigningKey
 from headway.swarm.limits import Limits
 from headway.swarm.manifest import cut, make_manifest
@@ -44,7 +47,7 @@ MOST = 1.5
 
 
 def make_source(folder: Path, megabytes: int) -> str:
-    """Write a version of random bytes as shards. Returns the hash of its file."""
+    """Write a version of random bytes as shards, and its manifest aside. Returns the hash of its file."""
     files = folder / "files"
     files.mkdir(parents=True)
     chance = random.Random(0)
@@ -57,8 +60,13 @@ def make_source(folder: Path, megabytes: int) -> str:
         path = store.shard(1, index)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    (store.shard(1, 0).parents[1] / "manifest").write_bytes(msgspec.msgpack.encode(RUN_KEY.sign(manifest)))
+    (folder / "manifest").write_bytes(msgspec.msgpack.encode(RUN_KEY.sign(manifest)))
     return hash_of(files / "weights")
+
+
+def publish(folder: Path) -> None:
+    """Let the source have the version."""
+    (folder / "manifest").rename(folder / "shards" / "v000001" / "manifest")
 
 
 def hash_of(path: Path) -> str:
@@ -83,21 +91,26 @@ async def be_source(folder: Path, port: int, rate: float) -> None:
         (folder / "sent").write_text(str(bandwidth.sent))
 
 
-async def be_relay(folder: Path, port: int, source: str, lies: bool) -> None:
+async def be_relay(folder: Path, port: int, source: str, lies: bool, share: Share | None, others: list[str]) -> None:
     @web.middleware
     async def lie(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.Response(body=b"\0" * 1000) if lies and "/shards/" in request.path else await handler(request)
 
     async with aiohttp.ClientSession() as session:
-        mirrors = Mirrors.of(Peer(source, session, SigningKey.generate()), [])
-        relay = Relay(mirrors, folder, RUN_KEY.public)
+        key = SigningKey.generate()
+        mirrors = Mirrors.of(Peer(source, session, key), [Peer(url, session, key) for url in others])
+        relay = Relay(mirrors, folder, RUN_KEY.public, share=share)
         relay.app.middlewares.append(lie)
         await serve(relay.app, port)
         await relay.watch()
 
 
 async def be_worker(folder: Path, source: str, relays: list[str]) -> None:
-    """Fetch the version; print the seconds since the epoch when it is there, its hash, and shards by server."""
+    """Say that this process is there, and fetch the version when told to; print the seconds since the epoch when it is
+    there, its hash, and shards by server."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    imported = time.process_time()
     async with aiohttp.ClientSession() as session:
         key = SigningKey.generate()
         mirrors = Mirrors.of(Peer(source, session, key), [Peer(url, session, key) for url in relays])
@@ -106,12 +119,13 @@ async def be_worker(folder: Path, source: str, relays: list[str]) -> None:
     ended = time.time()
     downloader.store.assemble(1, folder / "version")
     shards = [mirror.shards for mirror in (mirrors.source, *mirrors.relays)]
-    print(json.dumps({"ended": ended, "hash": hash_of(folder / "version" / "weights"), "shards": shards}))
+    cpu = time.process_time() - imported
+    print(json.dumps({"ended": ended, "cpu": cpu, "hash": hash_of(folder / "version" / "weights"), "shards": shards}))
 
 
 def start(role: str, *arguments: object) -> "subprocess.Popen[str]":
     command = [sys.executable, __file__, "--role", role, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def wait_for(port: int) -> None:
@@ -122,6 +136,12 @@ def wait_for(port: int) -> None:
         time.sleep(0.05)
 
 
+def cpu_of(pid: int) -> float:
+    """Return the seconds that a process has computed."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     right = make_source(folder / "source", options.megabytes)
     count = options.relays + options.trouble
@@ -130,29 +150,43 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, object]:
     processes = [start("source", folder / "source", ports[0], options.rate)]
     try:
         for index in range(count):
+            others = [url for url in relays if url != relays[index]]
+            part = f"{index}/{count}" if options.exchange else "-"
             lies = int(index == options.relays)
-            processes.append(start("relay", folder / f"relay-{index}", ports[1 + index], source, lies))
+            place = (folder / f"relay-{index}", ports[1 + index], source, lies, part)
+            processes.append(start("relay", *place, *(others if options.exchange else ())))
         for port in ports:
             wait_for(port)
-        began = time.time()
         workers = [start("worker", folder / f"worker-{i}", source, *relays) for i in range(options.workers)]
+        for worker in workers:
+            assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+        before = [cpu_of(process.pid) for process in processes]
+        began = time.time()
+        publish(folder / "source")
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
         if options.trouble:
             time.sleep(options.relays * options.megabytes / options.rate / 2)
             processes[1].kill()
         answers = [json.loads(worker.communicate()[0]) for worker in workers]
         time.sleep(0.5)
         sent = int((folder / "source" / "sent").read_text())
+        alive = [process.pid for process in processes if process.poll() is None]
+        cpu = sum(map(cpu_of, alive)) - sum(before) + sum(answer["cpu"] for answer in answers)
     finally:
         for process in processes:
             process.kill()
-    ideal = count * options.megabytes / options.rate
+    ideal = options.relays * options.megabytes / options.rate
     seconds = max(answer["ended"] for answer in answers) - began
     return {
-        **{name: getattr(options, name) for name in ("megabytes", "rate", "relays", "workers", "trouble")},
+        **{name: getattr(options, name) for name in ("megabytes", "rate", "relays", "workers", "trouble", "exchange")},
         "seconds": round(seconds, 2),
         "ideal_seconds": ideal,
         "ratio": round(seconds / ideal, 3),
         "copies_from_source": round(sent / 1e6 / options.megabytes, 3),
+        "cpu_seconds": round(cpu, 2),
         "shards_by_server": [answer["shards"] for answer in answers],
         "right": all(answer["hash"] == right for answer in answers),
     }
@@ -163,6 +197,7 @@ def main() -> None:
     for name, default in (("megabytes", 128), ("rate", 10.0), ("relays", 2), ("workers", 6)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--trouble", action="store_true")
+    parser.add_argument("--alone", dest="exchange", action="store_false", help="relays do not share the version")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="headway-relays-") as folder:
@@ -170,7 +205,8 @@ def main() -> None:
     text = json.dumps(found, indent=1)
     options.results.write_text(text + "\n")
     print(text)
-    quick = options.trouble or (found["ratio"] <= MOST and found["copies_from_source"] <= options.relays * 1.01)  # type: ignore[operator]
+    copies = (1 if options.exchange else options.relays) * 1.01
+    quick = options.trouble or (found["ratio"] <= MOST and found["copies_from_source"] <= copies)  # type: ignore[operator]
     sys.exit(int(not (found["right"] and quick)))
 
 
@@ -180,7 +216,9 @@ def play_role(role: str, *arguments: str) -> None:
         case "source":
             asyncio.run(be_source(folder, int(arguments[1]), float(arguments[2])))
         case "relay":
-            asyncio.run(be_relay(folder, int(arguments[1]), arguments[2], arguments[3] == "1"))
+            part = None if arguments[4] == "-" else Share(*map(int, arguments[4].split("/")))
+            others = list(arguments[5:])
+            asyncio.run(be_relay(folder, int(arguments[1]), arguments[2], arguments[3] == "1", part, others))
         case _:
             asyncio.run(be_worker(folder, arguments[1], list(arguments[2:])))
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import base64
+import itertools
 import json
 import math
 import os
 import random
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,12 @@ from headway.plan.calibration import Calibration
 from headway.plan.measuring import EngineFigures, TrainerFigures
 from headway.plan.page import plan_routes
 from headway.replay.page import ROUTES
+from headway.swarm import events as swarm_events
+from headway.swarm.keys import SigningKey
+from headway.swarm.ledger import Ledger
+from headway.swarm.page import swarm_routes
+from headway.swarm.traffic import TrafficFile
+from headway.swarm.verdict import Verdict
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="needs a Chromium on this machine (apt install chromium)"
@@ -107,7 +115,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> str:
     scores = {"task": "gaqd", "rewards": [1.0, 0.0], "passed": [True, False], "replies": ["", "another try"]}
     said = [{"role": "user", "content": "turn gaqd around"}, {"role": "assistant", "content": "<b>dqag</b>"}]
     (finished / "evaluations" / "step_000020_held-out.jsonl").write_text(json.dumps(scores | {"messages": said}) + "\n")
-    return start_in_thread(root, routes={**ROUTES, **plan_routes()})
+    return start_in_thread(root, routes={**ROUTES, **plan_routes(), **swarm_routes()})
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +141,9 @@ def audited(audited_outputs: Path) -> str:
                 rows.append(rollout(step, float("surely" in say), say=say, **named))
         write_rollouts(folder, step, rows)
     write_journal(RunPaths(folder), steps=10)
+    write_swarm(RunPaths(folder))
     make_young_run(root)
-    return start_in_thread(root, routes={**ROUTES, **plan_routes()})
+    return start_in_thread(root, routes={**ROUTES, **plan_routes(), **swarm_routes()})
 
 
 def make_young_run(root: Path) -> None:
@@ -158,6 +167,19 @@ def write_journal(paths: RunPaths, steps: int) -> None:
     for event in events:
         file.add(event)
     file.close()
+
+
+def write_swarm(paths: RunPaths) -> None:
+    """An honest worker, and one that was refused, for reasons that are not harmless, and cut off."""
+    key = SigningKey(b"r" * 32)
+    ledger = Ledger(paths.swarm / "ledger.jsonl", key, clock=itertools.count(BEGAN).__next__)
+    ledger.append(swarm_events.Opened("hacked", key.public.hex(), "c"))
+    for worker, verdict in (("aa" * 32, Verdict(True, tokens=90)), ("bb" * 32, Verdict(False, "logprobs", HOSTILE))):
+        ledger.append(swarm_events.Ordered(worker, worker[:8], 1, "weights", 0))
+        ledger.append(swarm_events.Judged(worker, worker[:8], "hash", verdict))
+    ledger.append(swarm_events.CutOff("bb" * 32, "3 strikes"))
+    ledger.close()
+    TrafficFile(paths.swarm / "traffic.json").write(5_000_000, Counter({"aa" * 32: 2_000_000}))
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +246,23 @@ def test_the_page_of_cost_shows_who_waited_for_whom(visit: Callable[[Body], None
         assert "waiting for rollouts" in waits[0] and "30 s" in waits[0] and "30 USD" in waits[0]
         assert "waiting for the trainer" in waits[1] and "20 USD" in waits[1]
         assert "an estimate" in await page.ask("document.querySelector('.tiles').innerText")
+
+    visit(body)
+
+
+def test_the_page_of_a_swarm_shows_who_was_refused_and_why(visit: Callable[[Body], None], audited: str) -> None:
+    async def body(page: Page) -> None:
+        await page.goto(audited + "#/run/hacked/swarm")
+        await page.until("document.querySelectorAll('tr.worker').length === 2")
+        honest, liar = await page.ask("[...document.querySelectorAll('tr.worker')].map(row => row.innerText)")
+        assert honest.startswith("aaaaaaaaaaaaaaaa") and "90" in honest and "2 MB" in honest and "cut off" not in honest
+        assert liar.startswith("bbbbbbbbbbbbbbbb") and "cut off" in liar
+        refusal = await page.ask("document.querySelector('tr.refusal').innerText")
+        assert "logprobs" in refusal and "<b>" in refusal
+        assert await page.ask("document.querySelectorAll('tr.refusal b, tr.refusal img').length") == 0
+        assert "5 MB" in await page.ask("document.querySelector('.tiles').innerText")
+        await page.goto(audited + "#/run/young/swarm")
+        await page.until("document.querySelector('.empty')?.textContent.includes('No strangers work')")
 
     visit(body)
 

@@ -14,10 +14,18 @@ from aiohttp import web
 from headway.swarm import download
 from headway.swarm.canonical import InvalidMessageError
 from headway.swarm.client import Peer, RefusedError
-from headway.swarm.download import Downloader, Mirrors
+from headway.swarm.download import Downloader, Mirrors, Share
 from headway.swarm.keys import SigningKey
 from headway.swarm.limits import Limits
-from headway.swarm.manifest import VersionFile, WeightManifest, cut, join, make_manifest, open_manifest
+from headway.swarm.manifest import (
+    VersionFile,
+    WeightManifest,
+    cut,
+    fitting_shard,
+    join,
+    make_manifest,
+    open_manifest,
+)
 from headway.swarm.relay import Relay
 from headway.swarm.serving import Bandwidth, Guard, Handler, version_routes
 from headway.swarm.signing import authorization
@@ -201,3 +209,59 @@ def test_ranges_of_shards(tmp_path: Path) -> None:
                 assert await answer.read() == store.shard(1, 2).read_bytes()[100:300]
 
     asyncio.run(main())
+
+
+def test_relays_exchange_shares_and_the_source_sends_everything_once(tmp_path: Path) -> None:
+    source = Server(filled(tmp_path / "source"))
+
+    async def main() -> list[int]:
+        async with serving(source.app) as (peer,), aiohttp.ClientSession() as session:
+            relays = [Relay(Mirrors.of(peer, []), tmp_path / f"relay-{n}", RUN_KEY.public) for n in range(2)]
+            async with serving(*(relay.app for relay in relays)) as addresses:
+                for number, relay in enumerate(relays):
+                    other = Peer(addresses[1 - number].url, session, WORKER)
+                    relay.downloader = Downloader(
+                        Mirrors.of(peer, [other]), relay.downloader.store, Share(number, count=2)
+                    )
+                await asyncio.gather(*(relay.downloader.fetch(1) for relay in relays))
+                return [len(relay.downloader.store.missing(1)) for relay in relays]
+
+    assert asyncio.run(main()) == [0, 0]
+    assert source.bandwidth.sent == 19_502
+
+
+def test_a_share_comes_from_the_source_where_its_relay_is_gone(tmp_path: Path) -> None:
+    source, broken = Server(filled(tmp_path / "source")), Server(filled(tmp_path / "other"), fails=True)
+
+    async def main() -> int:
+        async with serving(source.app, broken.app) as (peer, gone):
+            store = ShardStore(tmp_path / "mine", RUN_KEY.public)
+            await Downloader(Mirrors.of(peer, [gone]), store, Share(1, count=2)).fetch(1)
+            return len(store.missing(1))
+
+    assert asyncio.run(main()) == 0 and broken.asked >= 1 and source.asked == 20
+
+
+def test_a_relay_that_does_not_know_a_version_yet_is_asked_for_its_shards(tmp_path: Path) -> None:
+    source = Server(filled(tmp_path / "source"))
+
+    async def main() -> Mirrors:
+        async with serving(source.app) as (peer,):
+            relay = Relay(Mirrors.of(peer, []), tmp_path / "relay", RUN_KEY.public)
+            async with serving(relay.app) as (passing_on,):
+                mirrors = Mirrors.of(peer, [passing_on])
+                worker = Downloader(mirrors, ShardStore(tmp_path / "mine", RUN_KEY.public))
+                await worker.manifest(1)  # of the source: the relay has nothing
+                following = asyncio.create_task(relay.watch())
+                await worker.fetch(1)
+                following.cancel()
+                return mirrors
+
+    mirrors = asyncio.run(main())
+    assert mirrors.source.shards == 0 and mirrors.relays[0].shards == 20
+    assert source.bandwidth.sent == 19_502
+
+
+def test_shards_grow_with_the_version() -> None:
+    assert fitting_shard(0) == fitting_shard(128 << 20) == 1 << 20
+    assert fitting_shard(64 << 30) == 8 << 20 and fitting_shard(1 << 42) == 64 << 20

@@ -74,11 +74,12 @@ def _wait() -> None:
 
 
 def page_routes() -> "Routes":
-    """Return the routes of pages whose data come from replay and plan."""
+    """Return the routes of pages whose data come from replay, plan and swarm."""
     from headway.plan.page import plan_routes
     from headway.replay.page import ROUTES
+    from headway.swarm.page import swarm_routes
 
-    return {**ROUTES, **plan_routes()}
+    return {**ROUTES, **plan_routes(), **swarm_routes()}
 
 
 def parse(argv: list[str]) -> tuple[Path, str, int]:

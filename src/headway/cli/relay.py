@@ -1,18 +1,21 @@
 """`headway relay`: pass the weights of a swarm on."""
 
 import asyncio
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 from headway.cli.options import OptionParser, port_number, public_key, server_url
 
 HELP = """\
-usage: headway relay URL [--from URL ...] [--host ADDRESS] [--port N] [--folder DIR] [--run-key KEY] [--megabytes N]
-                         [--certificate FILE --key FILE]
+usage: headway relay URL [--from URL ...] [--share N/COUNT] [--host ADDRESS] [--port N] [--folder DIR]
+                         [--run-key KEY] [--megabytes N] [--certificate FILE --key FILE]
 
 Fetches every new version of the run whose swarm service is at URL, verifies each shard, and serves it to workers and
 other relays while the rest still arrives (docs/swarm.md). Goes on until Ctrl-C, and after a break where it was.
 
   --from URL          fetch from these relays first, and from the run only where they fail; may be given several times
+  --share N/COUNT     ask the run for this share of every version alone, such as 1/2, and relays with the other shares,
+                      which --from names, for the rest: the run sends everything once
   --host ADDRESS      address to listen at (127.0.0.1)
   --port N            port; 0 picks a free one (8501)
   --folder DIR        folder of this relay: its key and the shards (headway-relay)
@@ -24,7 +27,16 @@ other relays while the rest still arrives (docs/swarm.md). Goes on until Ctrl-C,
 Examples:
   headway relay https://run.example.org:8500 --host relay.example.org --certificate cert.pem --key key.pem
   headway relay http://127.0.0.1:8500 --port 8502 --folder relay-2 --from http://127.0.0.1:8501
+  headway relay http://127.0.0.1:8500 --share 1/2 --port 8501 --folder relay-1 --from http://127.0.0.1:8502
 """
+
+
+def share(text: str) -> tuple[int, int]:
+    """Read a share such as 1/2."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= 1000):
+        raise ArgumentTypeError(f"{text!r} is no share such as 1/2")
+    return int(number) - 1, int(count)
 
 
 def run(argv: list[str]) -> int:
@@ -42,6 +54,7 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("url", type=server_url)
     parser.add_argument("--from", dest="relays", type=server_url, action="append", default=[])
+    parser.add_argument("--share", type=share)
     parser.add_argument("--run-key", type=public_key)
     parser.add_argument("--port", type=port_number, default=8501)
     options = parser.parse_args(argv)
@@ -52,7 +65,7 @@ def run(argv: list[str]) -> int:
     async def relay() -> None:
         from headway.orchestrator.run import open_session
         from headway.swarm.client import Peer, SwarmClient
-        from headway.swarm.download import Mirrors
+        from headway.swarm.download import Mirrors, Share
         from headway.swarm.keys import SigningKey
         from headway.swarm.relay import Relay
         from headway.swarm.site import serve_while
@@ -63,7 +76,8 @@ def run(argv: list[str]) -> int:
             client = SwarmClient(source, options.run_key)
             await client.terms()
             assert client.run_key is not None
-            serving = Relay(Mirrors.of(source, relays), options.folder / "shards", client.run_key, limit)
+            part = None if options.share is None else Share(*options.share)
+            serving = Relay(Mirrors.of(source, relays), options.folder / "shards", client.run_key, limit, part)
             await serve_while(serving.app, options.host, options.port, tls, serving.watch(), "relay")
 
     return asyncio.run(until_stopped(relay()))

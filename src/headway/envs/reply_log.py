@@ -20,6 +20,13 @@ class LoggedReply(msgspec.Struct, array_like=True):
     seconds: float
 
 
+class Recorded(msgspec.Struct):
+    """All replies of an episode that was played elsewhere, and the tokens that a conversation could have there."""
+
+    replies: list[Reply]
+    context: int
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(LoggedReply)
 
@@ -74,6 +81,30 @@ class ReplyLog:
                 f"the worker died, and the environment did not repeat itself: {self._differs}; "
                 "set resumable = False if that is its nature",
             )
+
+
+class RecordedReplies(ReplyLog):
+    """Answers an episode with the replies of a record alone: it is played again, and nothing is sampled.
+
+    One that asks for more or fewer ends in an error, except where the conversation has outgrown the context.
+    """
+
+    def __init__(self, recorded: Recorded) -> None:
+        super().__init__()
+        self._left, self._context = deque(recorded.replies), recorded.context
+
+    def replay(self, prompt: Prompt) -> LoggedReply:
+        if len(prompt.token_ids) >= self._context:
+            raise ContextLimit(
+                f"the conversation has {len(prompt.token_ids)} tokens; the context holds {self._context}"
+            )
+        if not self._left:
+            raise EpisodeFailure("environment", "the environment asks for more replies than there are")
+        return LoggedReply(b"", self._left.popleft(), 0.0)
+
+    def check_ended(self) -> None:
+        if self._left:
+            raise EpisodeFailure("environment", "the environment asks for fewer replies than there are")
 
 
 def _digest(prompt: Prompt) -> bytes:

@@ -54,6 +54,7 @@ class ContributeOptions:
     env: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
 class LocalEngine:
@@ -63,7 +64,7 @@ class LocalEngine:
         import torch
 
         device = resolve_device(options.device, torch.cuda.is_available())
-        self.precision: Precision = "bfloat16" if resolve_dtype("auto", device) == "bfloat16" else "float32"
+        self.precision: Precision = "bfloat16" if resolve_dtype(options.dtype, device) == "bfloat16" else "float32"
         self._options, self._terms = options, terms
         self._service: EmbeddedService | None = None
         self._runner: web.AppRunner | None = None
@@ -79,7 +80,7 @@ class LocalEngine:
     async def _start(self, folder: Path) -> None:
         options, terms = self._options, self._terms
         settings = ServeSettings(
-            model=ModelSettings(path=str(folder), renderer=terms.renderer),
+            model=ModelSettings(path=str(folder), renderer=terms.renderer, dtype=self.precision),
             seq_len=terms.context,
             placement=PlacementSettings(device=options.device),
             inference=InferenceSettings(engine="embedded", threads=options.threads),

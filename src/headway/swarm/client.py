@@ -17,6 +17,8 @@ from headway.swarm.orders import Contribution, WorkOrder
 from headway.swarm.signing import authorization
 
 LONGEST_ANSWER = 16 << 20
+_BUFFER = 1 << 20
+"""Bytes that may arrive before the connection is paused: with the default, shards would come in small pieces."""
 _TIMEOUT = aiohttp.ClientTimeout(total=120, sock_connect=10, sock_read=60)
 
 
@@ -58,18 +60,20 @@ class Peer:
         headers = {"Authorization": authorization(self.key, method, path, body)}
         try:
             async with self.session.request(
-                method, self.url + path, data=body or None, headers=headers, timeout=_TIMEOUT
+                method, self.url + path, data=body or None, headers=headers, timeout=_TIMEOUT, read_bufsize=_BUFFER
             ) as answer:
                 content = bytearray()
-                async for chunk in answer.content.iter_chunked(1 << 16):
+                async for chunk in answer.content.iter_any():
                     content += chunk
                     if len(content) > longest:
                         raise SourceError(f"{self.url} answers with more than {longest} bytes")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise SourceError(f"no answer from {self.url}: {error or type(error).__name__}") from None
+        # Only the beginning: to read a shard's bytes as text would take longer than to fetch them.
+        said = bytes(content[:300]).decode(errors="replace")
         if answer.status == HTTPStatus.FORBIDDEN:
-            raise CutOffError(content.decode(errors="replace")[:300])
-        message = f"{self.url} answers {answer.status}: {content.decode(errors='replace')[:300]}"
+            raise CutOffError(said)
+        message = f"{self.url} answers {answer.status}: {said}"
         if answer.status == HTTPStatus.TOO_EARLY:
             raise NotYetError(message)
         if answer.status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND):

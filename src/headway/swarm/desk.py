@@ -8,7 +8,7 @@ from hashlib import sha256
 from headway.core.episodes import Episode
 from headway.swarm.api import LONGEST_REQUEST, WorkRequest
 from headway.swarm.canonical import LONGEST_MESSAGE, InvalidMessageError, decode
-from headway.swarm.events import CutOff, Event, Judged, Opened, Ordered, Retired
+from headway.swarm.events import Event, Judged, Opened, Ordered, Retired
 from headway.swarm.keys import Signed, SigningKey, open_signed
 from headway.swarm.ledger import Ledger
 from headway.swarm.limits import Limits, TooManyRequestsError
@@ -20,7 +20,7 @@ from headway.swarm.verifier import Verifier
 
 @dataclass(slots=True)
 class Taken:
-    """A contribution's verdict, its episodes to train on, and the groups of a worker that was just cut off, which are
+    """A contribution's verdict, its episodes to train on, and the groups of a worker that was just refused, which are
     to be dropped where they are not trained yet: they were accepted without rescoring."""
 
     verdict: Verdict
@@ -119,8 +119,8 @@ class Desk:
         for following in due:
             self._ledger.append(following)
             due += self.trust.apply(following)
-            if isinstance(following, CutOff):
-                dropped += self.trust.workers[following.worker].unverified
+            if isinstance(following, Judged) and not following.verdict.accepted:
+                dropped += self.trust.take_unverified(following.worker)
         return dropped
 
     def _limit(self, limits: Limits | None, name: str) -> None:

@@ -70,11 +70,26 @@ class Mirrors:
         return self.chance.choices(ready, [mirror.speed or 0.0 for mirror in ready])[0]
 
 
-class Downloader:
-    """Brings versions into a store. What was there stays: a download goes on after a break."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of every version that a relay asks of the source: each `count`-th shard, beginning with `first`. Others
+    come from relays that have the other shares, so that the source sends everything once."""
 
-    def __init__(self, mirrors: Mirrors, store: ShardStore) -> None:
-        self.mirrors, self.store = mirrors, store
+    first: int = 0
+    count: int = 1
+
+    def has(self, index: int) -> bool:
+        return index % self.count == self.first
+
+
+class Downloader:
+    """Brings versions into a store. What was there stays: a download goes on after a break.
+
+    With a `share`, the shards in it are asked of the source alone, and all others of relays first.
+    """
+
+    def __init__(self, mirrors: Mirrors, store: ShardStore, share: Share | None = None) -> None:
+        self.mirrors, self.store, self._share = mirrors, store, share
 
     async def manifest(self, version: int) -> WeightManifest:
         """Fetch a version's manifest, from any server: the run's signature counts. Raises SourceError, and RefusedError
@@ -93,6 +108,10 @@ class Downloader:
                 failure = error
                 if mirror is self.mirrors.source:
                     raise
+                if isinstance(error, RefusedError):
+                    # It does not know this version yet, and may have its shards soon: only the manifest is asked of
+                    # the source.
+                    return self._added(version, await self.mirrors.source.peer.manifest(version))
                 mirror.failed(time.monotonic())
         raise SourceError(str(failure))
 
@@ -106,10 +125,16 @@ class Downloader:
         """Fetch all shards of a version that are missing. Raises SourceError where one can't be had now, and
         RefusedError where the source has it no more."""
         manifest = await self.manifest(version)
-        left = self.store.missing(version)
         # In the same order as everyone else: a relay has the beginning first, and workers wait only where it ends.
-        left.reverse()
-        tasks = [asyncio.create_task(self._fetch_some(manifest, left)) for _ in range(min(PARALLEL, len(left)))]
+        left = self.store.missing(version)[::-1]
+        # Waiting for other relays must not hold up the share that they wait for.
+        own = [index for index in left if self._is_own(index)]
+        parts = (own, [index for index in left if not self._is_own(index)])
+        tasks = [
+            asyncio.create_task(self._fetch_some(manifest, part))
+            for part in parts
+            for _ in range(min(PARALLEL, len(part)))
+        ]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -117,6 +142,9 @@ class Downloader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         return manifest
+
+    def _is_own(self, index: int) -> bool:
+        return self._share is not None and self._share.has(index)
 
     async def _fetch_some(self, manifest: WeightManifest, left: list[int]) -> None:
         while left:
@@ -126,7 +154,7 @@ class Downloader:
         failure, attempt, give_up = "", 0, time.monotonic() + PATIENCE_SECONDS
         while attempt < ATTEMPTS:
             began = time.monotonic()
-            mirror = self.mirrors.choose(began)
+            mirror = self.mirrors.source if self._is_own(index) else self.mirrors.choose(began)
             try:
                 data = await mirror.peer.shard(manifest.version, index, manifest.shard_size(index))
             except NotYetError as error:

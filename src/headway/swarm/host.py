@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -20,14 +19,16 @@ from headway.rendering.load import load_renderer
 from headway.swarm.api import SwarmTerms
 from headway.swarm.checks.form import Form
 from headway.swarm.checks.termination import Termination
+from headway.swarm.demand import Demand
 from headway.swarm.desk import Desk
 from headway.swarm.keys import SigningKey
 from headway.swarm.ledger import Ledger
 from headway.swarm.orders import Contribution, RunTerms
-from headway.swarm.play import Player
+from headway.swarm.play import PoolPlayer
 from headway.swarm.service import SwarmService
 from headway.swarm.spool import Spool, VerifiedGroup
 from headway.swarm.store import ShardStore, publish_folder
+from headway.swarm.traffic import TrafficFile
 from headway.swarm.verifier import Verifier
 from headway.swarm.versions import VersionFolders
 from headway.transport.control.folder import FolderControl
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2
 """Pause between two looks for a new version of the trainer."""
-PATIENCE_SECONDS = 120.0
-"""Time after which the answer to an order is no longer expected: others are asked for that work."""
 MOST_VERSIONS = 4
 """Versions that are kept for strangers, however large the lag that a run allows."""
 
@@ -65,10 +64,12 @@ class SwarmHost:
         terms = _run_terms(settings, env, paths.root.name, tasks, self.key, context)
         ledger = Ledger(paths.swarm / "ledger.jsonl", self.key)
         self.run = terms.run
-        self.desk = Desk(terms, self.key, ledger, self._verifier(environment, base))
+        self._player = PoolPlayer(env, base, settings.model.renderer, repeats=environment.resumable)
+        self.desk = Desk(terms, self.key, ledger, self._verifier(base))
         self._publish_kept()
         self._numbers = {task.id: index for index, task in enumerate(tasks)}
-        self._expected: dict[str, float] = {}
+        self._traffic = TrafficFile(paths.swarm / "traffic.json")
+        self._demand = Demand(_most_groups(settings, env))
         self._published: WeightUpdate | None = None
         shown = SwarmTerms(
             terms.run,
@@ -96,23 +97,15 @@ class SwarmHost:
             if (manifest := self._store.manifest(version)) is not None and self._versions.path(version).is_dir():
                 self.desk.publish(version, manifest.fingerprint)
 
-    def _verifier(self, environment: Environment, base: Path) -> Verifier:
+    def _verifier(self, base: Path) -> Verifier:
         renderer = load_renderer(base, self._settings.model.renderer, self._settings.model.family)
         config = load_config(base)
         light = (Form(config.vocab_size), Termination({*renderer.stop_token_ids, *config.eos_ids}))
-        return Verifier(light, Player(environment, self._env, renderer), self._versions.model)
+        return Verifier(light, self._player, self._versions.model)
 
     def wanted(self) -> bool:
         """Tell if more orders should be given: fewer groups wait or are expected than the next batches can use."""
-        options = self._settings.orchestrator
-        now = time.monotonic()
-        # Nothing is expected of keys that never delivered: anyone can make many, take orders and leave.
-        opened = {id for of in self.desk.trust.workers.values() if of.accepted for id in of.open}
-        self._expected = {id: self._expected.get(id, now) for id in opened}
-        expected = sum(now - since < PATIENCE_SECONDS for since in self._expected.values())
-        size = options.envs[0].group_size or options.group_size
-        batches = 1 + min(options.run_ahead, options.max_lag)
-        return (expected + len(self._spool.waiting())) * size < batches * options.batch_size
+        return self._demand.wanted(self.desk.trust, len(self._spool.waiting()))
 
     def _accept(self, worker: str, contribution: Contribution, episodes: list[Episode], dropped: Sequence[str]) -> None:
         self._spool.drop(list(dropped))
@@ -122,7 +115,15 @@ class SwarmHost:
             self._spool.put(VerifiedGroup(contribution.order, self._env, number, first.version, worker, episodes))
 
     async def watch(self) -> None:
-        """Publish the versions that the trainer announces, until the run has finished or is asked to stop."""
+        """Publish the versions that the trainer announces, until the run has finished or is asked to stop. Workers play
+        episodes again meanwhile."""
+        try:
+            await self._player.start()
+            await self._watch()
+        finally:
+            await self._player.close()
+
+    async def _watch(self) -> None:
         while not (self._control.finished() or self._control.stop_asked()):
             update = self._control.latest()
             if update is not None and update != self._published:
@@ -133,6 +134,7 @@ class SwarmHost:
                     logger.warning("version %d is not published: %s", update.version, error)
                 else:
                     self._publish(update)
+            self._traffic.write(self.service.bandwidth.sent, self.service.uploaded)
             await asyncio.sleep(LOOK_SECONDS)
 
     def _fetch(self, update: WeightUpdate) -> None:
@@ -173,6 +175,13 @@ def check_swarm(settings: OrchestrateSettings) -> EnvSettings:
 def tasks_of(environment: Environment) -> list[Task]:
     environment.check()
     return list(environment.tasks())
+
+
+def _most_groups(settings: OrchestrateSettings, env: EnvSettings) -> float:
+    """Return the groups that the next batches can use."""
+    options = settings.orchestrator
+    batches = 1 + min(options.run_ahead, options.max_lag)
+    return batches * options.batch_size / (env.group_size or options.group_size)
 
 
 def _run_terms(

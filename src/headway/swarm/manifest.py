@@ -11,8 +11,10 @@ from headway.core.errors import HeadwayError
 from headway.swarm.canonical import InvalidMessageError
 from headway.swarm.keys import Signed, open_signed
 
-SHARD_BYTES = 4 << 20
-LARGEST_SHARD = 64 << 20
+SMALLEST_SHARD, LARGEST_SHARD = 1 << 20, 64 << 20
+MANY_SHARDS = 8192
+"""Shards of a version above which they become larger: small ones travel through relays sooner, and each costs a
+request and 32 bytes of the manifest."""
 LONGEST_MANIFEST = 16 << 20
 """Bytes of a signed manifest: 64 for each shard, so that 1 TB in the smallest shards fits."""
 _FILE = re.compile(r"[\w][\w.-]{0,99}")
@@ -85,13 +87,22 @@ def _check(manifest: WeightManifest) -> None:
 
 
 def make_manifest(
-    run: str, version: int, fingerprint: str, folder: Path, shard_bytes: int = SHARD_BYTES
+    run: str, version: int, fingerprint: str, folder: Path, shard_bytes: int | None = None
 ) -> WeightManifest:
     """Describe the files in `folder`, in the order of their names."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     files = tuple(VersionFile(path.name, path.stat().st_size) for path in paths)
+    shard_bytes = shard_bytes or fitting_shard(sum(file.size for file in files))
     hashes = tuple(sha256(shard).digest() for shard in cut(folder, files, shard_bytes))
     return WeightManifest(run, version, fingerprint, shard_bytes, files, hashes)
+
+
+def fitting_shard(size: int) -> int:
+    """Return the bytes of a shard of a version of `size` bytes."""
+    shard = SMALLEST_SHARD
+    while shard < LARGEST_SHARD and size > shard * MANY_SHARDS:
+        shard *= 2
+    return shard
 
 
 def cut(folder: Path, files: tuple[VersionFile, ...], shard_bytes: int) -> Iterator[bytes]:

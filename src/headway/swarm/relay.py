@@ -8,7 +8,7 @@ from pathlib import Path
 from aiohttp import web
 
 from headway.swarm.client import Peer, RefusedError, Retry, SourceError
-from headway.swarm.download import Downloader, Mirrors
+from headway.swarm.download import Downloader, Mirrors, Share
 from headway.swarm.limits import Limits
 from headway.swarm.serving import Bandwidth, Guard, version_routes
 from headway.swarm.store import ShardStore
@@ -25,9 +25,16 @@ class Relay:
     """Serves shards as they arrive, each only after it was verified. It has a key of its own, and no secret of the
     run: a relay that lies is found out by whoever fetches from it."""
 
-    def __init__(self, mirrors: Mirrors, folder: Path, run_key: bytes, bytes_per_second: float | None = None) -> None:
+    def __init__(
+        self,
+        mirrors: Mirrors,
+        folder: Path,
+        run_key: bytes,
+        bytes_per_second: float | None = None,
+        share: Share | None = None,
+    ) -> None:
         self._source: Peer = mirrors.source.peer
-        self.downloader = Downloader(mirrors, ShardStore(folder, run_key))
+        self.downloader = Downloader(mirrors, ShardStore(folder, run_key), share)
         self.bandwidth = Bandwidth(bytes_per_second)
         guard = Guard(Limits(RATE, BURST, MOST_NAMES), Limits(RATE, BURST, MOST_NAMES))
         self.app = web.Application(middlewares=[guard.__call__])

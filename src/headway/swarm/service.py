@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
@@ -15,6 +15,7 @@ from headway.swarm.desk import Desk
 from headway.swarm.keys import Signed, SigningKey
 from headway.swarm.limits import Limits
 from headway.swarm.orders import Contribution
+from headway.swarm.play import NotJudgedError
 from headway.swarm.serving import Bandwidth, Guard, version_routes
 from headway.swarm.signing import verify
 from headway.swarm.store import ShardStore
@@ -59,6 +60,8 @@ class SwarmService:
         self._wanted, self._accept = wanted, accept
         self._refusals: dict[str, deque[str]] = {}
         self._uploads = 0
+        self.uploaded: Counter[str] = Counter()
+        """Bytes of contributions, by the worker's key."""
         self.bandwidth = Bandwidth(bytes_per_second)
         guard = Guard(
             Limits(RATE, BURST, MOST_NAMES), Limits(ADDRESS_FACTOR * RATE, ADDRESS_FACTOR * BURST, MOST_NAMES)
@@ -93,9 +96,7 @@ class SwarmService:
 
     async def _post_contribution(self, request: web.Request) -> web.Response:
         if self._uploads >= MOST_UPLOADS:
-            return web.Response(
-                status=HTTPStatus.SERVICE_UNAVAILABLE, text="too many uploads at a time", headers={"Retry-After": PAUSE}
-            )
+            return _come_again("too many uploads at a time")
         self._uploads += 1
         try:
             body = await _read(request, LONGEST_UPLOAD)
@@ -103,6 +104,8 @@ class SwarmService:
             if decode(Signed, body, LONGEST_UPLOAD).key.hex() != key:
                 raise InvalidMessageError("a contribution is sent by the worker that signed it")
             return web.Response(body=encode(await self._judge(key, body, request.remote or "")))
+        except NotJudgedError as error:
+            return _come_again(str(error))
         finally:
             self._uploads -= 1
 
@@ -117,6 +120,8 @@ class SwarmService:
             if key in self._desk.trust.workers:  # others cost memory and get no orders anyway
                 kept = self._refusals.setdefault(key, deque(maxlen=REMEMBERED_REFUSALS))
                 kept.append(f"{verdict.check}: {verdict.reason}")
+        if key in self._desk.trust.workers:
+            self.uploaded[key] += len(body)
         standing = self._desk.trust.workers.get(key, Standing())
         return Answer(verdict, standing.accepted, standing.refused, standing.tokens)
 
@@ -136,6 +141,10 @@ class SwarmService:
                 )
             )
         )
+
+
+def _come_again(reason: str) -> web.Response:
+    return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE, text=reason, headers={"Retry-After": PAUSE})
 
 
 async def _read(request: web.Request, longest: int) -> bytes:

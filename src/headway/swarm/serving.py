@@ -32,6 +32,10 @@ class Bandwidth:
         self._per_second, self._free_at = per_second, 0.0
         self.sent = 0
 
+    @property
+    def bounded(self) -> bool:
+        return self._per_second is not None
+
     async def take(self, count: int) -> None:
         """Wait until `count` more bytes may be sent."""
         self.sent += count
@@ -85,7 +89,9 @@ def version_routes(store: ShardStore, bandwidth: Bandwidth) -> list[web.RouteDef
         return web.Response(body=encode(store.notice()))
 
     async def manifest(request: web.Request) -> web.Response:
-        return web.Response(body=store.signed_manifest(int(request.match_info["version"])))
+        version = int(request.match_info["version"])
+        await _announced(store, version)
+        return web.Response(body=store.signed_manifest(version))
 
     async def shard(request: web.Request) -> web.StreamResponse:
         version, index = int(request.match_info["version"]), int(request.match_info["index"])
@@ -97,6 +103,13 @@ def version_routes(store: ShardStore, bandwidth: Bandwidth) -> list[web.RouteDef
         web.get(route + "/manifest", manifest),
         web.get(route + r"/shards/{index:\d{1,9}}", shard),
     ]
+
+
+async def _announced(store: ShardStore, version: int) -> None:
+    """Wait a little for the manifest of a version that is newer than all that are here: others may know it earlier."""
+    give_up = time.monotonic() + WAIT_SECONDS
+    while version > store.notice().newest >= 0 and time.monotonic() < give_up:  # noqa: ASYNC110 - files of a folder
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _arrived(store: ShardStore, version: int, index: int) -> Path:
@@ -129,8 +142,10 @@ async def _send(request: web.Request, path: Path, bandwidth: Bandwidth) -> web.S
         response.headers["Content-Range"] = f"bytes {begin}-{begin + len(part) - 1}/{len(data)}"
     with suppress(ConnectionError):  # whoever asked is gone, and may ask again
         await response.prepare(request)
-        for start in range(0, len(part), CHUNK):
-            chunk = part[start : start + CHUNK]
+        # Pieces are for the bound on the rate; without one, they only cost time.
+        size = CHUNK if bandwidth.bounded else max(1, len(part))
+        for start in range(0, len(part), size):
+            chunk = part[start : start + size]
             await bandwidth.take(len(chunk))
             await response.write(chunk)
         await response.write_eof()

@@ -82,6 +82,12 @@ class Trust:
         """Return the share of a worker's contributions that are rescored; all of a stranger's."""
         return self.workers[worker].share if worker in self.workers else 1.0
 
+    def take_unverified(self, worker: str) -> list[str]:
+        """Return the orders of a worker that were accepted without rescoring, each once: it was caught at a lie."""
+        standing = self._standing(worker)
+        taken, standing.unverified = list(standing.unverified), {}
+        return taken
+
     def _standing(self, worker: str) -> Standing:
         return self.workers.setdefault(worker, Standing())
 

@@ -13,7 +13,7 @@ from headway.swarm.checks.base import Check, Claim, Evidence, PlayedClaim
 from headway.swarm.checks.numbers import Logprobs, Ranks, SeededDraws
 from headway.swarm.checks.replay import PlayedAgain
 from headway.swarm.orders import Contribution, Precision, WorkOrder
-from headway.swarm.play import Player
+from headway.swarm.play import Replayer
 from headway.swarm.rescore import rescore_all
 from headway.swarm.rescored import Rescored
 from headway.swarm.verdict import Verdict
@@ -35,7 +35,7 @@ class Verifier:
     def __init__(
         self,
         light: Sequence[Check[Claim]],
-        player: Player,
+        player: Replayer,
         model_of: ModelOf,
         numbers: Sequence[Check[Evidence]] | None = None,
     ) -> None:
@@ -54,10 +54,12 @@ class Verifier:
         if refusal := first_refusal(self._light, Claim(order, contribution)):
             return refusal, []
         tokens = sum(len(node.token_ids) for episode in contribution.episodes for node in sampled_nodes(episode))
-        played = [
-            await self._player.play_again(order.request(index), episode, order.context)
-            for index, episode in enumerate(contribution.episodes)
-        ]
+        played = await asyncio.gather(
+            *(
+                self._player.play_again(order.request(index), episode, order.context)
+                for index, episode in enumerate(contribution.episodes)
+            )
+        )
         if refusal := first_refusal(self._replay, PlayedClaim(order, contribution, played)):
             return msgspec.structs.replace(refusal, tokens=tokens), []
         if rescored:

@@ -4,10 +4,12 @@ import json
 import shutil
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
 from headway.core.errors import HeadwayError
 from headway.core.files import atomic_directory
@@ -45,14 +47,9 @@ class VersionFolders:
             raise HeadwayError("a swarm samples from whole models; leave model.lora out")
         tensors = {name: tensor.clone() for name, tensor in self._receiver.receive(update)}
         with atomic_directory(self.path(update.version)) as aside:
-            shutil.copyfile(self._base / "config.json", aside / "config.json")
-            copy_companions(self._base, aside)
-            shards = [Shard(name, tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()]
-            layout = Layout.of([write_shards(aside, 0, shards)])
-            if layout.fingerprint != update.fingerprint:
-                raise HeadwayError(f"version {update.version} was written with fingerprint {layout.fingerprint}")
-            (aside / MANIFEST).write_bytes(msgspec.json.encode(Manifest(update.version, layout)))
-            (aside / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(sorted(tensors), file_of(0))}))
+            written = write_version(aside, self._base, update.version, tensors)
+            if written != update.fingerprint:
+                raise HeadwayError(f"version {update.version} was written with fingerprint {written}")
         return self.path(update.version)
 
     def model(self, version: int, precision: Precision) -> DecoderLM:
@@ -72,6 +69,17 @@ class VersionFolders:
         for path in self._folder.glob("v*"):
             if int(path.name[1:]) < oldest:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def write_version(folder: Path, base: Path, version: int, tensors: Mapping[str, Tensor]) -> str:
+    """Write a version's tensors to `folder`, beside config and tokenizer of `base`. Returns their fingerprint."""
+    shutil.copyfile(base / "config.json", folder / "config.json")
+    copy_companions(base, folder)
+    shards = [Shard(name, tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    layout = Layout.of([write_shards(folder, 0, shards)])
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(Manifest(version, layout)))
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(sorted(tensors), file_of(0))}))
+    return layout.fingerprint
 
 
 def update_of(folder: Path, version: int, fingerprint: str) -> WeightUpdate:

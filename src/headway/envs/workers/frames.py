@@ -12,6 +12,7 @@ import msgspec
 
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.envs.packages.versions import CodeVersion
+from headway.envs.reply_log import Recorded
 
 _LENGTH = struct.Struct("!I")
 MAX_FRAME = 1 << 30
@@ -34,12 +35,14 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Run(msgspec.Struct, tag=True):
-    """Run an episode; one that a lost worker began `spent` seconds ago goes on after its `replies`."""
+    """Run an episode; one that a lost worker began `spent` seconds ago goes on after its `replies`. With `recorded`
+    ones it is played again, and nothing is sampled."""
 
     number: int
     request: EpisodeRequest
     replies: list[bytes] = []
     spent: float = 0.0
+    recorded: Recorded | None = None
 
 
 class Cancel(msgspec.Struct, tag=True):

@@ -15,6 +15,7 @@ from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKi
 from headway.core.errors import HeadwayError
 from headway.envs.episodes import blank_episode
 from headway.envs.packages.versions import CodeVersion
+from headway.envs.reply_log import Recorded
 from headway.envs.workers.frames import Cancel, Run, Start
 from headway.envs.workers.kept_replies import KeptReplies
 from headway.envs.workers.process import WorkerProcess
@@ -37,6 +38,7 @@ class PendingEpisode:
     number: int
     request: EpisodeRequest
     future: "asyncio.Future[Episode]"
+    recorded: Recorded | None = None
     worker: WorkerProcess | None = None
     deadline: float = float("inf")
     began: float | None = None
@@ -108,11 +110,14 @@ class EnvPool:
             raise
         self._spawn(self._supervise())
 
-    async def run(self, request: EpisodeRequest) -> Episode:
-        """The outcome of one episode, exactly once; errors are in it. Cancelling the call cancels the episode."""
+    async def run(self, request: EpisodeRequest, recorded: Recorded | None = None) -> Episode:
+        """The outcome of one episode, exactly once; errors are in it. Cancelling the call cancels the episode.
+
+        With `recorded` replies it is played again with these, and nothing is sampled.
+        """
         if self._closed:
             return self._failed(request, "worker", "the pool is closed")
-        pending = PendingEpisode(next(self._numbers), request, asyncio.get_running_loop().create_future())
+        pending = PendingEpisode(next(self._numbers), request, asyncio.get_running_loop().create_future(), recorded)
         self._pending[pending.number] = pending
         self._waiting.append(pending)
         self._dispatch()
@@ -199,7 +204,7 @@ class EnvPool:
             worker.running.add(pending.number)
             replies = self._kept.all(pending.number) or []
             try:
-                worker.send(Run(pending.number, pending.request, replies, now - pending.began))
+                worker.send(Run(pending.number, pending.request, replies, now - pending.began, pending.recorded))
             except (TypeError, ValueError, OverflowError) as error:
                 worker.running.discard(pending.number)
                 self._fail(pending, "environment", f"the request can't be sent: {error}")

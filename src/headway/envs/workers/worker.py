@@ -25,7 +25,7 @@ from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner, as_error, blank_episode
 from headway.envs.packages.versions import imported_versions
 from headway.envs.registry import environment_modules, load_environment
-from headway.envs.reply_log import ReplyLog
+from headway.envs.reply_log import RecordedReplies, ReplyLog
 from headway.envs.tasks import check_tasks
 from headway.envs.threads import abandoned
 from headway.envs.workers import frames
@@ -113,7 +113,11 @@ class Worker:
 
     def _begin(self, run: frames.Run) -> None:
         assert self._runner is not None, "the pool sends no episodes before the worker is ready"
-        log = ReplyLog(run.replies, partial(self._replied, run.number), whole=self._resumable)
+        log = (
+            RecordedReplies(run.recorded)
+            if run.recorded is not None
+            else ReplyLog(run.replies, partial(self._replied, run.number), whole=self._resumable)
+        )
         task = asyncio.get_running_loop().create_task(self._runner.run(run.request, log, run.spent))
         task.add_done_callback(partial(self._finished, run.number, run.request))
         self._episodes[run.number] = task

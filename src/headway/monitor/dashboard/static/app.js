@@ -15,6 +15,7 @@ import { compareView, runView } from "./run.js";
 import { runsView } from "./runs.js";
 import { settingsView } from "./settings.js";
 import { stepsView } from "./steps.js";
+import { swarmView } from "./swarm.js";
 
 const TABS = [
   ["", "Charts", runView],
@@ -27,6 +28,7 @@ const TABS = [
   ["cost", "Cost", costView],
   ["steps", "Steps", stepsView],
   ["plan", "Plan", planView],
+  ["swarm", "Swarm", swarmView],
 ];
 const KEYS = [
   ["?", "this list"],

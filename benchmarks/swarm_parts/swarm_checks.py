@@ -1,0 +1,134 @@
+"""The checks of a swarm against honest workers and liars: how many of each are refused.
+
+    python benchmarks/swarm.py checks [--model FOLDER] [--scale 8] [--orders 10] [--max-tokens 24] [--results FILE]
+
+Workers in this process fulfil orders on reverse-text with the embedded engine on a CPU, in both precisions: honestly,
+or with one of the lies in swarm_workers.py. The verifier judges each contribution with every check, by a
+pass over its tokens in the precision that the worker claims. The built-in tiny model has random weights, which are
+scaled so that its replies are neither uniform nor certain; --model takes a trained one, with --scale 1.
+
+Prints one JSON object: the share of contributions refused, by precision and kind, the check that refused first, and
+the figures behind it (least and largest). Bars: at least 99 % of lies refused, at most 0.5 % of honest contributions.
+Exits with 1 when one does not hold.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from swarm_workers import LIES, Worker, load_trusted, of_precision, quantized, stepped
+
+from headway.core.protocol import SamplingParams
+from headway.envs.bundled.reverse_text import ReverseText
+from headway.models.decoder import DecoderLM
+from headway.models.tiny import resolve_model
+from headway.rendering.load import load_renderer
+from headway.swarm.checks.form import Form
+from headway.swarm.checks.numbers import lean_of
+from headway.swarm.checks.termination import Termination
+from headway.swarm.orders import Contribution, RunTerms, WorkOrder
+from headway.swarm.play import Player
+from headway.swarm.verifier import Verifier, rescore_contribution
+
+RESULTS = Path(__file__).parents[1] / "results" / "swarm.json"
+LEARNING_RATE = 1e-4
+"""Of the example reverse_text: an older version differs by one such step in every weight."""
+OTHER = 5e-3
+CONTEXT, GROUP = 256, 8
+LEAST_LIES, MOST_HONEST = 0.99, 0.005
+
+
+def figures(model: DecoderLM, order: WorkOrder, contribution: Contribution) -> list[float]:
+    """Differences of logprobs and misses of draws (mean, largest), the chance of the ranks, and the tokens."""
+    again = rescore_contribution(model, order, contribution)
+    differences, missed = np.abs(again.claimed - again.logprobs), again.missed
+    _, chance = lean_of(again.rank, again.rank_variance)
+    return [*(float(f(of)) for of in (differences, missed) for f in (np.mean, np.max)), chance, len(again)]
+
+
+def tokens_of(contribution: Contribution) -> list[list[int]]:
+    return [node.token_ids for episode in contribution.episodes for trace in episode.traces for node in trace.nodes]
+
+
+def judge_kind(kind: str, worker: Worker, verifier: Verifier, terms: RunTerms, count: int) -> dict[str, object]:
+    """Let a worker fulfil orders in one way, and count what is refused. `same_tokens` are lies that were accepted and
+    have the very tokens of honest work."""
+    refused: Counter[str] = Counter()
+    seen, same = [], 0
+    for number in range(count):
+        order = terms.order(b"w" * 32, 1, "weights", number)
+        another = msgspec.structs.replace(order, seeds=tuple(seed + 1000 for seed in order.seeds))
+        contribution = worker.honest(order) if kind == "honest" else worker.lie(kind, order, another)
+        verdict, _ = asyncio.run(verifier.verify(order, contribution, rescored=True))
+        if not verdict.accepted:
+            refused[verdict.check] += 1
+        elif kind != "honest":
+            same += tokens_of(contribution) == tokens_of(worker.honest(order))
+        seen.append(figures(worker.models[""], order, contribution))
+    names = ("logprob_mean", "logprob_largest", "missed_mean", "missed_largest", "rank_chance", "tokens")
+    columns = dict(zip(names, zip(*seen, strict=True), strict=True))
+    return {
+        "contributions": count,
+        "refused": sum(refused.values()) / count,
+        "by": dict(refused),
+        "same_tokens": same,
+        **{name: [min(values), max(values)] for name, values in columns.items()},
+    }
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--scale", type=float, default=8.0)
+    parser.add_argument("--orders", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--precisions", default="float32,bfloat16")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    folder = resolve_model(options.model)
+    model = load_trusted(folder, options.scale)
+    environment, renderer = ReverseText(), load_renderer(folder, "auto")
+    player = Player(environment, "reverse-text", renderer)
+    sampling = SamplingParams(max_tokens=options.max_tokens)
+    terms = RunTerms("bench", b"s" * 32, "reverse-text", list(environment.tasks()), GROUP, sampling, CONTEXT)
+    stops = tuple({*renderer.stop_token_ids, *model.config.eos_ids})
+    changed = {
+        "other": stepped(model, OTHER, 1),
+        "older": stepped(model, LEARNING_RATE, 2),
+        "quantized": quantized(model),
+    }
+    light = (Form(model.config.vocab_size), Termination(stops))
+    shown: dict[str, dict[str, object]] = {}
+    for precision in options.precisions.split(","):
+        trusted = of_precision(model, precision)
+        models = {"": trusted} | {name: of_precision(each, precision) for name, each in changed.items()}
+        worker = Worker(player, models, stops, CONTEXT, precision, random.Random(0))
+        verifier = Verifier(light, player, lambda version, of, trusted=trusted: trusted)
+        shown[precision] = {}
+        for kind in ("honest", *LIES):
+            started = time.perf_counter()
+            shown[precision][kind] = judge_kind(kind, worker, verifier, terms, options.orders)
+            seconds = f"{time.perf_counter() - started:.0f} s"
+            print(precision, kind, json.dumps(shown[precision][kind]), seconds, file=sys.stderr, flush=True)
+    report(options, shown)
+
+
+def report(options: argparse.Namespace, shown: dict[str, dict[str, object]]) -> None:
+    kinds = [(kind, found) for of in shown.values() for kind, found in of.items()]
+    lies = [found["refused"] for kind, found in kinds if kind != "honest"]  # type: ignore[index]
+    honest = [found["refused"] for kind, found in kinds if kind == "honest"]  # type: ignore[index]
+    summary = {"lies_refused": sum(lies) / len(lies), "honest_refused": sum(honest) / len(honest)}
+    given = {"model": Path(options.model).name, "scale": options.scale, "max_tokens": options.max_tokens}
+    text = json.dumps({**given, **summary, "kinds": shown}, indent=1)
+    options.results.write_text(text + "\n")
+    print(text)
+    sys.exit(int(summary["lies_refused"] < LEAST_LIES or summary["honest_refused"] > MOST_HONEST))
