@@ -18,7 +18,7 @@ class PatientText(ReverseText):
 
     async def run(self, task: Task, policy: Policy) -> object:
         (self._folder / "asked").touch()
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 200
         while not (self._folder / "go").exists() and time.monotonic() < give_up:
             time.sleep(0.01)  # noqa: ASYNC251 - as code of environments may
         if time.monotonic() >= give_up:

@@ -38,7 +38,7 @@ def test_a_slow_environment_does_not_hold_up_the_service(swarm: Swarm, tmp_path:
         finally:
             await player.close()
 
-    played = asyncio.run(asyncio.wait_for(main(), 60))
+    played = asyncio.run(asyncio.wait_for(main(), 240))
     if crashes:
         assert played.error is not None and played.error.kind == "worker"
     else:
@@ -58,8 +58,10 @@ def test_a_service_that_ends_judges_nobody(swarm: Swarm, tmp_path: Path) -> None
         playing = asyncio.create_task(player.play_again(order.request(0), claimed, order.context))
         while not (tmp_path / "asked").exists():  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.01)
-        await player.close()
+        closing = asyncio.create_task(player.close())
         with pytest.raises(NotJudgedError):
             await playing
+        (tmp_path / "go").touch()
+        await closing
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))

@@ -22,7 +22,7 @@ MOST_WORKERS = 500
 
 
 class LedgerView:
-    """What a ledger says so far. It is read on from where it ended; signatures are for `headway swarm audit`."""
+    """The state of a ledger so far, read on from where it ended. Signatures are for `headway swarm audit`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
