@@ -11,8 +11,7 @@ from headway.sandboxes.kinds import available_kinds
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.alone,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(available_kinds()["bubblewrap"]), reason=available_kinds()["bubblewrap"]),
 ]
 

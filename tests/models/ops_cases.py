@@ -215,7 +215,7 @@ CASES = [
     Case(ops.qk_norm_rope, [(7, 6, 10), (7, 2, 10), (10,), (10,)], normed_heads),
     Case(ops.qk_norm_rope, [(7, 1, 64), (7, 1, 64), (64,), (64,)], normed_heads),
     *(Case(ops.qk_norm_rope, [(7, heads, size), (7, 2, size)], normed_heads) for heads, size in ((6, 10), (2, 64))),
-    *(Case(ops.qkv_norm_rope, [(70, n, 32), (32,), (32,)], normed_parts) for n in (4, 8)),
+    *(Case(ops.qkv_norm_rope, [(7, n, 32), (32,), (32,)], normed_parts) for n in (4, 8)),
     Case(ops.linear, [(9, 20), (5, 20)], plain, only=("c",)),
     Case(ops.linear, [(9, 20), (5, 20)], plain, only=("torch",), mixed=True),
     Case(ops.linear, [(9, 20), (5, 20), (5,)], plain, only=("torch",), mixed=True),

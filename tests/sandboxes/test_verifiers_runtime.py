@@ -1,26 +1,34 @@
-"""Our sandboxes as verifiers' runtimes, and theirs as ours."""
+"""Our sandboxes as verifiers' runtimes, and theirs as ours.
+
+Verifiers is imported by the tests: it takes seconds, which a worker that runs other files need not spend.
+"""
 
 import asyncio
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from sandbox_kinds import needs_bubblewrap
 
+from headway.core.errors import HeadwayError
 from headway.sandboxes.local.bubblewrap import Bubblewrap
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import SandboxError
 
-pytest.importorskip("verifiers.v1.runtimes.subprocess")
-from verifiers.v1.errors import SandboxError as RuntimeFailure
-from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
+pytestmark = pytest.mark.skipif(find_spec("verifiers") is None, reason="needs verifiers (extra verifiers)")
 
-from headway.core.errors import HeadwayError
-from headway.sandboxes.verifiers import HeadwayRuntime, RuntimeSandbox
+
+def their_runtime() -> Any:
+    from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
+
+    return SubprocessRuntime(SubprocessConfig())
 
 
 async def until_logged(reader: Any) -> None:
     """Wait for what a process in the background writes first; until it has started there is no file."""
+    from verifiers.v1.errors import SandboxError as RuntimeFailure
+
     for _ in range(6000):
         with suppress(RuntimeFailure, HeadwayError):
             if b"up" in await reader.read("log"):
@@ -31,6 +39,8 @@ async def until_logged(reader: Any) -> None:
 
 async def use_runtime(runtime: Any) -> None:
     """What verifiers does with a runtime; the same for theirs and for ours."""
+    from verifiers.v1.errors import SandboxError as RuntimeFailure
+
     run, env = runtime, {"WORD": "out"}
     await run.write("a/b", b"data")
     assert await run.read("a/b") == b"data"
@@ -53,6 +63,8 @@ async def use_runtime(runtime: Any) -> None:
 
 @needs_bubblewrap
 def test_a_sandbox_of_ours_is_a_runtime_of_theirs() -> None:
+    from headway.sandboxes.verifiers import HeadwayRuntime
+
     async def main() -> None:
         backend = Bubblewrap()
         runtime = HeadwayRuntime(backend, Recipe(files={"given": b"x"}))
@@ -71,7 +83,7 @@ def test_a_sandbox_of_ours_is_a_runtime_of_theirs() -> None:
 
 def test_the_same_steps_hold_for_a_runtime_of_theirs() -> None:
     async def main() -> None:
-        runtime = SubprocessRuntime(SubprocessConfig())
+        runtime = their_runtime()
         await runtime.start()
         try:
             await use_runtime(runtime)
@@ -82,8 +94,10 @@ def test_the_same_steps_hold_for_a_runtime_of_theirs() -> None:
 
 
 def test_a_runtime_of_theirs_is_a_sandbox_of_ours() -> None:
+    from headway.sandboxes.verifiers import RuntimeSandbox
+
     async def main() -> None:
-        runtime = SubprocessRuntime(SubprocessConfig())
+        runtime = their_runtime()
         await runtime.start()
         async with RuntimeSandbox(runtime) as box:
             await box.write("a/b", b"data")

@@ -7,9 +7,9 @@ from pydantic_core import PydanticCustomError
 
 
 class Settings(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, validate_default=True, frozen=True, allow_inf_nan=False
-    )
+    # Pydantic could read the docstrings below fields; that is a third of what importing all settings takes, for every
+    # process, and only the reference needs them, which reads them itself.
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True, allow_inf_nan=False)
 
 
 class Plugin(Settings):

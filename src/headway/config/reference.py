@@ -1,7 +1,13 @@
 """The reference of all settings, as Markdown, from the settings themselves."""
 
+import ast
+import inspect
+import sys
 import types
 from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -52,7 +58,38 @@ def _commands() -> str:
 
 
 def _top_level() -> dict[str, FieldInfo]:
-    return {name: info for kind in COMMAND_SETTINGS.values() for name, info in kind.model_fields.items()}
+    return {name: info for kind in COMMAND_SETTINGS.values() for name, info in _described(kind).items()}
+
+
+def _described(model: type[Settings]) -> dict[str, FieldInfo]:
+    """The settings of a class, each described by the docstring below it."""
+    texts: dict[str, str | None] = {}
+    for base in reversed(model.__mro__):
+        if issubclass(base, Settings):
+            texts |= _docstrings(base.__module__, base.__name__)
+    fields = {name: copy(info) for name, info in model.model_fields.items()}
+    for name, info in fields.items():
+        info.description = texts.get(name)
+    return fields
+
+
+@cache
+def _docstrings(module: str, name: str) -> dict[str, str | None]:
+    """The docstrings below the fields of a class, as far as there are any."""
+    body = next(node.body for node in _statements(module) if isinstance(node, ast.ClassDef) and node.name == name)
+    found: dict[str, str | None] = {}
+    for node, below in pairwise([*body, ast.Pass()]):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[field] = inspect.cleandoc(text)
+            case ast.AnnAssign(target=ast.Name(id=field)), _:
+                found[field] = None
+    return found
+
+
+@cache
+def _statements(module: str) -> list[ast.stmt]:
+    return ast.parse(inspect.getsource(sys.modules[module])).body
 
 
 def _section(fields: dict[str, FieldInfo], prefix: str, documented: Documented) -> Iterator[str]:
@@ -76,7 +113,7 @@ def _model_section(model: type[Settings], place: str, documented: Documented) ->
     if bases:
         yield f"All of `{documented[bases[0]]}`, and:\n"
     inherited = {"type", *bases[0].model_fields} if bases else {"type"}
-    fields = {name: info for name, info in model.model_fields.items() if name not in inherited}
+    fields = {name: info for name, info in _described(model).items() if name not in inherited}
     if fields:
         yield from _section(fields, f"{place}.", documented)
 

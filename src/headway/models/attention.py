@@ -27,8 +27,11 @@ class PackedPlan(PackedSamples, AttentionPlan):
         if layer.chosen is not None:
             each = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD, layer.chosen)), strict=True)
             return torch.cat([part for q, k, v, at in each for part in _over_chosen(q, k, v, at, layer)])
+        if self.short:
+            rows, back = self.buckets
+            return torch.cat([_windowed(q_THD[at], k_TKD[at], v_TKD[at], layer).flatten(0, 1) for at in rows])[back]
         samples = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
-        return torch.cat([part for q, k, v in samples for part in _windows(q, k, v, layer)])
+        return torch.cat([_windowed(q[None], k[None], v[None], layer)[0] for q, k, v in samples])
 
     def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
         if self.longest <= count:
@@ -79,7 +82,7 @@ def masked_attention(
     if layer.sinks is not None:
         k_BKSD, v_BKSD = (F.pad(x, (0, 0, 0, 1)) for x in (k_BKSD, v_BKSD))
         sinks = layer.sinks.to(q.dtype).view(1, kv_heads, -1, 1).expand(grouped).reshape(batch, kv_heads, -1, 1)
-        mask_B1RS = torch.cat([mask_B1RS.expand(-1, kv_heads, -1, -1), sinks], -1)
+        mask_B1RS = torch.cat([mask_B1RS.expand(batch, kv_heads, -1, -1), sinks], -1)
     q_BKRD = q.reshape(batch, kv_heads, -1, dim)
     if layer.softcap is None:
         out = F.scaled_dot_product_attention(q_BKRD, k_BKSD, v_BKSD, attn_mask=mask_B1RS, scale=layer.scale)
@@ -103,16 +106,18 @@ def visible_mask(
     return mask.reshape(batch, 1, heads_per_kv * queries, -1) if queries > 1 else mask.transpose(1, 2)
 
 
-def _windows(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, layer: AttentionLayer) -> Iterator[Tensor]:
-    """Attention within one sample, some queries at a time over the keys that they see."""
-    length, heads_per_kv = len(q_nHD), q_nHD.shape[1] // k_nKD.shape[1]
-    places = torch.arange(length, device=q_nHD.device)
+def _windowed(q_BnHD: Tensor, k_BnKD: Tensor, v_BnKD: Tensor, layer: AttentionLayer) -> Tensor:
+    """Attention within samples of one length, some queries at a time over the keys that they see: (B, n, H, D)."""
+    length, heads_per_kv = q_BnHD.shape[1], q_BnHD.shape[2] // k_BnKD.shape[2]
+    places = torch.arange(length, device=q_BnHD.device)
+    parts = []
     for start in range(0, length, _QUERIES):
         end = min(start + _QUERIES, length)
         first = 0 if layer.window is None else max(0, start + 1 - layer.window)
-        mask = visible_mask(places[None, start:end], places[first:end], layer.window, heads_per_kv, q_nHD.dtype)
-        k, v = (x[first:end].transpose(0, 1).unsqueeze(0) for x in (k_nKD, v_nKD))
-        yield masked_attention(q_nHD[None, start:end], k, v, mask, layer)[0]
+        mask = visible_mask(places[None, start:end], places[first:end], layer.window, heads_per_kv, q_BnHD.dtype)
+        k, v = (x[:, first:end].transpose(1, 2) for x in (k_BnKD, v_BnKD))
+        parts.append(masked_attention(q_BnHD[:, start:end], k, v, mask, layer))
+    return torch.cat(parts, 1)
 
 
 def _over_chosen(

@@ -40,6 +40,11 @@ class PackedSamples:
         """0 to n - 1 for each sample of n tokens: (T,)."""
         return torch.cat([torch.arange(n, device=self.device) for n in self.lengths])
 
+    @property
+    def short(self) -> bool:
+        """Tell if samples are so short on average that `buckets` cost less than a call for each."""
+        return self.tokens <= _SHORT * len(self.lengths)
+
     @cached_property
     def ends(self) -> Tensor | None:
         """The ends of samples, after a leading 0. None for one sample, which needs no telling."""
@@ -105,7 +110,7 @@ def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, samples: Packe
         shape = (len(samples.lengths), samples.longest)
         batch = [x.view(*shape, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD)]
         return _causal(*batch).flatten(0, 1)
-    if samples.tokens <= _SHORT * len(samples.lengths):
+    if samples.short:
         rows, back = samples.buckets
         return torch.cat([_causal(q_THD[at], k_TKD[at], v_TKD[at]).flatten(0, 1) for at in rows])[back]
     each = zip(*(torch.split(x, samples.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
