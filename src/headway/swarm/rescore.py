@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from headway.core.draws import choice_seed, uniform
@@ -18,6 +19,9 @@ _PASS = 16_384
 """Tokens that are computed in one pass, unless a branch alone has more: passes over a few leave a GPU idle."""
 _LOGITS = 1 << 26
 """Logits in memory at a time."""
+
+
+_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +105,29 @@ def _noise(seed: int, start: int, end: int) -> Floats:
 
 
 def _rescored(logits_NV: Tensor, ids_N: Tensor, claimed: Floats, noise: Floats) -> Rescored:
-    probs_NV = torch.softmax(logits_NV.double(), dim=-1)
-    ids_N1 = ids_N[:, None]
-    own_N1 = probs_NV.gather(1, ids_N1)
-    high_N1 = probs_NV.cumsum(-1).gather(1, ids_N1)
-    likelier = (probs_NV * (probs_NV > own_N1)).sum(-1)
-    equal = (probs_NV * (probs_NV == own_N1)).sum(-1)
-    columns = (
-        own_N1[:, 0].log(),
-        high_N1[:, 0] - own_N1[:, 0],
-        high_N1[:, 0],
-        likelier + equal / 2,
-        (1 - probs_NV.pow(3).sum(-1)) / 12,
-    )
+    """Look at all logits in few passes: on a GPU these take most of the time, since vocabularies are large."""
+    logits_NV = logits_NV.float()
+    # Not divided by their sum, which is known to more digits than float32 has.
+    parts_NV = (logits_NV - logits_NV.amax(-1, keepdim=True)).exp_()
+    own_N1 = parts_NV.gather(1, ids_N[:, None])
+    low_N, whole_N = _sums(parts_NV, ids_N)
+    likelier_N = torch.where(parts_NV > own_N1, parts_NV, 0.0).sum(-1)
+    equals_N = (parts_NV == own_N1).sum(-1)
+    cubes_N = (torch.linalg.vector_norm(parts_NV, ord=3, dim=-1) / whole_N) ** 3
+    own_N, low_N = own_N1[:, 0] / whole_N, low_N / whole_N
+    rank_N = likelier_N / whole_N + equals_N * own_N / 2
+    columns = (own_N.log(), low_N, low_N + own_N, rank_N, (1 - cubes_N) / 12)
     logprobs, low, high, rank, variance = (column.cpu().numpy() for column in columns)
     return Rescored(claimed, logprobs, noise, low, high, rank, variance)
+
+
+def _sums(parts_NV: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the numbers before each id, and all of them, in double: of blocks first, and then some of one block."""
+    vocab, blocks = parts_NV.shape[1], parts_NV.shape[1] // _BLOCK
+    sums_NB = parts_NV[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).sum(-1)
+    until_NB = F.pad(sums_NB.double().cumsum(-1), (1, 0))
+    block_N1 = (ids_N // _BLOCK)[:, None]
+    at_NC = block_N1 * _BLOCK + torch.arange(_BLOCK, device=ids_N.device)
+    inside_NC = parts_NV.gather(1, at_NC.clamp(max=vocab - 1))
+    inside_N = torch.where(at_NC < ids_N[:, None], inside_NC, 0.0).sum(-1)
+    return until_NB.gather(1, block_N1)[:, 0] + inside_N, until_NB[:, -1] + parts_NV[:, blocks * _BLOCK :].sum(-1)
