@@ -29,17 +29,22 @@ def unavailable(kind: str) -> str:
     return ""
 
 
+def lay_out(rootfs: Path) -> None:
+    """Make the folders of an image that gets its /usr from this machine."""
+    rootfs.chmod(0o755)
+    for name in ("usr", "etc", "proc", "sys", "dev", "tmp", "run/headway", "home/agent", "workspace"):
+        (rootfs / name).mkdir(parents=True)
+    for name, link in system_links().items():
+        if link is not None:
+            (rootfs / f".{name}").symlink_to(link)
+
+
 class HostContainers(Containers):
     """Containers whose image is this machine's /usr: tests have no registry to get another from."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="headway-rootfs-")
-        Path(self._folder.name).chmod(0o755)
-        for name in ("usr", "etc", "proc", "sys", "dev", "tmp", "run/headway", "home/agent", "workspace"):
-            (Path(self._folder.name) / name).mkdir(parents=True)
-        for name, link in system_links().items():
-            if link is not None:
-                (Path(self._folder.name) / f".{name}").symlink_to(link)
+        lay_out(Path(self._folder.name))
         super().__init__(self._folder.name)
 
     async def create(
@@ -111,4 +116,5 @@ _PROBLEMS["host"] = _PROBLEMS["bubblewrap"]  # what the host runs
 ISOLATING = [param("bubblewrap"), param("gvisor"), param("container", pytest.mark.slow)]
 EVERY = [*ISOLATING, param("host"), param("process")]
 needs_bubblewrap = pytest.mark.skipif(bool(_PROBLEMS["bubblewrap"]), reason=str(_PROBLEMS["bubblewrap"]))
+needs_container = pytest.mark.skipif(bool(_PROBLEMS["container"]), reason=str(_PROBLEMS["container"]))
 needs_gvisor = pytest.mark.skipif(bool(_PROBLEMS["gvisor"]), reason=str(_PROBLEMS["gvisor"]))

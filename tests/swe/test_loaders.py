@@ -69,7 +69,7 @@ def test_fields_are_mapped(tmp_path: Path, lines: bool) -> None:
     assert smith.fail_to_pass == ["tests/t.py::A::test_a"] and smith.issue == "Refresh tokens fail."
     assert gym.id == "aiohttp.f0d74880deec" and gym.image == R2E["docker_image"]
     assert gym.fail_to_pass == ["Some.test_a"] and gym.pass_to_pass == ["test_b"]
-    assert gym.test_files == {"test_1.py": "def test_a(): ..."}
+    assert gym.test_files == {"r2e_tests/test_1.py": "def test_a(): ..."}
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,17 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         load_tasks(str(tmp_path / "nothing"))
 
 
-def test_tasks_in_images_say_that_they_need_them(tmp_path: Path) -> None:
+def test_tasks_in_images_say_that_they_need_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read(tmp_path, [SWE_BENCH])
     environment = Swe(tasks=str(tmp_path / "tasks.jsonl"))
     assert environment.tasks()[0].data["issue"] == "Nested models are wrong."
-    with pytest.raises(UsageError, match=r"12907 needs its container image"):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"12907 needs its container image: .* apt-get install podman"):
         environment.check()
+
+
+def test_tests_that_are_not_of_pytest_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read(tmp_path, [SWE_BENCH | {"FAIL_TO_PASS": '["test_it (forms.tests.Fields)"]'}])
+    monkeypatch.setattr("headway.envs.swe.images.backend_class", lambda kind: None)
+    with pytest.raises(UsageError, match=r"12907: the test 'test_it \(forms.tests.Fields\)' is not pytest's"):
+        Swe(tasks=str(tmp_path / "tasks.jsonl")).check()

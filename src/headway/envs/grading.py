@@ -46,6 +46,8 @@ class Report:
 def pytest_configure(config):
     config.pluginmanager.register(Report())
 """
+_START = "import sys; sys.path[:] = [p for p in sys.path if p]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+"""As `-P -m pytest`, which is for Python 3.11 and later: the current folder is not imported from."""
 _CANARY = """
 def test_right_NONCE(): assert True
 def test_wrong_NONCE(): assert 1 == 2
@@ -116,6 +118,7 @@ async def run_pytest(
     seconds: float | None = None,
     trusted_cache: bool = False,
     explain: bool = True,
+    installed: bool = False,
 ) -> dict[str, str]:
     """Outcomes by test id; empty where the report can't be believed.
 
@@ -124,7 +127,8 @@ async def run_pytest(
     in the sandbox; `conftest` loads conftest files also without one; `path` are folders to import from, such as "src",
     in their order and before the work folder; `plugin` is the text of a pytest plugin of yours. `trusted_cache` uses
     bytecode that lies beside the sources: for work folders in which none is the model's. Without `explain`, tests are
-    not rewritten to say why an assertion failed, which is twice as fast.
+    not rewritten to say why an assertion failed, which is twice as fast. `installed` is for an interpreter that nothing
+    of the model's can have changed: of any version, and pytest loads the plugins that are installed in it.
     """
     nonce = secrets.token_hex(8)
     canary, report = f"/tmp/{nonce}/test_{nonce}.py", f"/tmp/{nonce}/report"
@@ -134,6 +138,8 @@ async def run_pytest(
     env = {**VARIABLES, "PYTHONPATH": ":".join([f"/tmp/{nonce}", *folders]), "HEADWAY_REPORT": report}
     if trusted_cache:
         del env["PYTHONPYCACHEPREFIX"]
+    if installed:
+        del env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
     options = [
         "-q",
         "--continue-on-collection-errors",
@@ -146,7 +152,8 @@ async def run_pytest(
     ]
     options += ["--rootdir", box.resolve(WORK), "-o", "addopts=", *([] if config or conftest else ["--noconftest"])]
     options += [] if explain else ["--assert=plain"]
-    await box.run([python, "-P", "-m", "pytest", *options, canary, *files], env=env, seconds=seconds)
+    start = ["-c", _START] if installed else ["-P", "-m", "pytest"]
+    await box.run([python, *start, *options, canary, *files], env=env, seconds=seconds)
     try:
         lines = (await box.read(report, 16 << 20)).decode(errors="replace").splitlines()
         outcomes = {str(name): str(outcome) for name, outcome in map(json.loads, lines)}

@@ -7,7 +7,8 @@ from headway.envs.grading import fresh_fork
 from headway.envs.swe.archives import File, Files, unpack
 from headway.envs.swe.patches import make_patch
 from headway.envs.swe.runtime import Runtime, snapshot_of
-from headway.envs.swe.tasks import Repository, SweTask, broken_files
+from headway.envs.swe.tasks import Repository, SweTask, broken_files, with_tests
+from headway.envs.swe.workplace import Workplace
 from headway.sandboxes.pool import SandboxPool
 from headway.sandboxes.sandbox import Limits, Snapshot
 
@@ -33,24 +34,18 @@ class Grade:
         return self.fixed == 1.0 and self.kept == 1.0
 
 
-async def grade(
-    pool: SandboxPool,
-    task: SweTask,
-    repository: Repository,
-    files: dict[str, File],
-    work: Snapshot,
-    runtime: Runtime,
-    limits: Limits,
-) -> Grade:
+async def grade(place: Workplace, task: SweTask, work: Snapshot, limits: Limits) -> Grade:
     """Judge a work folder. Of it only the repository's own code counts; all else is as it was before the agent.
 
     So tests, their settings, cached bytecode and modules that would take another's place come from the repository.
     """
-    broken = broken_files(files, task)
-    worked = unpack(work.archive)
-    judged = merge(broken, worked, repository)
-    outcomes = await outcomes_of(pool, repository, judged, runtime, limits)
+    repository = place.repository
+    broken = broken_files(place.files, task)
+    judged = merge(broken, unpack(work.archive), repository)
+    outcomes = await outcomes_of(place.pool, repository, with_tests(judged, task), place.runtime, limits)
     must_pass = task.fail_to_pass
+    if not any("::" in name for name in must_pass):  # R2E-Gym names tests by class and function alone
+        outcomes = {".".join(name.split("::")[1:]): outcome for name, outcome in outcomes.items()}
     keep = task.pass_to_pass
     if keep is None:
         keep = sorted(set(repository.passing) - set(must_pass))
@@ -67,7 +62,9 @@ async def outcomes_of(
     restored = {path: file.data for path, file in files.items() if path.rpartition("/")[2] in _SETTINGS}
     seconds = max(GRADE_SECONDS, 10 * repository.seconds)
     async with fresh_fork(pool, snapshot_of(files), restored, limits, recipe=runtime.recipe) as box:
-        return await runtime.outcomes(box, repository.tests, plugin=plugin, seconds=seconds)
+        return await runtime.outcomes(
+            box, repository.tests, config=runtime.config(files), plugin=plugin, seconds=seconds
+        )
 
 
 def merge(broken: Files, worked: Files, repository: Repository) -> dict[str, File]:

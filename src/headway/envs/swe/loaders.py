@@ -107,7 +107,7 @@ def r2e(row: Mapping[str, Any]) -> SweTask:
         image=row["docker_image"],
         folder=_TESTBED,
         commit=row["commit_hash"],
-        test_files={str(name): str(code) for name, code in files.items()},
+        test_files={f"r2e_tests/{name}": str(code) for name, code in files.items()},
     )
 
 

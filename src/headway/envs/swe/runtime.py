@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from headway.envs.grading import run_pytest
 from headway.envs.swe.archives import Files, pack
@@ -22,6 +23,9 @@ class Runtime:
     path: tuple[str, ...]
     """Folders of the repository to import from."""
 
+    installed: ClassVar[bool] = False
+    """Tests run as the interpreter is, with all plugins that are installed; it may be any Python."""
+
     @property
     def python(self) -> str:
         return sys._base_executable if self.root else sys.executable  # type: ignore[attr-defined]
@@ -36,6 +40,10 @@ class Runtime:
     def site(self) -> tuple[str, ...]:
         return (str(self.root / SITE),) if self.root else ()
 
+    def config(self, files: Files) -> str | None:
+        """The file of pytest's settings among the repository's; None for pytest's own."""
+        return None
+
     def variables(self, box: Sandbox) -> dict[str, str]:
         """Variables with which an agent's commands find the interpreter, the packages and the repository."""
         programs = [str(Path(self.python).parent), *(f"{site}/bin" for site in self.site)]
@@ -43,7 +51,14 @@ class Runtime:
         return {"PATH": ":".join([*programs, PATH]), "PYTHONPATH": ":".join([*folders, *self.site])}
 
     async def outcomes(
-        self, box: Sandbox, tests: list[str], *, plugin: str = "", explain: bool = False, seconds: float
+        self,
+        box: Sandbox,
+        tests: list[str],
+        *,
+        config: str | None = None,
+        plugin: str = "",
+        explain: bool = False,
+        seconds: float,
     ) -> dict[str, str]:
         """Run test files; returns outcomes by test id, empty where the report can't be believed."""
         # The packages come before the repository: nothing in it takes the place of pytest.
@@ -52,6 +67,8 @@ class Runtime:
             box,
             tests,
             python=self.python,
+            config=config,
+            installed=self.installed,
             conftest=True,
             path=path,
             plugin=plugin,

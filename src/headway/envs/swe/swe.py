@@ -15,10 +15,12 @@ from headway.envs.policy import Policy
 from headway.envs.sandboxed import Sandboxes
 from headway.envs.swe.agents import AgentCommand
 from headway.envs.swe.grader import Grade, grade, report
+from headway.envs.swe.images import Images
 from headway.envs.swe.loaders import load_tasks
 from headway.envs.swe.patches import make_patch
 from headway.envs.swe.runtime import Runtime, snapshot_of
 from headway.envs.swe.tasks import SweTask, broken_files, hidden_files
+from headway.envs.swe.workplace import Workplace
 from headway.sandboxes.sandbox import WORK, Sandbox, SandboxError, Snapshot
 
 SYSTEM = (
@@ -35,10 +37,11 @@ class Swe(ToolUse):
     """Repositories with an issue to resolve, and tools to do it: bash, view, edit, search, submit.
 
     `tasks` is a folder that `headway swe make` wrote, or a JSON(L) file in the format of SWE-bench, SWE-smith or
-    R2E-Gym; without it, three small tasks are there to try. `repositories` keeps tasks of those repositories only.
-    The reward is 1 if all tests that failed now pass and all that passed still do. With `agent`, a command, a program
-    does the work in place of the tools: it runs in the sandbox and speaks OpenAI's chat API; in its words `{issue}`
-    stands for the issue, and `readable` are folders of this machine that it needs.
+    R2E-Gym, whose tasks are worked on in containers of their images; without it, three small tasks are there to try.
+    `repositories` keeps tasks of those repositories only. The reward is 1 if all tests that failed now pass and all
+    that passed still do. With `agent`, a command, a program does the work in place of the tools: it runs in the sandbox
+    and speaks OpenAI's chat API; in its words `{issue}` stands for the issue, and `readable` are folders of this
+    machine that it needs.
     """
 
     tool_timeout = 120.0
@@ -67,7 +70,8 @@ class Swe(ToolUse):
         self._tasks = {
             task.id: task for task in found if not repositories or task.repository.rpartition("-")[0] in repositories
         }
-        self._sandboxes = Sandboxes("swe", sandbox, {"memory": 1 << 30, **(limits or {})}, sandboxes)
+        bounds = {"memory": 1 << 30, **(limits or {})}
+        self._sandboxes, self._images = Sandboxes("swe", sandbox, bounds, sandboxes), Images(bounds, sandboxes)
         self._agent = AgentCommand(agent, agent_seconds, agent_variables or {}, readable) if agent else None
         self.resumable = self._agent is None
 
@@ -75,12 +79,9 @@ class Swe(ToolUse):
         super().check()
         if not self._tasks:
             raise UsageError("swe: no task is left; look at `tasks`, `split` and `repositories`")
-        needs_image = next((task.id for task in self._tasks.values() if task.image), None)
-        if needs_image is not None:
-            raise UsageError(
-                f"swe: {needs_image} needs its container image, which no kind of sandbox here can run yet; "
-                "tasks that `headway swe make` made need none"
-            )
+        for task in self._tasks.values():
+            if task.image:
+                self._images.check(task)
         if importlib.util.find_spec("pytest") is None and any(not one.root for one in self._repositories.values()):
             raise UsageError("swe: the small tasks need pytest: pip install pytest, or give `tasks`")
 
@@ -91,38 +92,41 @@ class Swe(ToolUse):
         if self._agent is not None:
             await self._agent.close()
         await self._sandboxes.close()
+        await self._images.close()
 
     def prompt(self, task: Task) -> list[Message]:
         return opening(self._system, task.data["issue"])
 
     async def run(self, task: Task, policy: Policy) -> State:
-        given = self._tasks[task.id]
-        if given.image:
-            self.check()
-        repository = self._repositories[given.repository]
-        files = self._folder.files(repository)
-        runtime = Runtime(self._folder.root(repository), tuple(repository.path))
-        limits = self._sandboxes.limits
+        given, limits = self._tasks[task.id], self._sandboxes.limits
         async with self._sandboxes.episode(policy) as meters:
-            state, end = await self._work(task, given, runtime, policy)
+            place = await self._place(given)
+            state, end = await self._work(task, given, place, policy)
             with meters.phase("grade"):
                 try:
-                    state.grade = await grade(self._sandboxes.pool, given, repository, files, end, runtime, limits)
+                    state.grade = await grade(place, given, end, limits)
                 except UsageError as error:  # a work folder that can't be read back resolves nothing
                     state.grade = Grade(0.0, 0.0, {"error": str(error)})
         policy.note("diff", state.grade.diff or "the code is as it was")
         policy.note("tests", report(given, state.grade))
         return state
 
-    async def _work(self, task: Task, given: SweTask, runtime: Runtime, policy: Policy) -> tuple[State, Snapshot]:
-        """Let the policy work in a sandbox; returns what it said, and the work folder as it left it."""
+    async def _place(self, given: SweTask) -> Workplace:
+        if given.image:
+            try:
+                return await self._images.place(given)
+            except (SandboxError, UsageError) as error:
+                raise EpisodeFailure("environment", f"{given.image}: {error}") from error
         repository = self._repositories[given.repository]
-        broken = broken_files(self._folder.files(repository), given)
+        runtime = Runtime(self._folder.root(repository), tuple(repository.path))
+        return Workplace(self._sandboxes.pool, repository, self._folder.files(repository), runtime)
+
+    async def _work(self, task: Task, given: SweTask, place: Workplace, policy: Policy) -> tuple[State, Snapshot]:
+        """Let the policy work in a sandbox; returns what it said, and the work folder as it left it."""
+        broken, runtime = broken_files(place.files, given), place.runtime
         shown = {path: file for path, file in broken.items() if path not in hidden_files(given)}
         recipe = runtime.recipe if self._agent is None else self._agent.recipe(runtime.recipe)
-        async with self._sandboxes.pool.sandbox(
-            recipe, self._sandboxes.limits, snapshot=snapshot_of(shown), owner="swe"
-        ) as box:
+        async with place.pool.sandbox(recipe, self._sandboxes.limits, snapshot=snapshot_of(shown), owner="swe") as box:
             if self._agent is not None:
                 state = State(task=task, messages=[], turn=0, submitted=True)
                 state.turn = await self._agent.run(box, given, runtime, policy)

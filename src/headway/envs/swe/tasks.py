@@ -9,7 +9,7 @@ import msgspec
 
 from headway.core.errors import UsageError
 from headway.core.files import write_atomic
-from headway.envs.swe.archives import File, compress, digest, pack, unpack
+from headway.envs.swe.archives import File, Files, compress, digest, pack, unpack
 from headway.envs.swe.patches import apply_patch, touched
 
 FORMAT = 1
@@ -104,21 +104,33 @@ class TaskFolder:
         return folder
 
 
-def broken_files(files: dict[str, File], task: SweTask) -> dict[str, File]:
-    """Plant the task's bugs: the repository as the issue's author found it, tests included."""
-    texts = {path: files[path].data.decode() for path in touched(task.patch) if path in files}
-    broken = dict(files)
-    for path, text in apply_patch(texts, task.patch, reverse=True).items():
-        if text is None:
-            broken.pop(path, None)
-        else:
-            broken[path] = File(text.encode(), path in files and files[path].executable)
-    return broken
+def broken_files(files: Files, task: SweTask) -> dict[str, File]:
+    """The repository as the issue's author found it, tests included: an image's with the task's bugs planted, one of
+    ours with the repair taken back."""
+    return patched(files, task.bug_patch) if task.image else patched(files, task.patch, reverse=True)
+
+
+def with_tests(files: Files, task: SweTask) -> dict[str, File]:
+    """Bring the tests that judge, where the repository does not have them."""
+    return patched(files, task.test_patch) | {path: File(text.encode()) for path, text in task.test_files.items()}
 
 
 def hidden_files(task: SweTask) -> set[str]:
-    """Test files that the agent does not get: those of the tests that must be made to pass."""
+    """Test files that the agent does not get: those of the tests that must be made to pass, unless they are brought."""
+    if task.test_patch or task.test_files:
+        return set()
     return {name.partition("::")[0] for name in task.fail_to_pass}
+
+
+def patched(files: Files, patch: str, *, reverse: bool = False) -> dict[str, File]:
+    texts = {path: files[path].data.decode() for path in touched(patch) if path in files}
+    changed = dict(files)
+    for path, text in apply_patch(texts, patch, reverse=reverse).items():
+        if text is None:
+            changed.pop(path, None)
+        else:
+            changed[path] = File(text.encode(), path in files and files[path].executable)
+    return changed
 
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)

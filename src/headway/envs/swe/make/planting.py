@@ -18,6 +18,7 @@ from headway.envs.swe.make.survey import Survey
 from headway.envs.swe.patches import make_patch
 from headway.envs.swe.runtime import snapshot_of
 from headway.envs.swe.tasks import SweTask
+from headway.envs.swe.workplace import Workplace
 from headway.sandboxes.pool import SandboxPool
 from headway.sandboxes.sandbox import Limits, SandboxError
 
@@ -121,7 +122,7 @@ class Planter:
         return Verdict(candidate.key, candidate.kind, None, made)
 
     async def _try(self, candidate: Candidate) -> SweTask | str:
-        survey, repository = self._survey, self._survey.repository
+        survey = self._survey
         whole = survey.files[candidate.path]
         planted = plant(whole.data, candidate.mutations)
         if planted is None:
@@ -132,15 +133,8 @@ class Planter:
             return found
         failed, failures = found
         task = self._task(candidate, planted, failed, failures)
-        healed = await grade(
-            self._pool,
-            task,
-            repository,
-            survey.files,
-            snapshot_of(survey.files),
-            survey.runtime,
-            self._limits,
-        )
+        place = Workplace(self._pool, survey.repository, survey.files, survey.runtime)
+        healed = await grade(place, task, snapshot_of(survey.files), self._limits)
         return task if healed.resolved else NOT_HEALED
 
     async def _break(self, candidate: Candidate, broken: dict[str, File]) -> tuple[list[str], list[Failure]] | str:
