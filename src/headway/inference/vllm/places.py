@@ -1,4 +1,4 @@
-"""Where the tensors of a version lie in a worker's memory, learned while vLLM's own loaders write one.
+"""Places of a version's tensors in a worker's memory, learned while vLLM's own loaders write one.
 
 Loaders take a tenth of a millisecond for a tensor, in which nothing is computed. Nearly all that they do is to copy a
 tensor, as it is, to rows of a parameter: such tensors of later versions are received right there.
