@@ -1,4 +1,4 @@
-"""Where a task is worked on and judged."""
+"""The place where a task is worked on and judged."""
 
 from dataclasses import dataclass
 
