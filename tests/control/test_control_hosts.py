@@ -27,7 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.skipif(boo
 TOKEN = "this-token-must-not-be-on-the-wire"
 WRONG = "this-wrong-token-neither"
 IN_CLEAR = "this-is-sent-in-clear"
-STEPS = 12
+STEPS = 60
+"""A step takes a quarter of a second, and the link is to be cut some seconds after the second one."""
 
 
 @pytest.fixture

@@ -88,7 +88,9 @@ def mentions(folder: Path, words: str) -> list[Path]:
 
 def start_taught(model: Path, here: Path, url: str) -> "subprocess.Popen[str]":
     """Start a supervised tenant, and kill all of it after a few steps."""
-    rows = [{"prompt": word, "completion": word[::-1]} for word in ("red", "green", "blue", "black", "white")]
+    # Nothing that the model was warmed up on: it knows how to reverse a word, and four steps might be enough for that.
+    answers = {"red": "stop", "green": "walk on", "blue": "the sky", "black": "a night", "white": "snow"}
+    rows = [{"prompt": word, "completion": answer} for word, answer in answers.items()]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 8))
     data = [part for key in ("path", "validation_path") for part in (f"--data.{key}", str(here / "rows.jsonl"))]
     process = start(
@@ -142,7 +144,7 @@ def test_tenants_learn_two_tasks_while_everything_is_killed(
         first, last = runs[name].rise()
         assert last > first + 0.06, f"{name}: reward went from {first:.3f} to {last:.3f}"
     losses = runs["taught"].column("trainer", "validation/loss")
-    assert len(losses) == 3 and losses[-1] < losses[0] - 0.1, losses
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.5, losses
 
 
 def start_greedy(folder: Path, host: Run, life: str) -> "dict[str, tuple[subprocess.Popen[str], Run]]":
