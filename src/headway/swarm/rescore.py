@@ -124,7 +124,7 @@ def _rescored(logits_NV: Tensor, ids_N: Tensor, claimed: Floats, noise: Floats) 
 def _sums(parts_NV: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the numbers before each id, and all of them, in double: of blocks first, and then some of one block."""
     vocab, blocks = parts_NV.shape[1], parts_NV.shape[1] // _BLOCK
-    sums_NB = parts_NV[:, : blocks * _BLOCK].unflatten(1, (blocks, _BLOCK)).sum(-1)
+    sums_NB = parts_NV[:, : blocks * _BLOCK].view(len(ids_N), blocks, _BLOCK).sum(-1)
     until_NB = F.pad(sums_NB.double().cumsum(-1), (1, 0))
     block_N1 = (ids_N // _BLOCK)[:, None]
     at_NC = block_N1 * _BLOCK + torch.arange(_BLOCK, device=ids_N.device)

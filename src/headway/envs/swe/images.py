@@ -88,7 +88,7 @@ class Images:
             raise UsageError(f"swe: {task.id}: the test {strange!r} is not pytest's, which alone is run; leave it out")
 
     async def place(self, task: SweTask) -> Workplace:
-        """Where a task is worked on. Raises SandboxError where its image can't be read."""
+        """Prepare the place of a task. Raises SandboxError where its image can't be read."""
         sandboxes = self._sandboxes.setdefault(
             task.image, Sandboxes("swe", f"container:{task.image}", self._limits, self._most)
         )
