@@ -1,7 +1,10 @@
 """How far a trainer is from the engines that sample for it, with the experts they chose replayed and without.
 
-PYTHONPATH=benchmarks python -m gpu_parts.mismatch [--layers 12] [--engines embedded vllm]    # shape of Qwen3-30B-A3B
+PYTHONPATH=benchmarks python -m gpu_parts.mismatch [--layers 12] [--engines embedded vllm] [--compute dtype fp8]
 PYTHONPATH=benchmarks python -m gpu_parts.mismatch --model tiny-moe --dtype float32           # on a CPU
+
+The model has the shape of Qwen3-30B-A3B. Every engine has a row with a trainer of its own precision, and an engine in
+FP8 one with a trainer in `--dtype` too.
 """
 
 import argparse
@@ -25,6 +28,7 @@ from headway.inference.serve import load_engine
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, save_checkpoint
 from headway.models.decoder import DecoderLM
+from headway.models.fp8 import apply_fp8
 from headway.models.tiny import resolve_model
 
 SEQUENCES, PROMPT, OUTPUT = 64, 64, 128
@@ -39,16 +43,25 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for engine in options.engines:
         for compute in options.compute:
             sampled = asyncio.run(sample(settings_of(engine, compute, options, folder), folder))
-            trainer = load_model(folder, device=options.device, dtype=dtype).eval()
-            kept, anew = (gaps(trainer, sampled, replay) for replay in (True, False))
-            del trainer
-            rows.append(
-                {"engine": engine, "compute": compute, "replayed": kl(kept), "anew": kl(anew),
-                 "ratio": kl(anew) / max(kl(kept), 1e-18), "largest_replayed": float(kept.abs().max()),
-                 "largest_anew": float(anew.abs().max())}
-            )  # fmt: skip
-            print(json.dumps(rows[-1]), flush=True)
+            for trained in sorted({compute, "dtype"}):
+                trainer = load_model(folder, device=options.device, dtype=dtype).eval()
+                if trained == "fp8":
+                    apply_fp8(trainer)
+                rows.append({"engine": engine, "compute": compute, "trainer": trained, **compare(trainer, sampled)})
+                print(json.dumps(rows[-1]), flush=True)
+                del trainer
     return rows
+
+
+def compare(trainer: DecoderLM, sampled: list[Sampled]) -> dict[str, float]:
+    kept, anew = (gaps(trainer, sampled, replay) for replay in (True, False))
+    return {
+        "replayed": kl(kept),
+        "anew": kl(anew),
+        "ratio": kl(anew) / max(kl(kept), 1e-18),
+        "largest_replayed": float(kept.abs().max()),
+        "largest_anew": float(anew.abs().max()),
+    }
 
 
 def settings_of(engine: str, compute: str, options: argparse.Namespace, folder: Path) -> ServeSettings:

@@ -24,6 +24,7 @@ from headway.core.samples import Sample
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.scheduling.sequence import ServedImage
+from headway.inference.engine import Result
 from headway.models.build import build_model
 from headway.models.vision.config import TowerConfig, VisionConfig
 from headway.trainer.parallel.ranks import joined
@@ -47,11 +48,33 @@ TEXT = 32
 
 
 def measure(device: str = "cuda") -> dict[str, Any]:
+    apart = _apart(device)
+    print(json.dumps({"largest_difference_to_the_cpu": apart}), flush=True)
     shape, sequences, output = (SHAPE, 64, 256) if device == "cuda" else (SMALL, 2, 8)
     sampling = {kind: _sample(shape, device, sequences, output, kind == "images") for kind in ("images", "texts")}
     print(json.dumps(sampling), flush=True)
     training = {kind: _train(shape, device, sequences // 2, kind == "images") for kind in ("images", "texts")}
-    return {"sampling": sampling, "training": training}
+    return {"largest_difference_to_the_cpu": apart, "sampling": sampling, "training": training}
+
+
+def _apart(device: str) -> float:
+    """How far greedy logprobs in float32 are, at most, from those of the CPU's engine: images and texts in one batch,
+    prompts in chunks, decoding."""
+    answers = []
+    for where in (device, "cpu"):
+        model = build_model(SMALL, device="cpu", seed=3).to(where).eval()
+        engine = EmbeddedEngine(model, EngineLimits(4, 200, 512, 256, 16, prefix_cache=False))
+        params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+        for number in range(6):
+            tokens, seen = _prompt(SMALL, (9, number), number % 3 < 2)
+            engine.add(GenerateRequest(tokens, sampling_params=params), str(number), None, seen)
+        found: dict[str, list[float]] = {}
+        while not engine.idle:
+            for request, event in engine.step():
+                if isinstance(event, Result):
+                    found[request.request_id] = event.choices[0].logprobs
+        answers.append(found)
+    return max(abs(a - b) for name in answers[0] for a, b in zip(answers[0][name], answers[1][name], strict=True))
 
 
 def _sample(shape: VisionConfig, device: str, sequences: int, output: int, images: bool) -> dict[str, float]:

@@ -30,7 +30,7 @@ LENGTH = TURNS * (ASKED + SAID)
 
 def measure(shape: str) -> dict[str, Any]:
     """With host memory and without: tokens prefilled, and how far the first token's logprobs of all turns differ."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(build_model(SHAPES[shape], device="cuda", dtype=torch.bfloat16, seed=2), Path(folder))
         torch.cuda.empty_cache()
         conversation = LENGTH * kv_bytes_per_token(SHAPES[shape], 2) / 1e9

@@ -102,7 +102,7 @@ def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
 
 def test_fp8_is_asked_of_vllm_on_gpus_alone(folder: Path) -> None:
     assert "quantization" not in arguments(serve_settings(), folder, "cuda", memory=GB)
-    assert arguments(serve_settings(compute="fp8"), folder, "cuda", memory=GB)["quantization"] == "fp8"
+    assert arguments(serve_settings(compute="fp8"), folder, "cuda", memory=GB)["quantization"] == "fp8_per_block"
     with pytest.raises(UsageError, match=r"FP8 on CPUs.*--inference.compute dtype"):
         arguments(serve_settings(compute="fp8"), folder, "cpu", memory=GB)
 

@@ -33,7 +33,6 @@ from headway.models.family import NO_KEYS, KvCache
 from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
 from headway.models.recurrent import RecurrentState
-from headway.models.vision.decoder import VisionLM
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -404,8 +403,7 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         slots = limits.max_running + limits.snapshots
         states = StateStore(recurrent, slots, weight.device)
         return Runner(model, store, rows, ahead=ahead, states=states)
-    # Kernels over tiles know one position per token, and images have three.
-    if not on_device or not store.of_equal_heads or isinstance(model, VisionLM):
+    if not on_device or not store.of_equal_heads:
         return Runner(model, store, rows, ahead=ahead)
     if not in_tiles(model):
         logger.warning(

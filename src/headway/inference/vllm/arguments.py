@@ -24,6 +24,8 @@ OWNED = {
 }
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_FP8: dict[str, Any] = {"quantization": "fp8_per_block", "quantization_config": {"ignore": [r"re:.*\.(gate|router)$"]}}
+"""The trainer's format: blocks of 128 x 128 weights, 1 x 128 activations, and routers as they are."""
 _CPU_BLOCK = 128
 _STATES = 2**30
 """Bytes of a cache that holds recurrent states, too."""
@@ -83,7 +85,7 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
     if settings.serves_fp8:
         if device == "cpu":
             raise UsageError("vLLM has no FP8 on CPUs; use --inference.compute dtype, or --engine embedded")
-        chosen["quantization"] = "fp8"
+        chosen |= _FP8
     if settings.model.lora is not None:
         if device == "cuda" and dtype == "float32":
             raise UsageError(

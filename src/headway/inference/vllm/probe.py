@@ -50,7 +50,7 @@ async def serve_probe(llm: Any, probe: WeightProbe, limits: VllmLimits) -> list[
         # vLLM passes on what the first engine's workers return.
         streams = [*(await llm.collective_rpc("headway_seen"))[:1], *[None] * (engines - 1)]
     config = llm.model_config
-    dtype = "fp8" if config.quantization == "fp8" else str(config.dtype).removeprefix("torch.")
+    dtype = "fp8" if (config.quantization or "").startswith("fp8") else str(config.dtype).removeprefix("torch.")
     return [Served(_logprobs(probe, output), dtype, seen) for output, seen in zip(outputs, streams, strict=True)]
 
 

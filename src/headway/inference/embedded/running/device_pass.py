@@ -7,19 +7,21 @@ from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import TilePlan
 from headway.models.decoder import DecoderLM
 from headway.models.ops.paged_attention import Tiles
-from headway.models.packed import PackedTokens
+from headway.models.packed import ImageTokens, PackedTokens
 
 
 class DevicePass:
     """The model and the state that outlasts a step: the table of blocks, with a row per running sequence and one for
     padding, whose block is the store's last; the experts of all slots (None where the model has none); and, owned by
-    the caller, the `last` token of every row."""
+    the caller, the `last` token of every row. `shift` is, by row, how far rotary positions are from places among the
+    tokens: text after images, in models that see."""
 
     def __init__(self, model: DecoderLM, store: KvStore, max_blocks: int, last: Tensor, experts: Tensor | None) -> None:
         self.model = model
         self.store = store
         self.table = torch.zeros((len(last), max_blocks), dtype=torch.int32, device=last.device)
         self.table[-1] = store.num_blocks - 1
+        self.shift: Tensor | None = None
         self._last = last
         self._experts = experts
 
@@ -40,6 +42,7 @@ class DevicePass:
         tiles: list[Tiles],
         *,
         adapters_T: Tensor | None = None,
+        images: ImageTokens | None = None,
         padded: bool = False,
     ) -> Tensor:
         """Compute hidden states (T, D). A token below 0 is its row's last one. `padded`: some tokens are in no tile."""
@@ -47,7 +50,8 @@ class DevicePass:
         size = self.store.block_size
         self.table.view(-1)[rows_T * self.table.shape[1] + positions_T // size] = (slots_T // size).int()
         plan = TilePlan(self.store, self.table, slots_T, tiles, padded)
-        out = self.model(PackedTokens(tokens_T, positions_T, plan, adapters_T=adapters_T))
+        turned_T = positions_T if self.shift is None else positions_T + self.shift[rows_T]
+        out = self.model(PackedTokens(tokens_T, turned_T, plan, adapters_T=adapters_T, images=images))
         if self._experts is not None and out.routed_experts_TLk is not None:
             self._experts.index_copy_(0, slots_T, out.routed_experts_TLk.to(self._experts.dtype))
         hidden: Tensor = out.hidden_TD

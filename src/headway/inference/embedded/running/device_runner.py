@@ -16,6 +16,7 @@ from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import make_tiles, prompt_queries
 from headway.inference.embedded.scheduling.scheduler import Step
+from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM
 from headway.models.ops.grouped_linear import grouped_at_once
 
@@ -23,8 +24,8 @@ Ints = NDArray[np.int64]
 
 
 class DeviceRunner(Runner):
-    """Decode steps and small steps with prompts replay CUDA graphs; larger ones run eagerly. The last block of the
-    store is padding."""
+    """Decode steps and small steps with prompts replay CUDA graphs; larger ones, and those with images, run eagerly.
+    The last block of the store is padding."""
 
     depth = 1
     most_repeats = MOST_REPEATS
@@ -34,6 +35,8 @@ class DeviceRunner(Runner):
         assert self._drawer.last is not None
         max_running, max_blocks = rows.blocks.shape
         self._pass = DevicePass(model, store, max_blocks, self._drawer.last, self._experts)
+        if self.images is not None:
+            self._pass.shift = torch.zeros_like(self._drawer.last)
         self.graphs = Graphs(enabled=self.device.type == "cuda" and _never_waits(model))
         self._captured = CapturedSteps(self._pass, self.graphs, max_running)
 
@@ -45,12 +48,17 @@ class DeviceRunner(Runner):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def enter(self, sequence: Sequence, adapter: int) -> None:
+        super().enter(sequence, adapter)
+        if self.images is not None and self._pass.shift is not None:
+            self._pass.shift[sequence.row].fill_(self.images.shift(sequence.row))
+
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=True, kernels=True)
 
     def _logits(self, step: Step, tokens: list[int], layout: StepLayout, drawing: Ints) -> Tensor:
         self._show_shared(step, layout)
-        if self.rows.scored[layout.rows].any():
+        if self.rows.scored[layout.rows].any() or self._shows(layout):
             return super()._logits(step, tokens, layout, drawing)
         if len(tokens) == len(drawing):
             slots, adapters = self._slots(layout.rows, layout), self._adapters(layout.rows)
@@ -69,7 +77,13 @@ class DeviceRunner(Runner):
         tiles = make_tiles(layout, queries, self.model.config.kv_heads, self.device)
         adapters = self._adapters(rows_T)
         adapters_T = None if adapters is None else self._to_device(adapters)
-        return self._pass.hidden(tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T)
+        images = self.images.inputs(layout) if self.images is not None and self._shows(layout) else None
+        return self._pass.hidden(
+            tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T, images=images
+        )
+
+    def _shows(self, layout: StepLayout) -> bool:
+        return self.images is not None and self.images.shows(layout)
 
     def _to_device(self, values: NDArray[np.integer]) -> Tensor:
         return to_device(values, self.device)

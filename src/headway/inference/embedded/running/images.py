@@ -13,11 +13,13 @@ from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
 from headway.models.packed import Features, ImageTokens
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.decoder import VisionLM
-from headway.models.vision.places import sample_positions
+from headway.models.vision.places import feature_count, sample_positions
 
 Ints = NDArray[np.int64]
 
 _KEPT_BYTES = 256 << 20
+_PATCHES = 32_768
+"""Most patches that the tower takes at once, unless one image has more."""
 
 
 class StepImages:
@@ -35,6 +37,8 @@ class StepImages:
         self._positions: list[Ints] = [np.empty((3, 0), np.int64)] * max_running
         self._seen = np.zeros(max_running, dtype=np.bool_)
         """Rows of sequences with images."""
+        self._ends = np.zeros(max_running, dtype=np.int64)
+        """The place after a row's last image."""
         self.passes = 0
         """Images that the tower has computed."""
 
@@ -43,6 +47,7 @@ class StepImages:
         row = sequence.row
         self._seen[row] = bool(sequence.images)
         self._sequences[row] = sequence if sequence.images else None
+        self._ends[row] = max((image.use.at + image.use.tokens for image in sequence.images), default=0)
         if sequence.images:
             places = [(image.use.at, image.grid) for image in sequence.images]
             self._positions[row] = sample_positions(sequence.prompt_len + 1, places, self._merge)
@@ -55,9 +60,21 @@ class StepImages:
     def has_images(self, rows: Ints) -> bool:
         return bool(self._seen[rows].any())
 
+    def shows(self, layout: StepLayout) -> bool:
+        """Tell if a step has tokens of images, or of the text before them. After its last image, a sequence's positions
+        are one shift away from its places."""
+        return bool((self._seen[layout.rows] & (layout.starts < self._ends[layout.rows])).any())
+
+    def shift(self, row: int) -> int:
+        """How far the positions of a sequence's text are, after its last image, from its places."""
+        if self._sequences[row] is None:
+            return 0
+        known = self._positions[row]
+        return int(known[0, -1]) - (known.shape[1] - 1)
+
     def inputs(self, layout: StepLayout) -> ImageTokens:
         """The images of a step in which a sequence has some."""
-        places, tokens, features = [], list[Ints](), list[tuple[Features, Ints]]()
+        places, tokens, shown = [], list[Ints](), list[tuple[ServedImage, Ints]]()
         first = 0
         for row, start, count in zip(layout.rows.tolist(), layout.starts.tolist(), layout.counts.tolist(), strict=True):
             sequence = self._sequences[row]
@@ -66,8 +83,10 @@ class StepImages:
                 begin, end = max(start, image.use.at), min(start + count, image.use.at + image.use.tokens)
                 if begin < end:
                     tokens.append(np.arange(begin, end) - start + first)
-                    features.append((self._features_of(image), np.arange(begin, end) - image.use.at))
+                    shown.append((image, np.arange(begin, end) - image.use.at))
             first += count
+        made = self._features_of([image for image, _ in shown])
+        features = [(made[image.use.digest], which) for image, which in shown]
         return self._tensors(np.concatenate(places, axis=1), tokens, features)
 
     def _places(self, row: int, start: int, count: int) -> Ints:
@@ -76,9 +95,8 @@ class StepImages:
         if self._sequences[row] is None:
             return at
         known = self._positions[row]
-        last = known.shape[1] - 1
-        prompt = known[:, start : min(start + count, last)]
-        return np.concatenate([prompt, at[:, prompt.shape[1] :] + (known[0, last] - last)], axis=1)
+        prompt = known[:, start : min(start + count, known.shape[1] - 1)]
+        return np.concatenate([prompt, at[:, prompt.shape[1] :] + self.shift(row)], axis=1)
 
     def _tensors(self, places: Ints, tokens: Items[Ints], features: Items[tuple[Features, Ints]]) -> ImageTokens:
         weight = self._model.head_weight()
@@ -98,20 +116,34 @@ class StepImages:
         numbers = torch.arange(len(at), device=device)
         return ImageTokens(last_FD, (), put(at), numbers, put(places), Features(last_FD, deep))
 
-    def _features_of(self, image: ServedImage) -> Features:
-        digest = image.use.digest
-        if digest in self._features:
+    def _features_of(self, images: Items[ServedImage]) -> dict[str, Features]:
+        """The features of a step's images by digest, of which the tower computes many at once."""
+        wanted = {image.use.digest: image for image in images}
+        missing = [image for digest, image in wanted.items() if digest not in self._features]
+        while missing:
+            patches = np.cumsum([image.grid.patches for image in missing])
+            count = max(1, int(np.searchsorted(patches, _PATCHES, side="right")))
+            self._compute(missing[:count])
+            missing = missing[count:]
+        for digest in wanted:
             self._features.move_to_end(digest)
-            return self._features[digest]
-        weight = self._model.head_weight()
-        patches = torch.from_numpy(image.patches).to(weight.device, weight.dtype)
-        made: Features = self._model.tower(patches, [image.grid])
-        self._features[digest] = made
-        self.passes += 1
-        self._bytes += _size(made)
+        found = {digest: self._features[digest] for digest in wanted}
         while self._bytes > self._most_bytes and len(self._features) > 1:
             self._bytes -= _size(self._features.popitem(last=False)[1])
-        return made
+        return found
+
+    def _compute(self, images: Items[ServedImage]) -> None:
+        weight = self._model.head_weight()
+        patches = torch.from_numpy(np.concatenate([image.patches for image in images]))
+        made: Features = self._model.tower(patches.to(weight.device, weight.dtype), [image.grid for image in images])
+        counts = [feature_count(image.grid, self._merge) for image in images]
+        levels = [torch.split(level, counts) for level in (made.last_FD, *made.deep)]
+        for image, (last, *deep) in zip(images, zip(*levels, strict=True), strict=True):
+            # Copies, so that one image kept does not keep the others.
+            features = Features(last.clone(), [level.clone() for level in deep])
+            self._features[image.use.digest] = features
+            self._bytes += _size(features)
+        self.passes += len(images)
 
 
 def _size(features: Features) -> int:
