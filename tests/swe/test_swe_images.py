@@ -137,6 +137,11 @@ def test_code_of_an_image_is_all_python_but_tests() -> None:
 
 def test_tests_of_strange_names_need_no_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "backend_class", lambda kind: None)
-    images.Images.check(SweTask("t", "i", ["Some.test_a"], image="i"))
+    images.Images.check(SweTask("t", "i", ["Some.test_a"], image="i"), "auto")
     with pytest.raises(UsageError, match="not pytest's"):
-        images.Images.check(SweTask("t", "i", ["test_a (some.Case)"], image="i"))
+        images.Images.check(SweTask("t", "i", ["test_a (some.Case)"], image="i"), "auto")
+
+
+def test_a_sandbox_that_images_do_not_run_in_is_refused() -> None:
+    with pytest.raises(UsageError, match="runs in a container of its image; leave sandbox 'process' out"):
+        images.Images.check(SweTask("t", "i", ["Some.test_a"], image="i"), "process")

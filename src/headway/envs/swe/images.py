@@ -78,8 +78,11 @@ class Images:
         self._read: Once[tuple[dict[str, File], ImageRuntime]] = Once()
 
     @staticmethod
-    def check(task: SweTask) -> None:
-        """Raises UsageError where no container can be made here, or a task's tests are none of pytest's."""
+    def check(task: SweTask, sandbox: str) -> None:
+        """Raises UsageError where no container can be made here, or another sandbox than one is asked for, or a task's
+        tests are none of pytest's."""
+        if sandbox not in ("auto", "container"):
+            raise UsageError(f"swe: {task.id} runs in a container of its image; leave sandbox {sandbox!r} out")
         try:
             backend_class("container")
         except SandboxUnavailableError as error:

@@ -70,7 +70,7 @@ class Swe(ToolUse):
         self._tasks = {
             task.id: task for task in found if not repositories or task.repository.rpartition("-")[0] in repositories
         }
-        bounds = {"memory": 1 << 30, **(limits or {})}
+        self._sandbox, bounds = sandbox, {"memory": 1 << 30, **(limits or {})}
         self._sandboxes, self._images = Sandboxes("swe", sandbox, bounds, sandboxes), Images(bounds, sandboxes)
         self._agent = AgentCommand(agent, agent_seconds, agent_variables or {}, readable) if agent else None
         self.resumable = self._agent is None
@@ -81,7 +81,7 @@ class Swe(ToolUse):
             raise UsageError("swe: no task is left; look at `tasks`, `split` and `repositories`")
         for task in self._tasks.values():
             if task.image:
-                self._images.check(task)
+                self._images.check(task, self._sandbox)
         if importlib.util.find_spec("pytest") is None and any(not one.root for one in self._repositories.values()):
             raise UsageError("swe: the small tasks need pytest: pip install pytest, or give `tasks`")
 
