@@ -11,6 +11,7 @@ from aiohttp import web
 from swarm_run import CONTEXT, Swarm, make_swarm
 
 from headway.core.episodes import Episode, EpisodeRequest
+from headway.core.errors import UsageError
 from headway.envs.tree import Prompt, Reply
 from headway.launch.contribute import ContributeOptions, Contributor
 from headway.models.checkpoints.tensors import hf_tensors
@@ -130,6 +131,12 @@ async def contribute_all(swarm: Swarm, service: SwarmService, folder: Path, othe
         return await asyncio.gather(*work)
     finally:
         await runner.cleanup()
+
+
+def test_vllm_computes_in_float32_alone() -> None:
+    assert ContributeOptions("", Path(), device="cuda", engine="vllm").precision == "float32"
+    with pytest.raises(UsageError, match="vLLM samples in bfloat16"):
+        ContributeOptions("", Path(), dtype="bfloat16", engine="vllm")
 
 
 @pytest.mark.vllm
