@@ -1,9 +1,10 @@
 """The checks of a swarm against honest workers and liars: how many of each are refused.
 
-    python benchmarks/swarm.py checks [--model FOLDER] [--scale 8] [--orders 10] [--max-tokens 24] [--results FILE]
+    python benchmarks/swarm.py checks [--model FOLDER] [--scale 8] [--orders 10] [--max-tokens 24] [--engine vllm]
+                                      [--kinds honest,edited_tokens] [--results FILE]
 
-Workers in this process fulfil orders on reverse-text with the embedded engine on a CPU, in both precisions: honestly,
-or with one of the lies in swarm_workers.py. The verifier judges each contribution with every check, by a
+Workers in this process fulfil orders on reverse-text with the embedded engine, or vLLM, on a CPU, in both precisions:
+honestly, or with one of the lies in swarm_workers.py. The verifier judges each contribution with every check, by a
 pass over its tokens in the precision that the worker claims. The built-in tiny model has random weights, which are
 scaled so that its replies are neither uniform nor certain; --model takes a trained one, with --scale 1.
 
@@ -24,6 +25,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from swarm_vllm import SharedVllm, VllmSampler
 from swarm_workers import LIES, Worker, load_trusted, of_precision, quantized, stepped
 
 from headway.core.protocol import SamplingParams
@@ -34,15 +36,16 @@ from headway.rendering.load import load_renderer
 from headway.swarm.checks.form import Form
 from headway.swarm.checks.numbers import lean_of
 from headway.swarm.checks.termination import Termination
-from headway.swarm.orders import Contribution, RunTerms, WorkOrder
+from headway.swarm.orders import Contribution, Precision, RunTerms, WorkOrder
 from headway.swarm.play import Player
 from headway.swarm.verifier import Verifier, rescore_contribution
 
-RESULTS = Path(__file__).parents[1] / "results" / "swarm.json"
+RESULTS = Path(__file__).parents[1] / "results"
 LEARNING_RATE = 1e-4
 """Of the example reverse_text: an older version differs by one such step in every weight."""
 OTHER = 5e-3
 CONTEXT, GROUP = 256, 8
+PRECISIONS = {"embedded": "float32,bfloat16", "vllm": "float32"}
 LEAST_LIES, MOST_HONEST = 0.99, 0.005
 
 
@@ -90,8 +93,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--scale", type=float, default=8.0)
     parser.add_argument("--orders", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--precisions", default="float32,bfloat16")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--precisions", help="default: both, with vLLM float32")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    parser.add_argument("--kinds", default=",".join(("honest", *LIES)))
+    parser.add_argument("--results", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     folder = resolve_model(options.model)
@@ -108,17 +113,23 @@ def main(arguments: list[str]) -> None:
     }
     light = (Form(model.config.vocab_size), Termination(stops))
     shown: dict[str, dict[str, object]] = {}
-    for precision in options.precisions.split(","):
+    precisions: list[Precision] = (options.precisions or PRECISIONS[options.engine]).split(",")
+    for precision in precisions:
         trusted = of_precision(model, precision)
         models = {"": trusted} | {name: of_precision(each, precision) for name, each in changed.items()}
         worker = Worker(player, models, stops, CONTEXT, precision, random.Random(0))
         verifier = Verifier(light, player, lambda version, of, trusted=trusted: trusted)
+        vllm = SharedVllm(folder, CONTEXT, precision) if options.engine == "vllm" else None
+        if vllm is not None:
+            worker.engines |= {name: VllmSampler(vllm, each, stops, worker.chance) for name, each in models.items()}
         shown[precision] = {}
-        for kind in ("honest", *LIES):
+        for kind in options.kinds.split(","):
             started = time.perf_counter()
             shown[precision][kind] = judge_kind(kind, worker, verifier, terms, options.orders)
             seconds = f"{time.perf_counter() - started:.0f} s"
             print(precision, kind, json.dumps(shown[precision][kind]), seconds, file=sys.stderr, flush=True)
+        if vllm is not None:
+            vllm.close()
     report(options, shown)
 
 
@@ -126,9 +137,11 @@ def report(options: argparse.Namespace, shown: dict[str, dict[str, object]]) -> 
     kinds = [(kind, found) for of in shown.values() for kind, found in of.items()]
     lies = [found["refused"] for kind, found in kinds if kind != "honest"]  # type: ignore[index]
     honest = [found["refused"] for kind, found in kinds if kind == "honest"]  # type: ignore[index]
-    summary = {"lies_refused": sum(lies) / len(lies), "honest_refused": sum(honest) / len(honest)}
-    given = {"model": Path(options.model).name, "scale": options.scale, "max_tokens": options.max_tokens}
+    summary = {name: sum(of) / len(of) for name, of in (("lies_refused", lies), ("honest_refused", honest)) if of}
+    names = ("engine", "scale", "max_tokens")
+    given = {"model": Path(options.model).name, **{name: getattr(options, name) for name in names}}
     text = json.dumps({**given, **summary, "kinds": shown}, indent=1)
-    options.results.write_text(text + "\n")
+    file = options.results or RESULTS / ("swarm.json" if options.engine == "embedded" else "swarm_vllm.json")
+    file.write_text(text + "\n")
     print(text)
-    sys.exit(int(summary["lies_refused"] < LEAST_LIES or summary["honest_refused"] > MOST_HONEST))
+    sys.exit(int(summary.get("lies_refused", 1) < LEAST_LIES or summary.get("honest_refused", 0) > MOST_HONEST))

@@ -2,13 +2,14 @@
 
     python benchmarks/swarm.py run [--steps 40] [--honest-only] [--minutes 8] [--results FILE]
 
-Four honest workers (two compute in bfloat16), two slow ones (low CPU priority, 4 Mbit/s), two that are killed (-9) and
-come back all the time, and four liars, which go through eight kinds of lies, each with a new key. Links have unequal
-rates by `tc`. The model is the built-in tiny one; the environment (letters.py) can be learned by it from nothing.
+Four honest workers (two compute in bfloat16, one samples with vLLM), two slow ones (low CPU priority, 4 Mbit/s), two
+that are killed (-9) and come back all the time, and four liars, which go through eight kinds of lies, each with a new
+key. Links have unequal rates by `tc`. The model is the built-in tiny one; the environment (letters.py) can be learned
+by it from nothing.
 
 Prints one JSON object: contributions by kind and verdict, and the mean reward of every step. Bars: at least 99 % of
 lies are refused before they are trained on, at most 0.5 % of honest contributions; once --honest-only was run, too, the
-mean rewards of the last steps differ by no more than equal runs do (0.1). Needs root, `ip` and `tc`.
+mean rewards of the last steps differ by no more than equal runs do (0.1). Needs root, `ip`, `tc` and vLLM.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,9 @@ ROLES = {
     **{f"liar-{n}": ("50mbit", 0) for n in range(4)},
 }
 """Workers, with the rate of their links and how nice they are to others on the CPU."""
+BFLOAT16 = ("--dtype", "bfloat16")
+CHOICES = {"honest-1": BFLOAT16, "honest-2": ("--engine", "vllm"), "honest-3": BFLOAT16}
+"""Options of honest workers. Others compute in float32 with the embedded engine."""
 VANISH_AFTER, GONE_SECONDS = 3, 5.0
 """Accepted contributions after which a vanishing worker is killed, and the time until it comes back."""
 LEAST_LIES, MOST_HONEST, LAST = 0.99, 0.005, 5
@@ -109,14 +114,18 @@ class RealRun:
             kinds = (KINDS[first], KINDS[first + 4])
             command = [sys.executable, str(PARTS / "swarm_liar.py"), url, name, LETTERS, *kinds]
         else:
-            dtype = "bfloat16" if name in ("honest-1", "honest-3") else "float32"
-            command = headway("contribute", url, "--folder", name, "--env", LETTERS, "--threads", "1", "--dtype", dtype)
+            options = ("--device", "cpu", "--threads", "1", *CHOICES.get(name, ()))
+            command = headway("contribute", url, "--folder", name, "--env", LETTERS, *options)
         return self.start(name, *host.enter("nice", "-n", str(ROLES[name][1]), *command))
 
     def work_all(self, names: list[str], hosts: dict[str, Host], url: str) -> "dict[str, subprocess.Popen[bytes]]":
-        """Start all workers, the honest and fast ones last: they could do everything before a liar is there."""
-        late = [name for name in names if name.startswith("honest")]
-        workers = {name: self.work(name, hosts[name], url) for name in names if name not in late}
+        """Start all workers, the one with vLLM first, which takes minutes until it works, and the other honest and fast
+        ones last: they could do everything before a liar is there."""
+        workers = {name: self.work(name, hosts[name], url) for name, chosen in CHOICES.items() if "vllm" in chosen}
+        for name in workers:
+            until(lambda log=self.folder / f"{name}.log": "accepted;" in log.read_text(), 900.0)  # type: ignore[misc]
+        late = [name for name in names if name.startswith("honest") and name not in workers]
+        workers |= {name: self.work(name, hosts[name], url) for name in names if name not in (*late, *workers)}
         for name in (name for name in workers if name.startswith("liar")):
             log = self.folder / f"{name}.log"
             until(lambda log=log: "this worker is" in log.read_text())  # type: ignore[misc]
@@ -170,7 +179,7 @@ def run_once(folder: Path, steps: int, minutes: float, honest_only: bool) -> dic
         url = run.serve(made.address)
         hosts = dict(zip(ROLES, made.hosts, strict=True))
         workers = run.work_all(names, hosts, url)
-        kills = watch(run, training, workers, hosts, url, began + minutes * 60)
+        kills = watch(run, training, workers, hosts, url, time.monotonic() + minutes * 60)
         finished, seconds = training.poll() == 0, time.monotonic() - began
     return {"finished": finished, "seconds": round(seconds, 1), "kills": kills, **judged(run, names)}
 
@@ -223,6 +232,7 @@ def judged(run: RealRun, names: list[str]) -> dict[str, object]:
     report = audit_ledger(ledger)
     return {
         "workers": names,
+        "options": {name: " ".join(chosen) for name, chosen in CHOICES.items()},
         "lies_refused": round(1 - sum(counts["trained"] for counts in told) / max(1, lied), 4),
         "honest_refused": round(refused.get("honest", 0) / max(1, sent), 4),
         "kinds": {kind: dict(counts) for kind, counts in sorted(kinds.items())},
@@ -257,7 +267,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--keep", type=Path, help="folder that keeps runs and logs")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    if reason := missing():
+    if reason := missing() or ("" if find_spec("vllm") else "vLLM is not installed"):
         sys.exit(reason)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that no namespace stays behind
     name = "honest_only" if options.honest_only else "with_liars"

@@ -60,7 +60,7 @@ class LocalEngine:
             length = self._chance.randint(1, len(tokens))
             self._add(tokens[:length], SamplingParams(max_tokens=self._chance.randint(1, 24)))
         self._engine.version = requests[0].version
-        own = {self._add(tokens, _stopping(request.sampling, self._stops)): request for request in requests}
+        own = {self._add(tokens, stopping(request.sampling, self._stops)): request for request in requests}
         replies = {}
         while not self._engine.idle:
             for active, event in self._engine.step():
@@ -81,7 +81,7 @@ class LocalEngine:
         return str(self._count)
 
 
-def _stopping(sampling: SamplingParams, stops: tuple[int, ...]) -> SamplingParams:
+def stopping(sampling: SamplingParams, stops: tuple[int, ...]) -> SamplingParams:
     return msgspec.structs.replace(sampling, stop_token_ids=stops)
 
 

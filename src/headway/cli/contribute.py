@@ -9,7 +9,7 @@ FOLDER = "~/.local/share/headway/contribute"
 
 HELP = f"""\
 usage: headway contribute URL [--folder DIR] [--run-key KEY] [--relay URL ...] [--env ID] [--device cpu|cuda]
-                              [--dtype float32|bfloat16] [--threads N]
+                              [--dtype float32|bfloat16] [--threads N] [--engine embedded|vllm]
 
 Samples rollouts for the run whose swarm service is at URL (docs/swarm.md): pulls orders, fetches the run's weights and
 verifies them, plays the environment, uploads, and shows what was accepted or refused and why. Goes on until Ctrl-C;
@@ -20,12 +20,14 @@ killed, it continues where it was. Needs no open port.
   --relay URL    fetch weights there first; may be given several times, beside those that the run names
   --env ID       the environment as it is called here, where that is a file or an import path
   --device NAME  cpu or cuda; default: cuda where there is one
-  --dtype NAME   precision to compute in; default: bfloat16 on cuda, float32 on a CPU
+  --dtype NAME   precision to compute in; default: bfloat16 on cuda, float32 on a CPU and with vLLM
   --threads N    CPU threads of the engine; default: all cores
+  --engine NAME  engine that samples: Headway's own (embedded, the default), or vLLM where it is installed
 
 Examples:
   headway contribute https://run.example.org:8500
   headway contribute http://127.0.0.1:8500 --folder worker-2 --threads 1
+  headway contribute https://run.example.org:8500 --engine vllm
 """
 
 
@@ -40,6 +42,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--relay", type=server_url, action="append", default=[])
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     options = parser.parse_args(argv)
     setup_logging("contribute")
     contributor = Contributor(
@@ -52,6 +55,7 @@ def run(argv: list[str]) -> int:
             options.device,
             options.threads,
             options.dtype,
+            options.engine,
         ),
         lambda line: print(line, flush=True),
     )

@@ -1,4 +1,4 @@
-"""A contributor of a swarm: pulls orders, fetches weights, samples with the embedded engine, uploads, goes on."""
+"""A contributor of a swarm: pulls orders, fetches weights, samples with an engine of its own, uploads, goes on."""
 
 import asyncio
 import logging
@@ -21,8 +21,8 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.envs.registry import known_environments
 from headway.envs.workers.pool import EnvPool
-from headway.inference.embedded.load import load_service
-from headway.inference.embedded.service import EmbeddedService
+from headway.inference.engine import Engine
+from headway.inference.serve import load_engine
 from headway.inference.server import ServerContext, build_app
 from headway.models.checkpoints.folders import copy_companions
 from headway.orchestrator.run import open_session
@@ -55,23 +55,43 @@ class ContributeOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    engine: Literal["embedded", "vllm"] = "embedded"
+
+    def __post_init__(self) -> None:
+        if self.engine == "vllm" and self.dtype == "bfloat16":
+            raise UsageError(
+                "a run would refuse what vLLM samples in bfloat16: it rounds otherwise than the run's verifier; leave "
+                "--dtype out, or use --engine embedded"
+            )
+
+    @property
+    def precision(self) -> Precision:
+        """The precision to compute in."""
+        import torch
+
+        if self.engine == "vllm":
+            return "float32"
+        device = resolve_device(self.device, torch.cuda.is_available())
+        return "bfloat16" if resolve_dtype(self.dtype, device) == "bfloat16" else "float32"
 
 
 class LocalEngine:
-    """An embedded engine behind the inference protocol, on loopback, for the environment's workers."""
+    """An engine behind the inference protocol, on loopback, for the environment's workers. It draws tokens by the seeds
+    of an order, as the run's verifier does."""
 
     def __init__(self, options: ContributeOptions, terms: SwarmTerms) -> None:
-        import torch
-
-        device = resolve_device(options.device, torch.cuda.is_available())
-        self.precision: Precision = "bfloat16" if resolve_dtype(options.dtype, device) == "bfloat16" else "float32"
+        self.precision = options.precision
         self._options, self._terms = options, terms
-        self._service: EmbeddedService | None = None
+        self._service: Engine | None = None
+        self._died: str | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
 
     async def serve(self, folder: Path, version: int, fingerprint: str) -> None:
         """Serve a version from its folder: the weights must have this fingerprint. Raises HeadwayError."""
+        if self._died is not None:
+            logger.warning("the engine starts again: %s", self._died)
+            await self.close()
         if self._service is None:
             await self._start(folder)
         assert self._service is not None
@@ -83,9 +103,14 @@ class LocalEngine:
             model=ModelSettings(path=str(folder), renderer=terms.renderer, dtype=self.precision),
             seq_len=terms.context,
             placement=PlacementSettings(device=options.device),
-            inference=InferenceSettings(engine="embedded", threads=options.threads),
+            inference=inference_settings(options),
         )
-        service = await asyncio.to_thread(load_service, settings, folder)
+        loop = asyncio.get_running_loop()
+
+        def on_death(reason: str) -> None:
+            loop.call_soon_threadsafe(self._note_death, reason)
+
+        service = await asyncio.to_thread(load_engine, settings, folder, on_death)
         await service.start()
         context = ServerContext(
             load_renderer(folder, terms.renderer), loaded=service, tokenizer=tokenizer_fingerprint(folder)
@@ -97,10 +122,23 @@ class LocalEngine:
         self._service = service
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if self._service is not None:
-            await self._service.close()
+        runner, service, self._runner, self._service, self._died = self._runner, self._service, None, None, None
+        if runner is not None:
+            await runner.cleanup()
+        if service is not None:
+            await service.close()
+
+    def _note_death(self, reason: str) -> None:
+        self._died = reason
+
+
+def inference_settings(options: ContributeOptions) -> InferenceSettings:
+    """Return the settings of a contributor's engine."""
+    if options.engine == "embedded":
+        return InferenceSettings(engine="embedded", threads=options.threads)
+    from headway.inference.vllm.arguments import SEEDED_SAMPLER
+
+    return InferenceSettings(engine="vllm", threads=options.threads, vllm={"logits_processors": [SEEDED_SAMPLER]})
 
 
 class Contributor:

@@ -1,6 +1,6 @@
 """Turn our settings into vLLM's arguments. Those named in `[inference.vllm]` win."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,8 @@ from headway.inference.vllm.worker import HeadwayWorker
 RECORD_EXPERTS = "enable_return_routed_experts"
 """vLLM's argument for replies with routed experts, which the trainer replays."""
 EXTENSION = "headway.inference.vllm.worker.HeadwayWorker"
+SEEDED_SAMPLER = "headway.inference.vllm.draws:SeededSampler"
+"""A logits processor for `[inference.vllm]`: seeded requests get the tokens that the embedded engine would draw."""
 OWNED = {
     "model": "it is the model that is served",
     "logprobs_mode": "the protocol promises logprobs of the distribution that was sampled from",
@@ -98,7 +100,16 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
             "max_loras": own.max_adapters,
             "max_cpu_loras": own.max_host_adapters,
         }
-    return chosen | own.vllm
+    chosen |= own.vllm
+    if draws_by_seed(chosen):
+        # The processor has made logprobs of them.
+        chosen["logprobs_mode"] = "processed_logits"
+    return chosen
+
+
+def draws_by_seed(chosen: Mapping[str, Any]) -> bool:
+    """Tell whether these arguments of vLLM's engine make it draw by the seeds of requests."""
+    return SEEDED_SAMPLER in (chosen.get("logits_processors") or ())
 
 
 def _check_tiers(own: InferenceSettings, device: str) -> None:

@@ -22,7 +22,7 @@ from headway.inference.handover.transfers import TransferRequest, as_transfer
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
 from headway.inference.vllm.probe import Probation
-from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_shaped, sampling_of
+from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_drawn, check_shaped, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.transfers import OFFER, Offer, kv_name
@@ -215,6 +215,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
                 "seed",
             )
         check_shaped(request, formats=self._limits.formats)
+        if self._limits.draws_by_seed:
+            check_drawn(request)
         request_id = request.request_id or new_id("gen")
         active = ActiveRequest(request, request_id, lambda: self.models().get(request.model, 0))
         self._requests.add(active)

@@ -23,7 +23,7 @@ class VllmLimits:
 
     `counts_versions`: it says itself which weights sampled a token. `seeds`: requests may have one. `priorities`: it
     heeds them. `engines`: how many data-parallel ones there are. `formats`: it has a tokenizer, which replies in JSON
-    need.
+    need. `draws_by_seed`: seeded requests get the tokens that others can draw again.
     """
 
     max_running: int
@@ -37,6 +37,7 @@ class VllmLimits:
     formats: bool = False
     block_size: int = 16
     transfers: bool = False
+    draws_by_seed: bool = False
 
 
 def argument_names() -> list[str]:
@@ -128,7 +129,7 @@ def iteration_counts(stats: Any) -> tuple[int, int]:
     return stats.num_preempted_reqs, stats.num_generation_tokens
 
 
-def read_limits(llm: Any, max_waiting: int, *, transfers: bool = False) -> VllmLimits:
+def read_limits(llm: Any, max_waiting: int, *, transfers: bool = False, draws_by_seed: bool = False) -> VllmLimits:
     """Read what a started engine takes from its configuration.
 
     vLLM 0.26 to 0.32: fields of `AsyncLLM.vllm_config`: its scheduler, cache, LoRA, parallel and model configs.
@@ -147,6 +148,7 @@ def read_limits(llm: Any, max_waiting: int, *, transfers: bool = False) -> VllmL
         formats=not config.model_config.skip_tokenizer_init,
         block_size=cache.block_size,
         transfers=transfers,
+        draws_by_seed=draws_by_seed,
     )
 
 
@@ -330,6 +332,35 @@ def release_kv(request_ids: Iterable[str]) -> None:
         return
     held: dict[str, float] = getattr(get_kv_transfer_group().connector_worker, "_reqs_to_send", {})
     held.update({request_id: 0.0 for request_id in request_ids if request_id in held})
+
+
+def logits_processor_class() -> Any:
+    """The base class of custom logits processors for vLLM's model runner V1, which 0.32 has beside V2.
+
+    vLLM 0.26 to 0.32: `vllm.v1.sample.logits_processor.LogitsProcessor`.
+    """
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    return LogitsProcessor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChanges:
+    """Changes of vLLM's batch before a step, by row: requests that were removed; added, with their sampling parameters,
+    prompt, and the list that gets their tokens; moved from one row to another, or swapped."""
+
+    removed: list[int]
+    added: list[tuple[int, Any, list[int] | None, list[int]]]
+    moved: list[tuple[int, int, bool]]
+
+
+def batch_changes(update: Any) -> BatchChanges:
+    """Read the changes that a logits processor is told of.
+
+    vLLM 0.26 to 0.32: `BatchUpdate`, `MoveDirectionality` of `vllm.v1.sample.logits_processor`.
+    """
+    moved = [(before, after, direction.name == "SWAP") for before, after, direction in update.moved]
+    return BatchChanges(list(update.removed), list(update.added), moved)
 
 
 def decoder_modules(model: nn.Module) -> list[nn.Module]:

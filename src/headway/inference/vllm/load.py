@@ -18,9 +18,9 @@ from headway.core.extras import install_command
 from headway.inference.embedded.load import free_memory
 from headway.inference.vllm import internals
 from headway.inference.vllm.adapters import LoadedAdapters
-from headway.inference.vllm.arguments import RECORD_EXPERTS, arguments, check_arguments, eos_of
+from headway.inference.vllm.arguments import RECORD_EXPERTS, arguments, check_arguments, draws_by_seed, eos_of
 from headway.inference.vllm.engine import VllmEngine
-from headway.inference.vllm.processes import kill_if_orphaned, vllm_environment
+from headway.inference.vllm.processes import kill_if_orphaned, processor_environment, vllm_environment
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.transfers import connector_environment
 from headway.inference.vllm.weights import Stager, last_line
@@ -45,6 +45,7 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     apart = settings.inference.role != "both"
     try:
         more = connector_environment(settings.inference.host, device) if apart else {}
+        more |= processor_environment() if draws_by_seed(chosen) else {}
         with (
             vllm_environment(chosen, device, settings.inference.threads, more),
             ThreadPoolExecutor(1) as helper,
@@ -58,7 +59,9 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     except Exception as error:
         raise HeadwayError(f"vLLM cannot serve {folder.name}: {last_line(error)}") from error
     shapes, fingerprint = contents.result()
-    limits = internals.read_limits(llm, settings.inference.max_waiting, transfers=apart)
+    limits = internals.read_limits(
+        llm, settings.inference.max_waiting, transfers=apart, draws_by_seed=draws_by_seed(chosen)
+    )
     return VllmEngine(
         llm,
         Stager(shapes, settings.tls),

@@ -69,6 +69,12 @@ def vllm_environment(
         os.environ.update(before)
 
 
+def processor_environment() -> dict[str, str]:
+    """The environment of an engine whose draws are our logits processor's: vLLM's model runner V2 takes another kind,
+    and lets it see logits before the temperature only."""
+    return {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
 def _for_cpu(chosen: dict[str, Any], threads: int | None) -> dict[str, str]:
     # Left to itself vLLM binds each worker to a NUMA node of its own, of which there may be too few.
     wanted = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -211,6 +211,19 @@ def check_shaped(request: GenerateRequest, *, formats: bool) -> None:
         raise RequestError(f"vLLM does not heed {keyword!r} in a schema: leave it out", "response_format")
 
 
+def check_drawn(request: GenerateRequest) -> None:
+    """Raise RequestError on replies whose logprobs would be wrong beside `draws.SeededSampler`: it draws from the whole
+    distribution, and vLLM applies filters after it."""
+    params = request.sampling_params
+    filtered = params.top_p != 1 or params.top_k > 0 or params.min_p != 0
+    if params.temperature == 0 or filtered or params.shaped or params.n != 1 or params.logprobs:
+        raise RequestError(
+            "this engine draws by seeds from the whole distribution: it takes a temperature above 0, n = 1, no filters "
+            "or formats, and gives the logprobs of sampled tokens alone",
+            "sampling_params",
+        )
+
+
 def _unheeded(schema: Any) -> str | None:
     """Find a keyword of JSON schemas that vLLM's grammars pass over without an error."""
     if isinstance(schema, list):
