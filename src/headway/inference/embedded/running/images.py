@@ -39,6 +39,7 @@ class StepImages:
         """Rows of sequences with images."""
         self._ends = np.zeros(max_running, dtype=np.int64)
         """The place after a row's last image."""
+        self._shifts = np.zeros(max_running, dtype=np.int64)
         self.passes = 0
         """Images that the tower has computed."""
 
@@ -47,10 +48,12 @@ class StepImages:
         row = sequence.row
         self._seen[row] = bool(sequence.images)
         self._sequences[row] = sequence if sequence.images else None
+        self._shifts[row] = 0
         self._ends[row] = max((image.use.at + image.use.tokens for image in sequence.images), default=0)
         if sequence.images:
             places = [(image.use.at, image.grid) for image in sequence.images]
-            self._positions[row] = sample_positions(sequence.prompt_len + 1, places, self._merge)
+            self._positions[row] = known = sample_positions(sequence.prompt_len + 1, places, self._merge)
+            self._shifts[row] = known[0, -1] - sequence.prompt_len
 
     def forget_features(self) -> None:
         """Drop all features, as after new weights."""
@@ -67,10 +70,7 @@ class StepImages:
 
     def shift(self, row: int) -> int:
         """How far the positions of a sequence's text are, after its last image, from its places."""
-        if self._sequences[row] is None:
-            return 0
-        known = self._positions[row]
-        return int(known[0, -1]) - (known.shape[1] - 1)
+        return int(self._shifts[row])
 
     def inputs(self, layout: StepLayout) -> ImageTokens:
         """The images of a step in which a sequence has some."""
