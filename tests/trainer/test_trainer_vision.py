@@ -35,7 +35,7 @@ from headway.transport.rollouts import RankBatch
 CASES = Path(__file__).parents[1] / "models" / "families"
 SAMPLES = [[Grid(1, 4, 4)], [], [Grid(1, 2, 2), Grid(1, 6, 4)], [Grid(1, 4, 4), Grid(1, 2, 6)], []]
 """The images of each sample; equal grids are the same image."""
-MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+MODELS = sorted(path.parent.name for path in CASES.glob("*/images.json"))
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def make_sample(config: VisionConfig, grids: list[Grid], seed: int) -> Sample:
     draw = np.random.default_rng(seed)
     tower, start, images, uses = config.tower, 2, [], []
-    for number, grid in enumerate(grids):
-        pixels = np.random.default_rng(grid).standard_normal((grid.patches, tower.patch_numbers), dtype=np.float32)
-        images.append((str(grid), grid, pixels))
+    for number, wanted in enumerate(grids):
+        grid = tower.only_grid or wanted
+        pixels = np.random.default_rng(wanted).standard_normal((grid.patches, tower.patch_numbers), dtype=np.float32)
+        images.append((str(wanted), grid, pixels))
         uses.append((start, number))
         start += grid.patches // tower.merge**2 + 1
     sample = Sample.blank(start + 4)
@@ -67,7 +68,7 @@ def make_sample(config: VisionConfig, grids: list[Grid], seed: int) -> Sample:
     if grids:
         sample.images = TokenImages.of(images, uses)
         for token, number in uses:
-            here = slice(token, token + grids[number].patches // tower.merge**2)
+            here = slice(token, token + images[number][1].patches // tower.merge**2)
             sample.token_ids[here] = config.image_token
             sample.ce_weight[here] = 0
     sample.ce_weight[0] = 0

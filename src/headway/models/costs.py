@@ -12,6 +12,7 @@ from headway.models.recurrent import RecurrentState
 from headway.models.registry import find_family
 from headway.models.vision.config import TowerTraining, VisionConfig
 from headway.models.vision.costs import TowerFlops
+from headway.models.vision.family import VisionFamily
 
 MOST_SNAPSHOTS = 2
 """Recurrent states that an engine keeps for prefixes, at most, for each sequence that it can run."""
@@ -130,9 +131,10 @@ class StepFlops:
             # Scores of an indexer have no gradients.
             self._per_pair[None] += 2 * block.index_width
         self._tower: TowerFlops | None = None
-        if isinstance(config, VisionConfig):
-            matrices: int = getattr(find_family(config.family), "tower_mlp_products", 2)
-            self._tower = TowerFlops(config.tower, matrices, tower)
+        family = find_family(config.family)
+        if isinstance(config, VisionConfig) and isinstance(family, VisionFamily):
+            per_feature = family.tower_feature_products(config.tower)
+            self._tower = TowerFlops(config.tower, family.tower_mlp_products, per_feature, tower)
 
     def count(self, lengths: Sequence[int], rows: int, grids: Sequence[Grid] = ()) -> float:
         """Count those of samples of these `lengths`, `rows` of whose tokens have a loss, and of images with these

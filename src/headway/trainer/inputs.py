@@ -194,6 +194,8 @@ def _check_images(micro: MicroBatch, config: ModelConfig, size: int) -> None:
         images.check(size)
         if (numbers := images.patches.shape[1]) != config.tower.patch_numbers:
             raise HeadwayError(f"images: patches of {numbers} numbers, not {config.tower.patch_numbers}")
+        for grid in images.shapes:
+            config.tower.check_grid(grid)
         check_placeholders(micro.token_ids, images, config.image_token, config.tower.merge)
         packed_positions(micro.lengths, images, config.tower.merge)
     except HeadwayError as error:

@@ -10,15 +10,16 @@ _PASSES: dict[TowerTraining, tuple[int, int]] = {"frozen": (1, 1), "lora": (2, 3
 
 
 class TowerFlops:
-    """Floating-point operations of a tower in a training step; `mlp_products` are the matrices of a block's MLP."""
+    """Floating-point operations of a tower in a training step; `mlp_products` are the matrices of a block's MLP,
+    `feature_weights` multiply one feature."""
 
-    def __init__(self, tower: TowerConfig, mlp_products: int, training: TowerTraining) -> None:
+    def __init__(self, tower: TowerConfig, mlp_products: int, feature_weights: int, training: TowerTraining) -> None:
         self._tower = tower
         self._weight_passes, self._pair_passes = _PASSES[training]
-        width, merged = tower.width, tower.width * tower.merge**2
+        width = tower.width
         block = 4 * width * width + mlp_products * width * tower.mlp_width
         self._patch_weights = width * tower.patch_numbers + tower.depth * block
-        self._feature_weights = (1 + len(tower.deep_layers)) * (merged * merged + merged * tower.features)
+        self._feature_weights = feature_weights
 
     def count(self, grids: Sequence[Grid]) -> float:
         """Count those of images with these grids, each once."""

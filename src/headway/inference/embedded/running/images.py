@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
-from headway.models.packed import Features, ImageTokens
+from headway.models.packed import Features, ImageTokens, Spans
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.places import sample_positions
@@ -21,30 +21,33 @@ _KEPT_BYTES = 256 << 20
 
 
 class StepImages:
-    """Makes the model's input of steps with images. Features are kept by digest until the weights change; a text that
-    follows images is at positions that are shifted against its place among the tokens."""
+    """Makes the model's input of steps with images. Features are kept by digest until the weights change. Where
+    positions have three axes, a text that follows images is at positions that are shifted against its place among the
+    tokens; elsewhere it is as any other."""
 
     def __init__(self, model: VisionLM, max_running: int, most_bytes: int = _KEPT_BYTES) -> None:
         self._model, self._most_bytes = model, most_bytes
         config = model.config
         assert isinstance(config, VisionConfig)
         self._merge = config.tower.merge
+        self._bidirectional = config.bidirectional_images
         self._features: OrderedDict[str, Features] = OrderedDict()
         self._bytes = 0
         self._sequences: list[Sequence | None] = [None] * max_running
         self._positions: list[Ints] = [np.empty((3, 0), np.int64)] * max_running
-        self._seen = np.zeros(max_running, dtype=np.bool_)
-        """Rows of sequences with images."""
+        self._ends: Ints = np.zeros(max_running, dtype=np.int64)
+        """By row, the place in its sequence from which on steps are those of a text; 0 without images."""
         self.passes = 0
         """Images that the tower has computed."""
 
     def enter(self, sequence: Sequence) -> None:
         """Start a sequence in its row."""
-        row = sequence.row
-        self._seen[row] = bool(sequence.images)
-        self._sequences[row] = sequence if sequence.images else None
-        if sequence.images:
-            places = [(image.use.at, image.grid) for image in sequence.images]
+        row, images = sequence.row, sequence.images
+        self._sequences[row] = sequence if images else None
+        self._ends[row] = images[-1].use.at + images[-1].use.tokens if images else 0
+        if images and self._model.axes is not None:
+            self._ends[row] = np.iinfo(np.int64).max
+            places = [(image.use.at, image.grid) for image in images]
             self._positions[row] = sample_positions(sequence.prompt_len + 1, places, self._merge)
 
     def forget_features(self) -> None:
@@ -52,23 +55,33 @@ class StepImages:
         self._features.clear()
         self._bytes = 0
 
-    def has_images(self, rows: Ints) -> bool:
-        return bool(self._seen[rows].any())
+    def has_images(self, layout: StepLayout) -> bool:
+        """Tell if a step differs from that of texts."""
+        return bool((layout.starts < self._ends[layout.rows]).any())
 
     def inputs(self, layout: StepLayout) -> ImageTokens:
-        """The images of a step in which a sequence has some."""
+        """The images of a step that has some."""
         places, tokens, features = [], list[Ints](), list[tuple[Features, Ints]]()
-        first = 0
+        ends = layout.positions_T.copy()
+        first, longest = 0, 1
         for row, start, count in zip(layout.rows.tolist(), layout.starts.tolist(), layout.counts.tolist(), strict=True):
             sequence = self._sequences[row]
-            places.append(self._places(row, start, count))
+            if self._model.axes is not None:
+                places.append(self._places(row, start, count))
             for image in () if sequence is None else sequence.images:
                 begin, end = max(start, image.use.at), min(start + count, image.use.at + image.use.tokens)
                 if begin < end:
                     tokens.append(np.arange(begin, end) - start + first)
+                    ends[tokens[-1]] = end - 1
+                    longest = max(longest, end - begin)
                     features.append((self._features_of(image), np.arange(begin, end) - image.use.at))
             first += count
-        return self._tensors(np.concatenate(places, axis=1), tokens, features)
+        images = self._tensors(tokens, features)
+        if places:
+            images.positions_3T = self._put(np.concatenate(places, axis=1))
+        if self._bidirectional:
+            images.spans = Spans(self._put(ends), longest)
+        return images
 
     def _places(self, row: int, start: int, count: int) -> Ints:
         """The positions (3, count) of a sequence's tokens."""
@@ -80,23 +93,21 @@ class StepImages:
         prompt = known[:, start : min(start + count, last)]
         return np.concatenate([prompt, at[:, prompt.shape[1] :] + (known[0, last] - last)], axis=1)
 
-    def _tensors(self, places: Ints, tokens: Items[Ints], features: Items[tuple[Features, Ints]]) -> ImageTokens:
+    def _put(self, values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._model.head_weight().device)
+
+    def _tensors(self, tokens: Items[Ints], features: Items[tuple[Features, Ints]]) -> ImageTokens:
         weight = self._model.head_weight()
-        device = weight.device
-
-        def put(values: Ints) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
         last_FD = weight.new_empty(0, self._model.config.width)
         deep: list[Tensor] = []
         if features:
-            picked = [(made, put(which)) for made, which in features]
+            picked = [(made, self._put(which)) for made, which in features]
             last_FD = torch.cat([made.last_FD[which] for made, which in picked])
             levels = range(len(features[0][0].deep))
             deep = [torch.cat([made.deep[level][which] for made, which in picked]) for level in levels]
         at = np.concatenate([*tokens, np.empty(0, np.int64)])
-        numbers = torch.arange(len(at), device=device)
-        return ImageTokens(last_FD, (), put(at), numbers, put(places), Features(last_FD, deep))
+        numbers = torch.arange(len(at), device=weight.device)
+        return ImageTokens(last_FD, (), self._put(at), numbers, features=Features(last_FD, deep))
 
     def _features_of(self, image: ServedImage) -> Features:
         digest = image.use.digest
