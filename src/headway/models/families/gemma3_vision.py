@@ -52,6 +52,7 @@ class Gemma3(VisionFamily, Gemma3Text):
         "activation": "hidden_act",
         "norm_eps": "layer_norm_eps",
     }
+    tower_kept_widths = 8
     tower_reads = ("image_size",)
     tower_fixed = {"attention_dropout": 0.0, "vision_use_head": False}
     tower_defaults = {

@@ -35,6 +35,7 @@ class Qwen25VL(MropeFamily, Qwen2):
         "fullatt_block_indexes": (7, 15, 23, 31),
     }
     tower_mlp_products = 3
+    tower_kept_widths = 14
     mrope_section = (16, 24, 24)
     rope_theta = 1_000_000.0
     checkpoint_prefixes = {"model.visual.": "visual."}

@@ -54,6 +54,9 @@ class VisionFamily(Family):
     tower_activations: Collection[str] = ("silu",)
     tower_mlp_products = 2
     """Matrices of the MLP of a tower's block."""
+    tower_kept_widths = 11
+    """Rows of the tower's width that a block keeps of each patch for the backward pass, beside its MLP's: the stream
+    before each stage and its norm, queries, keys and values before and after they are rotated, attention's output."""
     checkpoint_prefixes: ClassVar[Mapping[str, str]] = {}
     """Beginnings of parameters' names here, and those that checkpoints have instead."""
     hf_reads: Collection[str] = ("vision_config", *TOKEN_NAMES.values())

@@ -12,12 +12,11 @@ from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
 from headway.models.packed import Features, ImageTokens, Spans
 from headway.models.vision.config import VisionConfig
+from headway.models.vision.costs import MOST_FEATURE_BYTES
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.places import sample_positions
 
 Ints = NDArray[np.int64]
-
-_KEPT_BYTES = 256 << 20
 
 
 class StepImages:
@@ -25,7 +24,7 @@ class StepImages:
     positions have three axes, a text that follows images is at positions that are shifted against its place among the
     tokens; elsewhere it is as any other."""
 
-    def __init__(self, model: VisionLM, max_running: int, most_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(self, model: VisionLM, max_running: int, most_bytes: int = MOST_FEATURE_BYTES) -> None:
         self._model, self._most_bytes = model, most_bytes
         config = model.config
         assert isinstance(config, VisionConfig)
