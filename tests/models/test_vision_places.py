@@ -21,6 +21,7 @@ from headway.models.costs import parameter_count
 from headway.models.registry import config_from_hf
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.family import VisionFamily
+from headway.models.vision.inputs import image_tokens, put_on_cpu
 from headway.models.vision.places import expand_placeholders, feature_count, feature_places, packed_positions
 
 FAMILIES = Path(__file__).parent / "families"
@@ -174,3 +175,30 @@ def test_both_names_of_the_tower_of_gemma3_are_read() -> None:
     load_hf_tensors(loaded, tensors)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, saved.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("case", ["qwen3_vl/images", "gemma3/images"])
+def test_ranks_that_share_samples_get_the_images_of_their_tokens(case: str) -> None:
+    """An image that is cut goes to both ranks; a rank may have none."""
+    hf = json.loads((FAMILIES / f"{case}.json").read_text())
+    del hf["images"]
+    config = config_from_hf(hf)
+    assert isinstance(config, VisionConfig)
+    grid = Grid(1, 4, 4)
+    images = images_of([grid, grid, grid], [2, 8, 14])  # of four tokens each
+    lengths = [13, 19]
+    whole = image_tokens(images, lengths, config, put_on_cpu)
+    found = []
+    for start, end, used in ((0, 4, [0]), (4, 10, [0, 1]), (10, 20, [1, 2]), (20, 32, list[int]())):
+        rows = np.arange(start, end)
+        own = image_tokens(images, lengths, config, put_on_cpu, rows)
+        assert len(own.grids) == len(used) and len(own.patches_PN) == 16 * len(used)
+        for token, feature in zip(own.tokens_U.tolist(), own.features_U.tolist(), strict=True):
+            found.append((int(rows[token]), 4 * used[feature // 4] + feature % 4))
+        if len(used):
+            assert np.array_equal(own.patches_PN.numpy(), np.concatenate([images.split()[image] for image in used]))
+        if whole.positions_3T is not None:
+            assert own.positions_3T is not None and torch.equal(own.positions_3T, whole.positions_3T[:, rows])
+        if whole.spans is not None:
+            assert own.spans is not None and torch.equal(own.spans.last_T, whole.spans.last_T)
+    assert found == list(zip(whole.tokens_U.tolist(), whole.features_U.tolist(), strict=True))

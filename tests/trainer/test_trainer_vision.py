@@ -3,6 +3,7 @@ trained."""
 
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,13 +20,15 @@ from headway.models.adapters.lora import adapters_of, apply_lora, save_adapter
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, save_checkpoint
-from headway.models.packed import PackedTokens
+from headway.models.packed import PackedTokens, Spans
 from headway.models.registry import config_from_hf
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.inputs import image_tokens, put_on_cpu
 from headway.models.vision.training import prepare_tower
 from headway.trainer.inputs import prepare
+from headway.trainer.parallel.context import ContextGroup, ContextShare
+from headway.trainer.parallel.cutting import Cut
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import full
 from headway.trainer.state import TrainState, build_state
@@ -146,22 +149,26 @@ def test_a_step_changes_what_is_trained_of_the_tower(tower: str, folders: dict[s
         assert {name.split(".")[-2] for name in in_tower} == {"qkv", "up_proj"}
 
 
-def gradients_of_rank(folder: Path) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss, and gradients that are gathered; the second rank has no image."""
-    settings = small_settings(model__path=str(folder), placement__trainer_ranks=2)
+def gradients_of_rank(folder: Path, context: int) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss, and gradients that are gathered. Ranks share micro-batches, or the second has one without images."""
+    settings = small_settings(
+        model__path=str(folder), placement__trainer_ranks=max(2, context), trainer__parallel__context=context
+    )
     with joined(settings) as ranks:
         state = build_state(settings, ranks)
         batch = make_batch(config_of(state))[1]
-        mine = [batch.micro_batches[ranks.data_rank]]
+        mine = batch.micro_batches if context > 1 else [batch.micro_batches[ranks.data_rank]]
         sums = Stepper(settings, ranks)._accumulate(state, mine, batch.counts)
         loss = sums.totals(ranks, AsyncScalars(sums.values).numbers())["loss"]
         return loss, {name: full(p.grad).numpy() for name, p in state.trained() if p.grad is not None}
 
 
 @pytest.mark.slow
-def test_two_ranks_share_a_frozen_tower(folders: dict[str, Path]) -> None:
-    results = run_ranks(2, gradients_of_rank, folders["qwen3_vl"])
-    model = load_model(folders["qwen3_vl"])
+@pytest.mark.parametrize(("name", "context"), [("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen3_vl", 3), ("gemma3", 2)])
+def test_ranks_share_a_frozen_tower(name: str, context: int, folders: dict[str, Path]) -> None:
+    """Three ranks do not divide the heads: each has two runs of tokens, and fetches keys."""
+    results = run_ranks(max(2, context), gradients_of_rank, folders[name], context)
+    model = load_model(folders[name])
     assert isinstance(model, VisionLM) and isinstance(model.config, VisionConfig)
     loss = reference_loss(model, make_batch(model.config)[0])
     loss.backward()
@@ -223,3 +230,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     settings = small_settings(model__vision_tower="trained")
     with joined(settings) as ranks, pytest.raises(UsageError, match="no vision tower"):
         build_state(settings, ranks)
+    cut = Cut((10,), parts=3, balanced=True)
+    plan = ContextShare(cut, ContextGroup(0, 3, MagicMock()), device).plan
+    with pytest.raises(HeadwayError, match=r"set trainer\.parallel\.context to a number"):
+        plan.with_spans(Spans(torch.arange(cut.tokens), 4))

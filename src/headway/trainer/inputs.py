@@ -57,7 +57,9 @@ class Inputs:
             routed_experts_TLk=None if experts is None else self._put(self._part(experts, -1), torch.int64),
         )
         if micro.images is not None and isinstance(config, VisionConfig):
-            self.tokens.images = image_tokens(micro.images, micro.lengths, config, self._put)
+            share = self._share
+            lengths, rows = (micro.lengths, None) if share is None else (share.cut.padded_lengths, share.rows)
+            self.tokens.images = image_tokens(micro.images, lengths, config, self._put, rows)
 
     @cached_property
     def scored(self) -> Scored:
@@ -132,8 +134,6 @@ def prepare(
 ) -> Inputs:
     """Raises HeadwayError, naming the stream, where the micro-batch contradicts itself or the model."""
     check(micro, config)
-    if micro.images is not None and context is not None:
-        raise HeadwayError("micro-batch: images cannot be split over ranks yet; set trainer.parallel.context = 1")
     return Inputs(micro, config, device, context)
 
 

@@ -12,7 +12,7 @@ from headway.models.layers.block import Block
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import Rotary
-from headway.models.packed import ImageTokens, PackedTokens
+from headway.models.packed import Features, ImageTokens, PackedTokens
 from headway.models.rotary import RopeParameters
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.tower import VisionTower
@@ -67,7 +67,9 @@ class VisionLM(DecoderLM):
         if images.spans is not None:
             context = replace(context, plan=context.plan.with_spans(images.spans))
         features = images.features
-        if features is None:
+        if features is None and not images.grids:  # as on a rank that has none of the images of its samples
+            features = Features(x_TD.new_empty(0, x_TD.shape[1]))
+        elif features is None:
             features = self.tower(images.patches_PN.to(x_TD.dtype), images.grids, gate)
         at_U, of_U = images.tokens_U, images.features_U
         x_TD = x_TD.index_copy(0, at_U, features.last_FD[of_U])
