@@ -20,7 +20,7 @@ from headway.models.adapters.lora import adapters_of, apply_lora, save_adapter
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, save_checkpoint
-from headway.models.packed import PackedTokens, Spans
+from headway.models.packed import ImageTokens, PackedTokens, Spans
 from headway.models.registry import config_from_hf
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.decoder import VisionLM
@@ -181,18 +181,34 @@ def test_ranks_share_a_frozen_tower(name: str, context: int, folders: dict[str, 
             assert np.linalg.norm(grad - expected.numpy()) <= 1e-4 * float(expected.norm()) + 1e-6, key
 
 
-def test_an_adapter_with_the_tower_is_read_by_peft(folders: dict[str, Path], tmp_path: Path) -> None:
+def hf_inputs(config: VisionConfig, ids: torch.Tensor, images: ImageTokens) -> dict[str, torch.Tensor]:
+    """An image as transformers takes it: patches and their grid, or, where all images have one size, pixels."""
+    kinds, tower = (ids == config.image_token).int()[None], config.tower
+    if tower.only_grid is None:
+        grids = torch.tensor(images.grids)
+        return {"pixel_values": images.patches_PN, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    side, features = tower.patch, tower.only_grid.rows // tower.merge
+    cut = images.patches_PN.view(features, features, tower.merge, tower.merge, 3, side, side)
+    pixels = cut.permute(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, features * tower.merge * side, -1)
+    return {"pixel_values": pixels, "token_type_ids": kinds}
+
+
+@pytest.mark.parametrize(("name", "targets"), [("qwen3_vl", ["q_proj", "qkv"]), ("gemma3", ["q_proj", "fc1"])])
+def test_an_adapter_with_the_tower_is_read_by_peft(
+    name: str, targets: list[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    model = load_model(folders["qwen3_vl"])
+    model = load_model(folders[name])
     prepare_tower(model, "lora")
-    lora = LoraSettings(rank=2, targets=["q_proj", "qkv"])
+    lora = LoraSettings(rank=2, targets=targets)
     apply_lora(model, lora)
+    assert any(".visual." in weight.name for weight, _, _ in adapters_of(model))
     with torch.no_grad():
         for _, _, b in adapters_of(model):
             b.normal_(generator=torch.Generator().manual_seed(0))
-    save_adapter(model, tmp_path / "adapter", lora, base=str(folders["qwen3_vl"]))
-    base = transformers.AutoModelForImageTextToText.from_pretrained(folders["qwen3_vl"], dtype=torch.float32)
+    save_adapter(model, tmp_path / "adapter", lora, base=str(folders[name]))
+    base = transformers.AutoModelForImageTextToText.from_pretrained(folders[name], dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert isinstance(model.config, VisionConfig)
     sample = make_sample(model.config, [Grid(1, 6, 4)], 0)
@@ -201,12 +217,7 @@ def test_an_adapter_with_the_tower_is_read_by_peft(folders: dict[str, Path], tmp
     images = image_tokens(sample.images, [len(sample)], model.config, put_on_cpu)
     with torch.no_grad():
         ours = model.logits(model(PackedTokens(ids, plan.positions, plan, images=images)).hidden_TD)
-        theirs = adapted(
-            input_ids=ids[None],
-            pixel_values=images.patches_PN,
-            image_grid_thw=torch.tensor(images.grids),
-            mm_token_type_ids=(ids == model.config.image_token).int()[None],
-        ).logits[0]
+        theirs = adapted(input_ids=ids[None], **hf_inputs(model.config, ids, images)).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
