@@ -39,9 +39,9 @@ class PackedPlan(PackedSamples, AttentionPlan):
             rows, back = self.buckets
             parts = [_windowed(q_THD[at], k_TKD[at], v_TKD[at], layer, self._spans_at(at)) for at in rows]
             return torch.cat([part.flatten(0, 1) for part in parts])[back]
-        places = torch.arange(self.tokens, device=q_THD.device)
-        samples = zip(*(torch.split(x[None], self.lengths, 1) for x in (q_THD, k_TKD, v_TKD, places)), strict=True)
-        return torch.cat([_windowed(q, k, v, layer, self._spans_at(at))[0] for q, k, v, at in samples])
+        spans = [None] * len(self.lengths) if self._spans is None else self._spans.split(self.lengths)
+        samples = zip(*(torch.split(x[None], self.lengths, 1) for x in (q_THD, k_TKD, v_TKD)), spans, strict=True)
+        return torch.cat([_windowed(q, k, v, layer, own)[0] for q, k, v, own in samples])
 
     def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
         if self.longest <= count:

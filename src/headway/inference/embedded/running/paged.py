@@ -213,14 +213,16 @@ class PagedPlan(AttentionPlan):
         steps = np.minimum(np.arange(queries)[None, :], counts[:, None] - 1)
         keys = torch.arange(first * store.block_size, last * store.block_size, device=device)
         seen = to_device(starts[:, None] + steps, device)
-        firsts = (np.cumsum(layout.counts) - layout.counts)[members]
-        tokens = to_device((firsts[:, None] + steps).reshape(-1), device)
-        ends = None if self._spans is None else self._spans.last_T[tokens].view(batch, queries)
-        mask = visible_mask(seen, keys, window, heads_per_kv, store.keys[0].dtype, ends)
-        group = BlockGroup(store, batch, queries, blocks, mask)
         padded = queries * batch != int(counts.sum())
+        tokens = ends = None
         if padded or batch < len(layout.counts):
-            group.tokens = tokens
+            firsts = (np.cumsum(layout.counts) - layout.counts)[members]
+            tokens = to_device((firsts[:, None] + steps).reshape(-1), device)
+        if self._spans is not None:
+            last_T = self._spans.last_T
+            ends = (last_T if tokens is None else last_T[tokens]).view(batch, queries)
+        mask = visible_mask(seen, keys, window, heads_per_kv, store.keys[0].dtype, ends)
+        group = BlockGroup(store, batch, queries, blocks, mask, tokens)
         if padded:
             group.valid = to_device(np.flatnonzero(np.arange(queries) < counts[:, None]), device)
         return group
