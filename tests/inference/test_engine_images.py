@@ -50,6 +50,8 @@ from hostile_parts.images import malformed_image
 
 CASES = Path(__file__).parents[1] / "models" / "families"
 GRIDS = [Grid(1, 4, 4), Grid(1, 2, 6), Grid(1, 6, 4)]
+"""Sizes of images, for models that take several."""
+MODELS = sorted(path.parent.name for path in CASES.glob("*/images.json"))
 
 
 def make_model(name: str, seed: int = 1) -> VisionLM:
@@ -69,7 +71,8 @@ def make_prompt(model: VisionLM, grids: list[Grid], seed: int) -> tuple[list[int
     assert isinstance(config, VisionConfig)
     draw = np.random.default_rng(seed)
     tokens, images = draw.integers(0, 50, 3).tolist(), []
-    for number, grid in enumerate(grids):
+    for number, wanted in enumerate(grids):
+        grid = config.tower.only_grid or wanted
         count = grid.patches // config.tower.merge**2
         pixels = np.random.default_rng((seed, number)).standard_normal(
             (grid.patches, config.tower.patch_numbers), dtype=np.float32
@@ -113,7 +116,7 @@ def check(model: VisionLM, tokens: list[int], images: tuple[ServedImage, ...], c
     torch.testing.assert_close(torch.tensor(choice.logprobs), logprobs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_logprobs_are_those_of_training(name: str) -> None:
     """Chunks end inside of images, prompts share prefixes, blocks run out, and texts run beside."""
     model = make_model(name)
@@ -132,8 +135,9 @@ def test_logprobs_are_those_of_training(name: str) -> None:
     check(model, *prompts[0], again.choices[0])
 
 
-def test_prefixes_are_shared_only_where_images_are_the_same() -> None:
-    model = make_model("qwen3_vl")
+@pytest.mark.parametrize("name", MODELS)
+def test_prefixes_are_shared_only_where_images_are_the_same(name: str) -> None:
+    model = make_model(name)
     engine = make_engine(model)
     tokens, images = make_prompt(model, GRIDS[:1], 0)
     _, others = make_prompt(model, GRIDS[:1], 5)
@@ -151,9 +155,28 @@ def test_prefixes_are_shared_only_where_images_are_the_same() -> None:
     assert first.cached_tokens == 0
 
 
-def test_new_weights_make_new_features() -> None:
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("budget", [3, 64])
+def test_images_are_cut_only_where_their_tokens_do_not_see_each_other(name: str, budget: int) -> None:
+    """A step may be smaller than an image, and prompts may differ right behind one, in a block that it shares."""
+    model = make_model(name)
+    engine = make_engine(model, max_batched_tokens=budget)
+    tokens, images = make_prompt(model, GRIDS[:2], 0)
+    first = images[0].use
+    other = list(tokens)
+    other[first.at + first.tokens] += 1
+    for number, prompt in enumerate((tokens, other)):
+        ask(engine, number, prompt, images)
+        result = finish(engine)[f"r{number}"]
+        check(model, prompt, images, result.choices[0])
+    whole = isinstance(model.config, VisionConfig) and model.config.bidirectional_images
+    assert result.cached_tokens == (0 if whole else (first.at + first.tokens) // 4 * 4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_new_weights_make_new_features(name: str) -> None:
     """The tower's too: an image that was seen under old weights is computed again."""
-    model, newer = make_model("qwen3_vl"), make_model("qwen3_vl", seed=2)
+    model, newer = make_model(name), make_model(name, seed=2)
     engine = make_engine(model)
     tokens, images = make_prompt(model, GRIDS[:2], 0)
     ask(engine, 0, tokens, images)
@@ -164,8 +187,9 @@ def test_new_weights_make_new_features() -> None:
     check(newer, tokens, images, finish(engine)["r1"].choices[0])
 
 
-def test_texts_are_those_of_a_model_without_images() -> None:
-    model = make_model("qwen3_vl")
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_are_those_of_a_model_without_images(name: str) -> None:
+    model = make_model(name)
     engine = make_engine(model)
     tokens, _ = make_prompt(model, [], 3)
     request = GenerateRequest(list(tokens), sampling_params=SamplingParams(max_tokens=6, seed=1, ignore_eos=True))

@@ -18,6 +18,7 @@ from headway.models.costs import (
     StepFlops,
     active_parameter_count,
     adapter_count,
+    image_numbers,
     kv_bytes_per_token,
     parameter_count,
     tower_weights,
@@ -59,7 +60,7 @@ def test_a_step_counts_every_weight_six_times_a_frozen_one_four_times_and_half_o
     assert StepFlops(config, frozen=True).count([10, 6], 5) == 4 * active * 16 + 4 * head * 5 + pairs
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_work_of_a_tower_is_that_of_its_products(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward; a backward pass has a product for inputs and one for weights. Windows are cut at the image's edges."""
     hf = json.loads((Path(__file__).parent / "families" / family / "images.json").read_text())
@@ -69,7 +70,7 @@ def test_work_of_a_tower_is_that_of_its_products(family: str, monkeypatch: pytes
     model = build_model(config, seed=0)
     assert isinstance(model, VisionLM) and isinstance(config, VisionConfig)
     assert tower_weights(config) == sum(p.numel() for p in model.tower.parameters())
-    grids = [Grid(1, 4, 6), Grid(1, 10, 16)]
+    grids = [config.tower.only_grid or grid for grid in (Grid(1, 4, 6), Grid(1, 10, 16))]
     patches = torch.randn(sum(grid.patches for grid in grids), config.tower.patch_numbers)
     done: list[int] = []
 
@@ -91,3 +92,35 @@ def test_work_of_a_tower_is_that_of_its_products(family: str, monkeypatch: pytes
     assert StepFlops(config).count([60], 10, grids) - text == sum(done)
     adapters, trained = (StepFlops(config, tower=kind).count([60], 10, grids) - text for kind in KINDS)
     assert 2 * sum(done) < adapters < trained == 3 * sum(done)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
+def test_what_a_tower_keeps_is_what_its_backward_pass_holds(family: str) -> None:
+    """Within a tenth, in float32. A frozen tower keeps nothing."""
+    hf = json.loads((Path(__file__).parent / "families" / family / "images.json").read_text())
+    hf["vision_config"] |= {"hidden_size": 96, "intermediate_size": 352}
+    config = config_from_hf({name: value for name, value in hf.items() if name != "images"})
+    model = build_model(config, seed=0)
+    assert isinstance(model, VisionLM) and isinstance(config, VisionConfig)
+    grids = [config.tower.only_grid or grid for grid in (Grid(1, 16, 16), Grid(1, 8, 20))]
+    patches = torch.randn(sum(grid.patches for grid in grids), config.tower.patch_numbers)
+    tokens = len(patches) // config.tower.merge**2
+    known = {parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), patches)}
+    held: dict[int, int] = {}
+
+    def hold(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        features = model.tower(patches, grids)
+        numbers = image_numbers(config, "trained")
+        assert sum(held.values()) == pytest.approx(4 * tokens * numbers.kept, rel=0.1)
+        assert features.last_FD.requires_grad
+        held.clear()
+        model.tower.requires_grad_(False)
+        model.tower(patches, grids)
+    assert not held and image_numbers(config, "frozen").kept == 0
+    assert numbers.pixels * tokens == patches.numel()

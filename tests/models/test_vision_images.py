@@ -1,6 +1,7 @@
 """Image processing: number for number that of Hugging Face, and bounded for bytes that nobody vouches for."""
 
 import io
+import json
 import random
 import struct
 import warnings
@@ -15,8 +16,9 @@ from PIL import Image, ImageFile
 
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.images import image_digest
+from headway.models.vision.config import TowerConfig
 from headway.models.vision.decoding import ImageError, ImageLimits, decode_image
-from headway.models.vision.processor import PatchProcessor, load_processor
+from headway.models.vision.processor import PatchProcessor, SquareProcessor, load_processor
 
 QWEN3 = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 SMALL = {"size": {"shortest_edge": 3000, "longest_edge": 40_000}}
@@ -58,6 +60,38 @@ def test_patches_are_those_of_hugging_face(width: int, height: int, mode: str, v
     grid, patches = PatchProcessor.from_hf(values).process(data)
     assert [list(grid)] == theirs["image_grid_thw"].tolist()
     assert patches.dtype == np.float32 and np.array_equal(patches, theirs["pixel_values"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(width=st.integers(1, 200), height=st.integers(1, 200), mode=st.sampled_from(["RGB", "L", "RGBA", "P"]))
+@example(width=199, height=1, mode="L")
+def test_squares_are_those_of_hugging_face(width: int, height: int, mode: str) -> None:
+    from transformers.image_utils import load_image
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tower = TowerConfig(1, 8, 8, 1, 7, 8, merge=2, times=1, positions=64, one_size=True)
+    values = {"size": {"height": 56, "width": 56}, "do_pan_and_scan": False}
+    data = encoded(drawn(width, height, mode), "PNG")
+    theirs = Gemma3ImageProcessorPil(**values)(load_image(Image.open(io.BytesIO(data))), return_tensors="np")
+    grid, patches = SquareProcessor.from_hf(values, tower).process(data)
+    assert grid == tower.only_grid and patches.dtype == np.float32
+    # A patch is in the order of rows; four that become one feature follow each other.
+    pixels = patches.reshape(4, 4, 2, 2, 3, 7, 7).transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, 56, 56)
+    assert np.array_equal(pixels, theirs["pixel_values"][0])
+
+
+def test_a_square_processor_is_read_as_hugging_face_writes_it(tmp_path: Path) -> None:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    hf = json.loads((Path(__file__).parent / "families" / "gemma3" / "images.json").read_text())
+    del hf["images"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False).save_pretrained(tmp_path)
+    assert load_processor(tmp_path) == SquareProcessor(patch=4, times=1, merge=2, side=16)
+    for wrong in ({"do_pan_and_scan": True}, {"size": {"height": 24, "width": 24}}):
+        Gemma3ImageProcessorPil(**{"size": {"height": 16, "width": 16}, **wrong}).save_pretrained(tmp_path)
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            load_processor(tmp_path)
 
 
 def test_a_processor_is_read_as_hugging_face_writes_it(tmp_path: Path) -> None:

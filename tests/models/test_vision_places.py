@@ -15,10 +15,14 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.core.images import Grid, TokenImages, join_images
 from headway.core.samples import Sample
 from headway.core.wire import decode, encode
+from headway.models.build import build_model
+from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
+from headway.models.costs import parameter_count
 from headway.models.registry import config_from_hf
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.family import VisionFamily
-from headway.models.vision.places import expand_placeholders, feature_places, packed_positions
+from headway.models.vision.inputs import image_tokens, put_on_cpu
+from headway.models.vision.places import expand_placeholders, feature_count, feature_places, packed_positions
 
 FAMILIES = Path(__file__).parent / "families"
 IMAGE = 60
@@ -121,3 +125,80 @@ def test_interleaved_axes_are_those_of_released_models() -> None:
     assert isinstance(config, VisionConfig)
     axes = family.rotary_axes(config)
     assert axes[:64] == axes[64:] == [0, 1, 2] * 20 + [0] * 4
+
+
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+"""The released one, which leaves the rest to defaults."""
+
+
+def test_a_released_config_of_gemma3_is_read() -> None:
+    config = config_from_hf(GEMMA3_4B)
+    assert isinstance(config, VisionConfig)
+    assert config.tower.only_grid == Grid(1, 64, 64) and feature_count(Grid(1, 64, 64), config.tower.merge) == 256
+    assert (config.image_token, config.vision_start_token, config.vision_end_token) == (262144, 255999, 256000)
+    assert config.eos_ids == (1, 106) and config.tied and config.rope_scaling is not None
+    assert parameter_count(config) == 4_300_079_472
+    with pytest.raises(UsageError, match="does not divide a square"):
+        config_from_hf(GEMMA3_4B | {"mm_tokens_per_image": 250})
+    with pytest.raises(UsageError, match="vision_use_head"):
+        config_from_hf(GEMMA3_4B | {"vision_config": GEMMA3_4B["vision_config"] | {"vision_use_head": True}})
+
+
+def test_both_names_of_the_tower_of_gemma3_are_read() -> None:
+    """Released checkpoints have one more level of names than transformers 5 writes."""
+    hf = json.loads((FAMILIES / "gemma3/images.json").read_text())
+    del hf["images"]
+    saved, loaded = (build_model(config_from_hf(hf), seed=seed) for seed in (1, 2))
+    tensors = [(name.replace("vision_tower.", "vision_tower.vision_model.", 1), x) for name, x in hf_tensors(saved)]
+    load_hf_tensors(loaded, tensors)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, saved.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("case", ["qwen3_vl/images", "gemma3/images"])
+def test_ranks_that_share_samples_get_the_images_of_their_tokens(case: str) -> None:
+    """An image that is cut goes to both ranks; a rank may have none."""
+    hf = json.loads((FAMILIES / f"{case}.json").read_text())
+    del hf["images"]
+    config = config_from_hf(hf)
+    assert isinstance(config, VisionConfig)
+    grid = Grid(1, 4, 4)
+    images = images_of([grid, grid, grid], [2, 8, 14])  # of four tokens each
+    lengths = [13, 19]
+    whole = image_tokens(images, lengths, config, put_on_cpu)
+    found = []
+    for start, end, used in ((0, 4, [0]), (4, 10, [0, 1]), (10, 20, [1, 2]), (20, 32, list[int]())):
+        rows = np.arange(start, end)
+        own = image_tokens(images, lengths, config, put_on_cpu, rows)
+        assert len(own.grids) == len(used) and len(own.patches_PN) == 16 * len(used)
+        for token, feature in zip(own.tokens_U.tolist(), own.features_U.tolist(), strict=True):
+            found.append((int(rows[token]), 4 * used[feature // 4] + feature % 4))
+        if len(used):
+            assert np.array_equal(own.patches_PN.numpy(), np.concatenate([images.split()[image] for image in used]))
+        if whole.positions_3T is not None:
+            assert own.positions_3T is not None and torch.equal(own.positions_3T, whole.positions_3T[:, rows])
+        if whole.spans is not None:
+            assert own.spans is not None and torch.equal(own.spans.last_T, whole.spans.last_T)
+    assert found == list(zip(whole.tokens_U.tolist(), whole.features_U.tolist(), strict=True))

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 from trainer_helpers import small_settings
 
+from headway.config.rl import RlSettings
+from headway.launch.memory import engine_shares
 from headway.models.config import ModelConfig
-from headway.models.costs import parameter_count, tower_weights
+from headway.models.costs import image_numbers, parameter_count, tower_weights
 from headway.models.tiny import BUILT_IN
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.costs import MOST_FEATURE_BYTES, TowerNumbers
 from headway.trainer.memory.estimate import StepMemory, step_memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -48,6 +52,33 @@ def test_a_frozen_tower_has_neither_gradients_nor_moments() -> None:
         found = step_memory(small_settings(**changes), config)
         assert (found.weights, found.optimizer) == (4 * everything, 8 * trained)
         assert trained * 4 <= found.gradients < 4 * (trained + config.vocab_size * config.width + 1)
+
+
+def test_all_tokens_are_taken_for_those_of_images() -> None:
+    """Their pixels are there during all of a step; what a trained tower keeps is there until its backward pass, the
+    last, which has gradients of its own beside it. A model without a tower has none of this."""
+    config, seq_len = BUILT_IN["tiny-vl"], 4096
+    assert isinstance(config, VisionConfig)
+    image, changes = image_numbers(config, "trained"), {"seq_len": seq_len, "model__dtype": "float32"}
+    frozen, trained = (
+        step_memory(small_settings(**changes, model__vision_tower=training), config)
+        for training in ("frozen", "trained")
+    )
+    blind = step_memory(small_settings(**changes), replace(config, tower=replace(config.tower, channels=0)))
+    assert frozen.activations - blind.activations == 4 * seq_len * image.pixels
+    kept, work = 4 * seq_len * image.kept, 4 * seq_len * image.working
+    assert kept <= trained.activations - frozen.activations <= kept + 2 * work
+    lora = small_settings(**changes, model__vision_tower="lora", model__lora__rank=2)
+    assert step_memory(lora, config).activations >= 4 * seq_len * (image.kept + image.pixels)
+    assert image_numbers(BUILT_IN["tiny"]) == TowerNumbers()
+
+
+def test_engines_have_room_for_images() -> None:
+    settings = RlSettings.model_validate({"model": {"path": "tiny-vl", "dtype": "float32"}, "seq_len": 1024})
+    parts = engine_shares(settings, BUILT_IN["tiny-vl"]).parts
+    image = image_numbers(BUILT_IN["tiny-vl"])
+    assert parts["images"] == MOST_FEATURE_BYTES + 4 * 1024 * (image.pixels + image.working)
+    assert engine_shares(settings, BUILT_IN["tiny"]).parts["images"] == 0
 
 
 def test_the_benchmark_measured_these_rows() -> None:

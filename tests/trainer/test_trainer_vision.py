@@ -3,6 +3,7 @@ trained."""
 
 import json
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -19,13 +20,15 @@ from headway.models.adapters.lora import adapters_of, apply_lora, save_adapter
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, save_checkpoint
-from headway.models.packed import PackedTokens
+from headway.models.packed import ImageTokens, PackedTokens, Spans
 from headway.models.registry import config_from_hf
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.inputs import image_tokens, put_on_cpu
 from headway.models.vision.training import prepare_tower
 from headway.trainer.inputs import prepare
+from headway.trainer.parallel.context import ContextGroup, ContextShare
+from headway.trainer.parallel.cutting import Cut
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import full
 from headway.trainer.state import TrainState, build_state
@@ -35,7 +38,7 @@ from headway.transport.rollouts import RankBatch
 CASES = Path(__file__).parents[1] / "models" / "families"
 SAMPLES = [[Grid(1, 4, 4)], [], [Grid(1, 2, 2), Grid(1, 6, 4)], [Grid(1, 4, 4), Grid(1, 2, 6)], []]
 """The images of each sample; equal grids are the same image."""
-MODELS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+MODELS = sorted(path.parent.name for path in CASES.glob("*/images.json"))
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +59,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def make_sample(config: VisionConfig, grids: list[Grid], seed: int) -> Sample:
     draw = np.random.default_rng(seed)
     tower, start, images, uses = config.tower, 2, [], []
-    for number, grid in enumerate(grids):
-        pixels = np.random.default_rng(grid).standard_normal((grid.patches, tower.patch_numbers), dtype=np.float32)
-        images.append((str(grid), grid, pixels))
+    for number, wanted in enumerate(grids):
+        grid = tower.only_grid or wanted
+        pixels = np.random.default_rng(wanted).standard_normal((grid.patches, tower.patch_numbers), dtype=np.float32)
+        images.append((str(wanted), grid, pixels))
         uses.append((start, number))
         start += grid.patches // tower.merge**2 + 1
     sample = Sample.blank(start + 4)
@@ -67,7 +71,7 @@ def make_sample(config: VisionConfig, grids: list[Grid], seed: int) -> Sample:
     if grids:
         sample.images = TokenImages.of(images, uses)
         for token, number in uses:
-            here = slice(token, token + grids[number].patches // tower.merge**2)
+            here = slice(token, token + images[number][1].patches // tower.merge**2)
             sample.token_ids[here] = config.image_token
             sample.ce_weight[here] = 0
     sample.ce_weight[0] = 0
@@ -145,22 +149,26 @@ def test_a_step_changes_what_is_trained_of_the_tower(tower: str, folders: dict[s
         assert {name.split(".")[-2] for name in in_tower} == {"qkv", "up_proj"}
 
 
-def gradients_of_rank(folder: Path) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss, and gradients that are gathered; the second rank has no image."""
-    settings = small_settings(model__path=str(folder), placement__trainer_ranks=2)
+def gradients_of_rank(folder: Path, context: int) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss, and gradients that are gathered. Ranks share micro-batches, or the second has one without images."""
+    settings = small_settings(
+        model__path=str(folder), placement__trainer_ranks=max(2, context), trainer__parallel__context=context
+    )
     with joined(settings) as ranks:
         state = build_state(settings, ranks)
         batch = make_batch(config_of(state))[1]
-        mine = [batch.micro_batches[ranks.data_rank]]
+        mine = batch.micro_batches if context > 1 else [batch.micro_batches[ranks.data_rank]]
         sums = Stepper(settings, ranks)._accumulate(state, mine, batch.counts)
         loss = sums.totals(ranks, AsyncScalars(sums.values).numbers())["loss"]
         return loss, {name: full(p.grad).numpy() for name, p in state.trained() if p.grad is not None}
 
 
 @pytest.mark.slow
-def test_two_ranks_share_a_frozen_tower(folders: dict[str, Path]) -> None:
-    results = run_ranks(2, gradients_of_rank, folders["qwen3_vl"])
-    model = load_model(folders["qwen3_vl"])
+@pytest.mark.parametrize(("name", "context"), [("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen3_vl", 3), ("gemma3", 2)])
+def test_ranks_share_a_frozen_tower(name: str, context: int, folders: dict[str, Path]) -> None:
+    """Three ranks do not divide the heads: each has two runs of tokens, and fetches keys."""
+    results = run_ranks(max(2, context), gradients_of_rank, folders[name], context)
+    model = load_model(folders[name])
     assert isinstance(model, VisionLM) and isinstance(model.config, VisionConfig)
     loss = reference_loss(model, make_batch(model.config)[0])
     loss.backward()
@@ -173,18 +181,34 @@ def test_two_ranks_share_a_frozen_tower(folders: dict[str, Path]) -> None:
             assert np.linalg.norm(grad - expected.numpy()) <= 1e-4 * float(expected.norm()) + 1e-6, key
 
 
-def test_an_adapter_with_the_tower_is_read_by_peft(folders: dict[str, Path], tmp_path: Path) -> None:
+def hf_inputs(config: VisionConfig, ids: torch.Tensor, images: ImageTokens) -> dict[str, torch.Tensor]:
+    """An image as transformers takes it: patches and their grid, or, where all images have one size, pixels."""
+    kinds, tower = (ids == config.image_token).int()[None], config.tower
+    if tower.only_grid is None:
+        grids = torch.tensor(images.grids)
+        return {"pixel_values": images.patches_PN, "image_grid_thw": grids, "mm_token_type_ids": kinds}
+    side, features = tower.patch, tower.only_grid.rows // tower.merge
+    cut = images.patches_PN.view(features, features, tower.merge, tower.merge, 3, side, side)
+    pixels = cut.permute(4, 0, 2, 5, 1, 3, 6).reshape(1, 3, features * tower.merge * side, -1)
+    return {"pixel_values": pixels, "token_type_ids": kinds}
+
+
+@pytest.mark.parametrize(("name", "targets"), [("qwen3_vl", ["q_proj", "qkv"]), ("gemma3", ["q_proj", "fc1"])])
+def test_an_adapter_with_the_tower_is_read_by_peft(
+    name: str, targets: list[str], folders: dict[str, Path], tmp_path: Path
+) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    model = load_model(folders["qwen3_vl"])
+    model = load_model(folders[name])
     prepare_tower(model, "lora")
-    lora = LoraSettings(rank=2, targets=["q_proj", "qkv"])
+    lora = LoraSettings(rank=2, targets=targets)
     apply_lora(model, lora)
+    assert any(".visual." in weight.name for weight, _, _ in adapters_of(model))
     with torch.no_grad():
         for _, _, b in adapters_of(model):
             b.normal_(generator=torch.Generator().manual_seed(0))
-    save_adapter(model, tmp_path / "adapter", lora, base=str(folders["qwen3_vl"]))
-    base = transformers.AutoModelForImageTextToText.from_pretrained(folders["qwen3_vl"], dtype=torch.float32)
+    save_adapter(model, tmp_path / "adapter", lora, base=str(folders[name]))
+    base = transformers.AutoModelForImageTextToText.from_pretrained(folders[name], dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert isinstance(model.config, VisionConfig)
     sample = make_sample(model.config, [Grid(1, 6, 4)], 0)
@@ -193,12 +217,7 @@ def test_an_adapter_with_the_tower_is_read_by_peft(folders: dict[str, Path], tmp
     images = image_tokens(sample.images, [len(sample)], model.config, put_on_cpu)
     with torch.no_grad():
         ours = model.logits(model(PackedTokens(ids, plan.positions, plan, images=images)).hidden_TD)
-        theirs = adapted(
-            input_ids=ids[None],
-            pixel_values=images.patches_PN,
-            image_grid_thw=torch.tensor(images.grids),
-            mm_token_type_ids=(ids == model.config.image_token).int()[None],
-        ).logits[0]
+        theirs = adapted(input_ids=ids[None], **hf_inputs(model.config, ids, images)).logits[0]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
@@ -222,3 +241,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     settings = small_settings(model__vision_tower="trained")
     with joined(settings) as ranks, pytest.raises(UsageError, match="no vision tower"):
         build_state(settings, ranks)
+    cut = Cut((10,), parts=3, balanced=True)
+    plan = ContextShare(cut, ContextGroup(0, 3, MagicMock()), device).plan
+    with pytest.raises(HeadwayError, match=r"set trainer\.parallel\.context to a number"):
+        plan.with_spans(Spans(torch.arange(cut.tokens), 4))

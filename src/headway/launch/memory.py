@@ -9,11 +9,13 @@ from headway.models.config import ModelConfig
 from headway.models.costs import (
     MOST_SNAPSHOTS,
     adapter_count,
+    image_numbers,
     kv_bytes_per_token,
     parameter_count,
     serving_numbers,
     state_bytes_per_sequence,
 )
+from headway.models.vision.costs import MOST_FEATURE_BYTES
 from headway.trainer.memory.estimate import FLOAT32, compute_bytes, step_memory
 
 GIB = 2**30
@@ -58,12 +60,16 @@ def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     weights = number * parameter_count(config)
     rows, logits = inference.max_running, FLOAT32 * config.vocab_size
     tokens = max(inference.max_batched_tokens, rows, _PREFILL_TOKENS)
+    image = image_numbers(config)
+    # Images pass the tower one by one, and none has more tokens than a sequence.
+    seen = min(settings.seq_len, config.max_len) * (FLOAT32 * image.pixels + number * image.working)
     return Shares(
         {
             "weights": weights,
             # An update is received beside what serves; an adapter is small.
             "spare": weights if settings.model.lora is None else 0,
             "steps": 3 * rows * logits + 2 * number * tokens * serving_numbers(config),
+            "images": seen + MOST_FEATURE_BYTES if seen else 0,
             "process": _ENGINE_BYTES,
         }
     )

@@ -1,6 +1,7 @@
 """Attention and recurrences within packed samples, for training and whole prefills."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch import Tensor
 from headway.core.errors import HeadwayError
 from headway.models import ops
 from headway.models.ops.attention import QKV, PackedSamples
-from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence
+from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.sparse_attention import choose_positions, chosen_mask
 
 _QUERIES = 1024
@@ -18,6 +19,13 @@ _QUERIES = 1024
 
 class PackedPlan(PackedSamples, AttentionPlan):
     """Keys are those of the same packed tokens."""
+
+    _spans: Spans | None = None
+
+    def with_spans(self, spans: Spans) -> "PackedPlan":
+        plan = copy(self)
+        plan._spans = spans
+        return plan
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
         if len(q_THD) != self.tokens:
@@ -29,9 +37,11 @@ class PackedPlan(PackedSamples, AttentionPlan):
             return torch.cat([part for q, k, v, at in each for part in _over_chosen(q, k, v, at, layer)])
         if self.short:
             rows, back = self.buckets
-            return torch.cat([_windowed(q_THD[at], k_TKD[at], v_TKD[at], layer).flatten(0, 1) for at in rows])[back]
-        samples = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD)), strict=True)
-        return torch.cat([_windowed(q[None], k[None], v[None], layer)[0] for q, k, v in samples])
+            parts = [_windowed(q_THD[at], k_TKD[at], v_TKD[at], layer, self._spans_at(at)) for at in rows]
+            return torch.cat([part.flatten(0, 1) for part in parts])[back]
+        spans = [None] * len(self.lengths) if self._spans is None else self._spans.split(self.lengths)
+        samples = zip(*(torch.split(x[None], self.lengths, 1) for x in (q_THD, k_TKD, v_TKD)), spans, strict=True)
+        return torch.cat([_windowed(q, k, v, layer, own)[0] for q, k, v, own in samples])
 
     def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
         if self.longest <= count:
@@ -61,9 +71,13 @@ class PackedPlan(PackedSamples, AttentionPlan):
             return super().attend_backward(grad_THD, qkv, out_THD, kept, layer)
         return *ops.packed_attention_backward(grad_THD, qkv, out_THD, kept, self), None
 
+    def _spans_at(self, tokens_Bn: Tensor) -> Spans | None:
+        """The spans of these tokens, (B, n)."""
+        return None if self._spans is None else Spans(self._spans.last_T[tokens_Bn], self._spans.longest)
+
     def _plain(self, layer: AttentionLayer) -> bool:
         """Tell if `layer` wants full causal attention of these samples, none of which its window cuts."""
-        return layer.unmasked_plain and (layer.window is None or layer.window >= self.longest)
+        return self._spans is None and layer.unmasked_plain and (layer.window is None or layer.window >= self.longest)
 
 
 def masked_attention(
@@ -94,28 +108,39 @@ def masked_attention(
 
 
 def visible_mask(
-    queries_BQ: Tensor, keys_S: Tensor, window: int | None, heads_per_kv: int, dtype: torch.dtype
+    queries_BQ: Tensor,
+    keys_S: Tensor,
+    window: int | None,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+    last_BQ: Tensor | None = None,
 ) -> Tensor:
-    """(B, 1, R, S) for `masked_attention`: 0 where the query's position sees the key's, minus infinity elsewhere."""
-    hidden_BQS = keys_S > queries_BQ[:, :, None]
+    """(B, 1, R, S) for `masked_attention`: 0 where the query's position sees the key's, minus infinity elsewhere.
+
+    `last` is the last position that each query sees; None: its own.
+    """
+    hidden_BQS = keys_S > (queries_BQ if last_BQ is None else last_BQ)[:, :, None]
     if window is not None:
         hidden_BQS |= keys_S <= queries_BQ[:, :, None] - window
     mask = torch.zeros(hidden_BQS.shape, dtype=dtype, device=hidden_BQS.device).masked_fill_(hidden_BQS, -torch.inf)
     mask = mask.unsqueeze(1).expand(-1, heads_per_kv, -1, -1)
-    batch, queries = queries_BQ.shape
+    batch, queries, _ = hidden_BQS.shape
     return mask.reshape(batch, 1, heads_per_kv * queries, -1) if queries > 1 else mask.transpose(1, 2)
 
 
-def _windowed(q_BnHD: Tensor, k_BnKD: Tensor, v_BnKD: Tensor, layer: AttentionLayer) -> Tensor:
+def _windowed(q_BnHD: Tensor, k_BnKD: Tensor, v_BnKD: Tensor, layer: AttentionLayer, spans: Spans | None) -> Tensor:
     """Attention within samples of one length, some queries at a time over the keys that they see: (B, n, H, D)."""
     length, heads_per_kv = q_BnHD.shape[1], q_BnHD.shape[2] // k_BnKD.shape[2]
     places = torch.arange(length, device=q_BnHD.device)
-    parts = []
+    longest, parts = (1 if spans is None else spans.longest), []
     for start in range(0, length, _QUERIES):
         end = min(start + _QUERIES, length)
         first = 0 if layer.window is None else max(0, start + 1 - layer.window)
-        mask = visible_mask(places[None, start:end], places[first:end], layer.window, heads_per_kv, q_BnHD.dtype)
-        k, v = (x[:, first:end].transpose(1, 2) for x in (k_BnKD, v_BnKD))
+        seen = slice(first, min(length, end + longest - 1))
+        # Padding sees itself: a row that sees nothing would have no number as its gradient.
+        last = None if spans is None else spans.last_T[:, start:end].maximum(places[start:end])
+        mask = visible_mask(places[None, start:end], places[seen], layer.window, heads_per_kv, q_BnHD.dtype, last)
+        k, v = (x[:, seen].transpose(1, 2) for x in (k_BnKD, v_BnKD))
         parts.append(masked_attention(q_BnHD[:, start:end], k, v, mask, layer))
     return torch.cat(parts, 1)
 

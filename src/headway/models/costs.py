@@ -11,7 +11,8 @@ from headway.models.family import BlockShape, KvCache, LayerCache
 from headway.models.recurrent import RecurrentState
 from headway.models.registry import find_family
 from headway.models.vision.config import TowerTraining, VisionConfig
-from headway.models.vision.costs import TowerFlops
+from headway.models.vision.costs import TowerFlops, TowerNumbers, tower_numbers
+from headway.models.vision.family import VisionFamily
 
 MOST_SNAPSHOTS = 2
 """Recurrent states that an engine keeps for prefixes, at most, for each sequence that it can run."""
@@ -33,6 +34,14 @@ def parameter_count(config: ModelConfig) -> int:
 def tower_weights(config: ModelConfig) -> int:
     """Count the weights of the vision tower; 0 where the model does not see."""
     return find_family(config.family).more_weights(config) if isinstance(config, VisionConfig) else 0
+
+
+def image_numbers(config: ModelConfig, training: TowerTraining = "frozen") -> TowerNumbers:
+    """Count the activations of the vision tower, per token of an image; none where the model does not see."""
+    family = find_family(config.family)
+    if not isinstance(config, VisionConfig) or not isinstance(family, VisionFamily):
+        return TowerNumbers()
+    return tower_numbers(config.tower, family.tower_mlp_products, family.tower_kept_widths, training)
 
 
 def active_parameter_count(config: ModelConfig) -> int:
@@ -130,9 +139,10 @@ class StepFlops:
             # Scores of an indexer have no gradients.
             self._per_pair[None] += 2 * block.index_width
         self._tower: TowerFlops | None = None
-        if isinstance(config, VisionConfig):
-            matrices: int = getattr(find_family(config.family), "tower_mlp_products", 2)
-            self._tower = TowerFlops(config.tower, matrices, tower)
+        family = find_family(config.family)
+        if isinstance(config, VisionConfig) and isinstance(family, VisionFamily):
+            per_feature = family.tower_feature_products(config.tower)
+            self._tower = TowerFlops(config.tower, family.tower_mlp_products, per_feature, tower)
 
     def count(self, lengths: Sequence[int], rows: int, grids: Sequence[Grid] = ()) -> float:
         """Count those of samples of these `lengths`, `rows` of whose tokens have a loss, and of images with these

@@ -55,6 +55,19 @@ class IndexScores(NamedTuple):
     weights_TJ: Tensor
 
 
+class Spans(NamedTuple):
+    """Runs of tokens that see each other in both directions, as far as a layer's window reaches back: the position (T,)
+    in its sample of the last token of each token's span, for tokens outside of spans their own. No span has more than
+    `longest` tokens."""
+
+    last_T: Tensor
+    longest: int
+
+    def split(self, lengths: Sequence[int]) -> "list[Spans]":
+        """Those of each sample, (1, n)."""
+        return [Spans(last_n[None], self.longest) for last_n in torch.split(self.last_T, list(lengths))]
+
+
 States = tuple[Tensor, ...]
 """What a recurrent layer carries from one part of its samples to the next: tensors with a row per sample."""
 Recurrence = Callable[[Sequence[Tensor], Sequence[int], States | None], tuple[Tensor, States]]
@@ -91,6 +104,11 @@ class AttentionPlan:
         """The `count` positions of its sample, up to its own, that each token scores highest in layer number `layer`,
         (T, count): -1 where there are fewer, and None where no token has more than `count` to choose from."""
         raise NotImplementedError(f"{type(self).__name__} has no sparse attention")
+
+    def with_spans(self, spans: Spans) -> "AttentionPlan":
+        """This plan where every token also sees all tokens of its span (images in Gemma 3). Call it before anything
+        attends."""
+        raise NotImplementedError(f"{type(self).__name__} has no attention within spans")
 
     def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         """Run the recurrence of layer number `layer` over `inputs` (T, …): its outputs. The plan knows where samples
@@ -135,13 +153,16 @@ class Features(NamedTuple):
 class ImageTokens:
     """Images of a pass: their patches (P, N), end to end, and the grid of each; the U tokens that their features
     replace, and the number of each token's feature among those of all images. `positions` (3, T) are those of all
-    tokens in time, height and width. `features` are those of the tower where they were computed before."""
+    tokens in time, height and width; None where the model counts tokens. `spans` are the tokens of each image where
+    these see each other; None where they are seen as texts are. `features` are those of the tower where they were
+    computed before."""
 
     patches_PN: Tensor
     grids: Sequence[Grid]
     tokens_U: Tensor
     features_U: Tensor
-    positions_3T: Tensor
+    positions_3T: Tensor | None = None
+    spans: Spans | None = None
     features: Features | None = None
 
 

@@ -15,6 +15,7 @@ from headway.models.families.any_transformers import AnyTransformers
 from headway.models.families.deepseek_v3 import DeepseekV3
 from headway.models.families.deepseek_v32 import DeepseekV32
 from headway.models.families.gemma3 import Gemma3Text
+from headway.models.families.gemma3_vision import Gemma3
 from headway.models.families.glm4_moe import Glm4Moe
 from headway.models.families.glm_moe_dsa import GlmMoeDsa
 from headway.models.families.gpt_oss import GptOss
@@ -53,7 +54,7 @@ _OWN: tuple[type[Family], ...] = (
     *(Llama, Mistral, Qwen2, Qwen3, Qwen3Moe, Gemma3Text, Olmo2, Olmo3),
     *(Glm4Moe, GptOss, MiniMaxM2, Afmoe, Laguna, DeepseekV3, DeepseekV32, GlmMoeDsa),
     *(Qwen3Next, Qwen35Text, Qwen35MoeText, NemotronH),
-    *(Qwen25VL, Qwen3VL, Qwen3VLMoe),
+    *(Qwen25VL, Qwen3VL, Qwen3VLMoe, Gemma3),
 )
 for _family in _OWN:
     register_family(_family())

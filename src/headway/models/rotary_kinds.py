@@ -26,7 +26,7 @@ class RotaryKinds(WindowedFamily):
     """`rope_parameters` holds one set for each kind of layer. transformers 4 wrote `rope_theta` and `rope_scaling` for
     layers without a window, and `rope_local_base_freq` for those with one."""
 
-    config_class = RotaryKindsConfig
+    config_class: type[ModelConfig] = RotaryKindsConfig
     hf_reads: Collection[str] = ("sliding_window", "layer_types", "rope_local_base_freq")
     sliding_rope_theta = 10_000.0
     """The base where config.json names none."""

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.imports import installed, make_object
 from headway.core.messages import Message, Tool, ToolCall
-from headway.models.registry import families, load_config, load_family
+from headway.models.registry import families, find_family, load_config, load_family
 from headway.models.tiny_tokenizer import TEMPLATE_MARK
 from headway.models.vision.config import VisionConfig
+from headway.models.vision.family import VisionFamily
 from headway.models.vision.processor import has_processor
 from headway.rendering.base import Renderer
 from headway.rendering.chatml import STYLES, ChatMLRenderer, with_default_system
@@ -43,20 +44,27 @@ def load_renderer(folder: Path, name: str = "auto", family: str | None = None) -
     if family is not None:
         load_family(family)
     folder = Path(folder)
-    renderer = _load_for_texts(folder, name)
-    placeholder = _placeholder(folder)
-    return renderer if placeholder is None else seeing(renderer, folder, placeholder)
+    config = _vision_config(folder)
+    if config is None:
+        return _load_for_texts(folder, name)
+    found = find_family(config.family)
+    assert isinstance(found, VisionFamily)
+    image = found.image_text
+    # Text around an image is tokenized with its neighbours, so it must be there before anything is.
+    replaced = (image.mark, image.around + image.mark + image.around)
+    renderer = _load_for_texts(folder, "template" if name == "auto" and image.around else name, replaced)
+    return seeing(renderer, folder, config, image)
 
 
-def _placeholder(folder: Path) -> int | None:
-    """The token that stands for an image's feature; None where the model does not see, or nothing makes its patches."""
+def _vision_config(folder: Path) -> VisionConfig | None:
+    """The config of a model that sees; None where it does not, or nothing makes its patches."""
     if "vision_config" not in _config(folder) or not has_processor(folder):
         return None
     config = load_config(folder)
-    return config.image_token if isinstance(config, VisionConfig) else None
+    return config if isinstance(config, VisionConfig) else None
 
 
-def _load_for_texts(folder: Path, name: str) -> Renderer:
+def _load_for_texts(folder: Path, name: str, replaced: tuple[str, str] = ("", "")) -> Renderer:
     tokenizer = load_tokenizer(folder)
     if name in STYLES:
         return ChatMLRenderer(tokenizer, STYLES[name])
@@ -83,7 +91,7 @@ def _load_for_texts(folder: Path, name: str) -> Renderer:
         return ChatMLRenderer(tokenizer)
     if source is None:
         raise HeadwayError(f"{folder} has no chat template; set model.renderer, for example to chatml")
-    fallback = TemplateRenderer(tokenizer, _template(folder, source), _stops(folder, tokenizer))
+    fallback = TemplateRenderer(tokenizer, _template(folder, source, replaced), _stops(folder, tokenizer))
     if name == "template":
         return fallback
     candidates: Iterator[Renderer] = chain(_native(tokenizer, fallback), _external(folder, tokenizer))
@@ -142,10 +150,11 @@ def _external(folder: Path, tokenizer: Tokenizer) -> Iterator[ExternalRenderer]:
         return
 
 
-def _template(folder: Path, source: str) -> ChatTemplate:
+def _template(folder: Path, source: str, replaced: tuple[str, str]) -> ChatTemplate:
     config = load_tokenizer_config(folder)
     names = [key for key in config if key.endswith("_token")]
-    return ChatTemplate(source, {name: text for name in names if (text := special_token(config, name)) is not None})
+    special = {name: text for name in names if (text := special_token(config, name)) is not None}
+    return ChatTemplate(source, special, replaced)
 
 
 def _stops(folder: Path, tokenizer: Tokenizer) -> list[int]:

@@ -40,15 +40,17 @@ def compile_template(source: str) -> Callable[..., str]:
 
 
 class ChatTemplate:
-    """A checkpoint's template: `text` renders a whole conversation. Raises TemplateError where the template refuses."""
+    """A checkpoint's template: `text` renders a whole conversation. Raises TemplateError where the template refuses.
+    `replaced` are two texts, the first of which becomes the second in what the template returns."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: dict[str, str], replaced: tuple[str, str] = ("", "")) -> None:
         self._render = compile_template(source)
         self._special_tokens = special_tokens
+        self._replaced = replaced
 
     def text(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> str:
         try:
-            return self._render(
+            text = self._render(
                 messages=[template_message(message) for message in messages],
                 tools=[tool.to_openai() for tool in tools] or None,
                 add_generation_prompt=generation_prompt,
@@ -56,6 +58,7 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
             raise TemplateError(f"the chat template fails on this conversation: {error}") from error
+        return text.replace(*self._replaced) if self._replaced[0] else text
 
 
 class TemplateRenderer(TokenizerRenderer):

@@ -2,7 +2,7 @@
 each, where Hugging Face's processors have them."""
 
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,24 @@ import msgspec
 from headway.core.errors import HeadwayError
 from headway.core.images import MOST_IMAGES, ImageUse, MessageImage
 from headway.core.messages import Message, count_images
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.family import ImageText
 from headway.models.vision.places import expand_placeholders, feature_count
 from headway.models.vision.processor import load_processor
 from headway.models.vision.reader import ImageReader, image_reader
 from headway.rendering.base import History, Rendered, Renderer, Segment, TokenIds, Tools
 
-START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-"""What stands for an image in texts of Qwen's models."""
-
 
 class VisionRenderer:
-    """Renders with `inner`, a renderer of texts, and puts placeholders where messages hold images."""
+    """Renders with `inner`, a renderer of texts, and puts placeholders where messages hold images. `text` is what
+    stands for an image in texts."""
 
     sees = True
 
-    def __init__(self, inner: Renderer, reader: ImageReader, placeholder: int) -> None:
+    def __init__(self, inner: Renderer, reader: ImageReader, placeholder: int, text: ImageText) -> None:
         self.inner = inner
         self.reader = reader
+        self._text = text
         self._placeholder = placeholder
 
     def __getattr__(self, name: str) -> Any:
@@ -59,7 +60,7 @@ class VisionRenderer:
     def render(self, messages: History, tools: Tools = (), *, generation_prompt: bool = False) -> Rendered:
         if not count_images(messages):
             return self.inner.render(messages, tools, generation_prompt=generation_prompt)
-        rendered = self.inner.render(list(map(_as_text, messages)), tools, generation_prompt=generation_prompt)
+        rendered = self.inner.render(self._as_texts(messages), tools, generation_prompt=generation_prompt)
         return self._expand(rendered, messages)
 
     def extend(
@@ -70,7 +71,7 @@ class VisionRenderer:
             token_ids = [*self._collapsed(token_ids[:before]), *token_ids[before:]]
         if not count_images(history) and not count_images(new_messages):
             return self.inner.extend(token_ids, new_messages, tools, reply=reply, history=history)
-        new, old = list(map(_as_text, new_messages)), list(map(_as_text, history))
+        new, old = self._as_texts(new_messages), self._as_texts(history)
         rendered = self.inner.extend(token_ids, new, tools, reply=reply, history=old)
         return None if rendered is None else self._expand(rendered, new_messages)
 
@@ -89,7 +90,9 @@ class VisionRenderer:
         try:
             token_ids, starts = expand_placeholders(segment.token_ids, self._placeholder, counts)
         except HeadwayError:
-            raise ValueError(f"the text of a message with images must not hold {PAD} itself") from None
+            raise ValueError(
+                f"the text of a message with images must not hold {self._text.placeholder} itself"
+            ) from None
         uses = tuple(
             ImageUse(at, tokens, image.digest) for at, tokens, image in zip(starts, counts, images, strict=True)
         )
@@ -110,20 +113,25 @@ class VisionRenderer:
             found += [token] if token == self._placeholder else run
         return found
 
+    def _as_texts(self, messages: History) -> list[Message]:
+        """The messages with marks in their texts for their images."""
+        return [_as_text(message, self._text) for message in messages]
 
-def _as_text(message: Message) -> Message:
-    """The message with marks in its text for its images."""
+
+def _as_text(message: Message, text: ImageText) -> Message:
     if not message.images:
         return message
-    parts, start = [], 0
-    for image in message.images:
-        parts += [message.content[start : image.at], START + PAD + END]
-        start = image.at
-    return msgspec.structs.replace(message, content="".join([*parts, message.content[start:]]), images=())
+    cuts = [0, *(image.at for image in message.images), len(message.content)]
+    parts = [message.content[start:end] for start, end in pairwise(cuts)]
+    content = text.mark.join(part.strip() if text.strips else part for part in parts)
+    return msgspec.structs.replace(message, content=content, images=())
 
 
-def seeing(renderer: Renderer, folder: Path, placeholder: int) -> Renderer:
-    """The renderer of a model that sees, given that of its texts. `placeholder` is the token of an image's feature."""
-    if renderer.encode(PAD) != [placeholder]:
-        raise HeadwayError(f"{folder}: token {placeholder}, which stands for images, is not {PAD} in the tokenizer")
-    return VisionRenderer(renderer, image_reader(load_processor(folder)), placeholder)
+def seeing(renderer: Renderer, folder: Path, config: VisionConfig, text: ImageText) -> Renderer:
+    """The renderer of a model that sees, given that of its texts."""
+    placeholder = config.image_token
+    if renderer.encode(text.placeholder) != [placeholder]:
+        raise HeadwayError(
+            f"{folder}: token {placeholder}, which stands for images, is not {text.placeholder} in the tokenizer"
+        )
+    return VisionRenderer(renderer, image_reader(load_processor(folder)), placeholder, text)

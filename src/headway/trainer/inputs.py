@@ -57,7 +57,9 @@ class Inputs:
             routed_experts_TLk=None if experts is None else self._put(self._part(experts, -1), torch.int64),
         )
         if micro.images is not None and isinstance(config, VisionConfig):
-            self.tokens.images = image_tokens(micro.images, micro.lengths, config, self._put)
+            share = self._share
+            lengths, rows = (micro.lengths, None) if share is None else (share.cut.padded_lengths, share.rows)
+            self.tokens.images = image_tokens(micro.images, lengths, config, self._put, rows)
 
     @cached_property
     def scored(self) -> Scored:
@@ -132,8 +134,6 @@ def prepare(
 ) -> Inputs:
     """Raises HeadwayError, naming the stream, where the micro-batch contradicts itself or the model."""
     check(micro, config)
-    if micro.images is not None and context is not None:
-        raise HeadwayError("micro-batch: images cannot be split over ranks yet; set trainer.parallel.context = 1")
     return Inputs(micro, config, device, context)
 
 
@@ -194,6 +194,8 @@ def _check_images(micro: MicroBatch, config: ModelConfig, size: int) -> None:
         images.check(size)
         if (numbers := images.patches.shape[1]) != config.tower.patch_numbers:
             raise HeadwayError(f"images: patches of {numbers} numbers, not {config.tower.patch_numbers}")
+        for grid in images.shapes:
+            config.tower.check_grid(grid)
         check_placeholders(micro.token_ids, images, config.image_token, config.tower.merge)
         packed_positions(micro.lengths, images, config.tower.merge)
     except HeadwayError as error:

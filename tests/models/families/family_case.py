@@ -40,7 +40,8 @@ class FamilyCase:
         self.grids: dict[int, list[Grid]] = {
             int(sample): [Grid(*grid) for grid in grids] for sample, grids in values.pop("images", {}).items()
         }
-        """The images of samples, by the sample's number. Equal grids are the same image."""
+        """The images of samples, by the sample's number. Equal grids are the same image; where all images of a model
+        have one size, grids only tell images apart."""
         self.hf = make_hf_model(values)
         self.hf.save_pretrained(folder)
         self.own = not name.startswith("transformers/")
@@ -97,11 +98,11 @@ class FamilyCase:
         tower = self.config.tower
         images, uses, start = [], list[tuple[int, int]](), 1
         for number, grid in enumerate(grids):
-            draw = np.random.default_rng(grid)
-            patches = draw.standard_normal((grid.patches, tower.patch_numbers), dtype=np.float32)
-            images.append((str(grid), grid, patches))
+            draw, shape = np.random.default_rng(grid), tower.only_grid or grid
+            patches = draw.standard_normal((shape.patches, tower.patch_numbers), dtype=np.float32)
+            images.append((str(grid), shape, patches))
             uses.append((start, number))
-            start += feature_count(grid, tower.merge) + 2
+            start += feature_count(shape, tower.merge) + 2
         return TokenImages.of(images, uses)
 
     def extra(self, images: TokenImages | None, lengths: Sequence[int]) -> dict[str, Any]:
@@ -188,12 +189,23 @@ def hf_images(reference: Any, ids: Tensor, images: TokenImages, first: int) -> d
     own = [image for start, image in images.uses.tolist() if first <= start < first + len(ids)]
     if not own:
         return {}
-    patches = images.split()
+    patches, kinds = images.split(), (ids == reference.config.image_token_id).int()[None]
+    if hasattr(reference.config, "mm_tokens_per_image"):
+        sides = [int(reference.config.mm_tokens_per_image**0.5)] * 2
+        pixels = [image_pixels(patches[image], images.shapes[image], sides) for image in own]
+        return {"pixel_values": torch.from_numpy(np.stack(pixels)), "token_type_ids": kinds}
     return {
         "pixel_values": torch.from_numpy(np.concatenate([patches[image] for image in own])),
         "image_grid_thw": torch.from_numpy(images.grids[own]).long(),
-        "mm_token_type_ids": (ids == reference.config.image_token_id).int()[None],
+        "mm_token_type_ids": kinds,
     }
+
+
+def image_pixels(patches: np.ndarray, grid: Grid, features: Sequence[int]) -> np.ndarray:
+    """The pixels (channels, rows, columns) that patches were cut from; they lie feature by feature."""
+    merge, side = grid.rows // features[0], int((patches.shape[1] // 3) ** 0.5)
+    cut = patches.reshape(*features, merge, merge, 3, side, side).transpose(4, 0, 2, 5, 1, 3, 6)
+    return np.ascontiguousarray(cut).reshape(3, grid.rows * side, grid.columns * side)
 
 
 def token_logprobs(model: DecoderLM, sequences: list[list[int]], **extra: Any) -> list[Tensor]:

@@ -33,6 +33,7 @@ from headway.models.family import NO_KEYS, KvCache
 from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
 from headway.models.recurrent import RecurrentState
+from headway.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -81,7 +82,8 @@ class EmbeddedEngine:
         self.generated_tokens = 0
         self.active: dict[str, ActiveRequest] = {}
         self.cache = make_cache(model.config, limits)
-        self.scheduler = Scheduler(self.cache, limits, self._root_of)
+        whole_images = isinstance(config, VisionConfig) and config.bidirectional_images
+        self.scheduler = Scheduler(self.cache, limits, self._root_of, whole_images=whole_images)
         self.runner = make_runner(model, limits, ahead=bool(depth))
         self.block_rows = BlockRows(self.runner.store, self.runner.recorded)
         self.depth = self.runner.depth if depth is None else depth

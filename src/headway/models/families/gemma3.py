@@ -1,7 +1,7 @@
 """Gemma 3, text: sandwich norms around 0, a tanh-GELU, scaled embeddings; five of six layers have a sliding window and
 rotary positions of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ class Gemma3Text(RotaryKinds):
     architecture = "Gemma3ForCausalLM"
     examples = "Gemma 3 270M and 1B, text"
     notes = "windows with rotary positions of their own; zero-centered norms around each stage; GELU; scaled embeddings"
-    config_class = Gemma3Config
+    config_class: type[ModelConfig] = Gemma3Config
     hf_names = {
         "activation": "hidden_activation",
         "query_scalar": "query_pre_attn_scalar",
@@ -41,7 +41,7 @@ class Gemma3Text(RotaryKinds):
     }
     hf_reads = (*RotaryKinds.hf_reads, "sliding_window_pattern", "_sliding_window_pattern")
     hf_fixed = {"use_bidirectional_attention": False}
-    hf_ignored = ("cache_implementation",)
+    hf_ignored: Collection[str] = ("cache_implementation",)
     activations = ("gelu_pytorch_tanh",)
     rope_theta = 1_000_000.0
     qk_norm = True

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from headway.models.families.qwen2 import Qwen2
 from headway.models.vision.config import TOKEN_NAMES, TowerConfig
-from headway.models.vision.family import VisionFamily
+from headway.models.vision.mrope import TOWER_NAMES, MropeFamily
 
 if TYPE_CHECKING:
     from headway.models.vision.tower import VisionTower
 
 
-class Qwen25VL(VisionFamily, Qwen2):
+class Qwen25VL(MropeFamily, Qwen2):
     model_type = "qwen2_5_vl"
     architecture = "Qwen2_5_VLForConditionalGeneration"
     examples = "Qwen2.5-VL 3B to 72B"
@@ -19,6 +19,7 @@ class Qwen25VL(VisionFamily, Qwen2):
     text_model_type = "qwen2_5_vl_text"
     tower_model_type = "qwen2_5_vl_vision"
     tower_names = {
+        **TOWER_NAMES,
         "window": "window_size",
         "full_layers": "fullatt_block_indexes",
         "tokens_per_second": "tokens_per_second",
@@ -34,6 +35,7 @@ class Qwen25VL(VisionFamily, Qwen2):
         "fullatt_block_indexes": (7, 15, 23, 31),
     }
     tower_mlp_products = 3
+    tower_kept_widths = 14
     mrope_section = (16, 24, 24)
     rope_theta = 1_000_000.0
     checkpoint_prefixes = {"model.visual.": "visual."}

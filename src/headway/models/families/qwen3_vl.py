@@ -7,7 +7,7 @@ from headway.models.config import ModelConfig
 from headway.models.families.qwen3_moe import Qwen3Moe
 from headway.models.family import CheckpointTensor, Family
 from headway.models.vision.config import TOKEN_NAMES, TowerConfig
-from headway.models.vision.family import VisionFamily
+from headway.models.vision.mrope import TOWER_NAMES, MropeFamily
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     from headway.models.vision.tower import VisionTower
 
 
-class Qwen3VLFamily(VisionFamily):
+class Qwen3VLFamily(MropeFamily):
     """Everything except the text model."""
 
-    tower_names = {"positions": "num_position_embeddings", "deep_layers": "deepstack_visual_indexes"}
+    tower_names = {
+        **TOWER_NAMES,
+        "positions": "num_position_embeddings",
+        "deep_layers": "deepstack_visual_indexes",
+    }
     tower_defaults = {
         "depth": 27,
         "hidden_size": 1152,

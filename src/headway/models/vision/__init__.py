@@ -9,9 +9,11 @@
    such a run of a single placeholder, and says where each begins.
 4. `headway.core.images.TokenImages` carries patches, grids and these beginnings in a sample, and in a micro-batch,
    where every image is held once, however many samples show it.
-5. `places.packed_positions` derives positions in three axes (M-RoPE) from lengths, grids and beginnings alone.
+5. `places.packed_positions` derives positions in three axes (M-RoPE) from lengths, grids and beginnings alone, for
+   families that have these (`mrope`); `places.packed_ends` the last token of each token's image, where the tokens of
+   an image see each other (`headway.models.packed.Spans`).
 6. `headway.models.packed.ImageTokens` is all of this for one forward pass: flat patches, grids, the tokens that
-   features replace, the feature of each, and the positions. `decoder.VisionLM` runs the tower once for all images,
+   features replace, the feature of each, and positions or spans. `decoder.VisionLM` runs the tower once for all images,
    puts its features in the placeholders' stead, and adds deeper ones after the first layers where a family has those.
 
 A pass without images is that of a text model: `PackedTokens.images` is None, positions have one axis, and neither the

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from headway.core.errors import UsageError
+from headway.core.errors import HeadwayError, UsageError
+from headway.core.images import Grid
 from headway.models.config import ModelConfig
 
 TowerTraining = Literal["frozen", "trained", "lora"]
@@ -16,7 +17,8 @@ class TowerConfig:
     feature of `features` numbers.
 
     Blocks attend within windows of `window` pixels on a side, except `full_layers`; None: all attend to their whole
-    image. `positions` is the number of learned positions, on a square grid, that are added to patches; 0: none.
+    image. `positions` is the number of learned positions, on a square grid, that are added to patches; 0: none. Images
+    have any size, and learned positions are stretched to it; `one_size`: all have a patch for each position.
     `deep_layers` are the blocks after which features are also taken, to be added to the stream after the decoder's
     first layers.
     """
@@ -33,10 +35,12 @@ class TowerConfig:
     activation: str = "silu"
     rope_theta: float = 10_000.0
     initializer_range: float = 0.02
+    norm_eps: float = 1e-6
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     tokens_per_second: int = 4
     positions: int = 0
+    one_size: bool = False
     deep_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,14 +63,31 @@ class TowerConfig:
         return None if self.window is None else self.window // self.merge // self.patch
 
     @property
+    def only_grid(self) -> Grid | None:
+        """The grid of all images where these have one size."""
+        side = int(self.positions**0.5)
+        return Grid(1, side, side) if self.one_size else None
+
+    def check_grid(self, grid: Grid) -> None:
+        """Raise HeadwayError for an image of another shape than this takes."""
+        if grid.rows % self.merge or grid.columns % self.merge:
+            raise HeadwayError(f"images: rows and columns of a grid must be multiples of {self.merge}")
+        if self.only_grid not in (None, grid):
+            raise HeadwayError(f"images: a grid must be {self.only_grid[1:]} rows and columns (got {grid[1:]})")
+
+    @property
     def patch_numbers(self) -> int:
         return self.channels * self.times * self.patch**2
 
 
 @dataclass(frozen=True)
 class VisionConfig(ModelConfig):
-    """`mrope_section` divides half of a head's rotary numbers among time, height and width. `image_token` stands for a
-    feature of an image among tokens; the others are those of videos, and of what begins and ends an image."""
+    """`mrope_section` divides half of a head's rotary numbers among time, height and width (M-RoPE); empty: positions
+    count tokens, as in texts. `image_token` stands for a feature of an image among tokens; the others are those of
+    videos, and of what begins and ends an image."""
+
+    bidirectional_images: ClassVar[bool] = False
+    """In the decoder, the tokens of one image see each other in both directions."""
 
     tower: TowerConfig = field(default_factory=lambda: TowerConfig(1, 4, 4, 1, 14, 4))
     mrope_section: tuple[int, ...] = ()
@@ -77,8 +98,9 @@ class VisionConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.mrope_section) != 3 or sum(self.mrope_section) != self.head_dim // 2:
-            raise UsageError(f"mrope_section {self.mrope_section} does not divide {self.head_dim // 2} into three")
+        section = self.mrope_section
+        if section and (len(section) != 3 or sum(section) != self.head_dim // 2):
+            raise UsageError(f"mrope_section {section} does not divide {self.head_dim // 2} into three")
         if self.tower.features != self.width:
             raise UsageError(f"features of {self.tower.features} numbers do not fit a stream of {self.width}")
         if len(self.tower.deep_layers) > self.layers:
@@ -91,45 +113,22 @@ TOKEN_NAMES = {
     "vision_start_token": "vision_start_token_id",
     "vision_end_token": "vision_end_token_id",
 }
-"""Fields of `VisionConfig` beside the text model's in config.json."""
-_TOWER_NAMES = {
-    "depth": "depth",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "heads": "num_heads",
-    "patch": "patch_size",
-    "features": "out_hidden_size",
-    "merge": "spatial_merge_size",
-    "times": "temporal_patch_size",
-    "channels": "in_channels",
-    "activation": "hidden_act",
-    "initializer_range": "initializer_range",
-}
+"""Fields of `VisionConfig` beside the text model's in config.json, as Qwen's models have them."""
 _TOWER_IGNORED = ("model_type", "dtype", "torch_dtype", "in_chans", "spatial_patch_size", "_attn_implementation")
 
 
-def tower_from_hf(hf: Mapping[str, Any], own: Mapping[str, str], defaults: Mapping[str, Any]) -> TowerConfig:
-    """Read `vision_config`. `own` are the family's fields beside those that all have, and their names in it;
-    `defaults` are values of entries that it lacks."""
-    names = {**_TOWER_NAMES, **own}
+def tower_fields(hf: Mapping[str, Any], names: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of a tower that `vision_config` has under these `names`; `defaults` are values of entries that it
+    lacks. Raises UsageError for an entry that is not known."""
     values = {**defaults, **{name: value for name, value in hf.items() if value is not None}}
-    rope = dict(values.pop("rope_parameters", {}))
-    theta = rope.pop("rope_theta", TowerConfig.rope_theta)
-    if rope.pop("rope_type", "axial") != "axial" or rope:
-        raise UsageError(f"vision_config.rope_parameters {hf['rope_parameters']} are not supported (only axial)")
     if unknown := sorted(values.keys() - set(names.values()) - set(_TOWER_IGNORED)):
         raise UsageError(f"vision_config.{unknown[0]} = {values[unknown[0]]!r} is not known here")
     found = {field: values[name] for field, name in names.items() if name in values}
-    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list | tuple)}
-    try:
-        return TowerConfig(**{**found, **lists}, rope_theta=theta)
-    except TypeError as error:
-        raise UsageError(f"vision_config: {error}") from None
+    return {name: tuple(value) if isinstance(value, list | tuple) else value for name, value in found.items()}
 
 
-def tower_to_hf(tower: TowerConfig, own: Mapping[str, str], model_type: str) -> dict[str, Any]:
-    """Write what `tower_from_hf` reads."""
-    values = {name: getattr(tower, field) for field, name in {**_TOWER_NAMES, **own}.items()}
+def tower_entries(tower: TowerConfig, names: Mapping[str, str], model_type: str) -> dict[str, Any]:
+    """Write what `tower_fields` reads."""
+    values = {name: getattr(tower, field) for field, name in names.items()}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    rope = {"rope_theta": tower.rope_theta, "rope_type": "axial"}
-    return dict(sorted((values | {"model_type": model_type, "rope_parameters": rope}).items()))
+    return values | {"model_type": model_type}

@@ -1,6 +1,7 @@
-"""FLOPs of vision towers, from their configs and the grids of images. Without torch."""
+"""FLOPs and activations of vision towers, from their configs and the grids of images. Without torch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from headway.core.images import Grid
 from headway.models.vision.config import TowerConfig, TowerTraining
@@ -9,16 +10,46 @@ _PASSES: dict[TowerTraining, tuple[int, int]] = {"frozen": (1, 1), "lora": (2, 3
 """Products per weight, and per pair of patches. A frozen tower has no backward pass: nothing before it is trained."""
 
 
-class TowerFlops:
-    """Floating-point operations of a tower in a training step; `mlp_products` are the matrices of a block's MLP."""
+MOST_FEATURE_BYTES = 256 << 20
+"""Features of images that an engine keeps for sequences to come."""
 
-    def __init__(self, tower: TowerConfig, mlp_products: int, training: TowerTraining) -> None:
+
+@dataclass(frozen=True)
+class TowerNumbers:
+    """Numbers that a tower holds for each token of an image: its pixels in float32; activations that wait for its
+    backward pass, which is the last of all; and those of the block that runs."""
+
+    pixels: int = 0
+    kept: int = 0
+    working: int = 0
+
+
+def tower_numbers(tower: TowerConfig, mlp_products: int, kept_widths: int, training: TowerTraining) -> TowerNumbers:
+    """Count the activations of a tower, of whose blocks `kept_widths` rows of its width are kept for each patch, beside
+    those of the MLP. Nothing is recomputed, and nothing kept of a frozen tower."""
+    patches, width, mlp = tower.merge**2, tower.width, mlp_products * tower.mlp_width
+    # The stream, what its norm makes of it, queries, keys and values before and after they are rotated, and attention's
+    # output, also in the order of its projection; or the same with all of the MLP.
+    working = max(9 * width, 3 * width + mlp)
+    if training == "frozen":
+        return TowerNumbers(patches * tower.patch_numbers, 0, patches * working)
+    # A gate, its activation, what it gates and their product; or one layer and its activation.
+    block = kept_widths * width + (mlp + tower.mlp_width if mlp_products == 3 else mlp)
+    mergers = (1 + len(tower.deep_layers)) * 4 * width
+    return TowerNumbers(patches * tower.patch_numbers, patches * (tower.depth * block + mergers), patches * working)
+
+
+class TowerFlops:
+    """Floating-point operations of a tower in a training step; `mlp_products` are the matrices of a block's MLP,
+    `feature_weights` multiply one feature."""
+
+    def __init__(self, tower: TowerConfig, mlp_products: int, feature_weights: int, training: TowerTraining) -> None:
         self._tower = tower
         self._weight_passes, self._pair_passes = _PASSES[training]
-        width, merged = tower.width, tower.width * tower.merge**2
+        width = tower.width
         block = 4 * width * width + mlp_products * width * tower.mlp_width
         self._patch_weights = width * tower.patch_numbers + tower.depth * block
-        self._feature_weights = (1 + len(tower.deep_layers)) * (merged * merged + merged * tower.features)
+        self._feature_weights = feature_weights
 
     def count(self, grids: Sequence[Grid]) -> float:
         """Count those of images with these grids, each once."""

@@ -67,6 +67,22 @@ def packed_positions(lengths: Sequence[int], images: TokenImages, merge: int) ->
     return np.concatenate(parts, axis=1)
 
 
+def packed_ends(lengths: Sequence[int], images: TokenImages, merge: int) -> Positions:
+    """The position (T,), in its sample, of the last token of the image that a token is of; that of other tokens is
+    their own."""
+    ends, grids = np.arange(sum(lengths)), images.shapes
+    for start, image in images.uses.tolist():
+        end = start + feature_count(grids[image], merge)
+        ends[start:end] = end - 1
+    firsts: Positions = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    return ends - firsts
+
+
+def longest_span(images: TokenImages, merge: int) -> int:
+    """Tokens of the longest image."""
+    return max(feature_count(grid, merge) for grid in images.shapes)
+
+
 def feature_places(images: TokenImages, merge: int) -> tuple[Positions, Positions]:
     """The tokens that features replace, and the number of each token's feature among those of all images."""
     counts = [feature_count(grid, merge) for grid in images.shapes]
@@ -81,8 +97,6 @@ def check_placeholders(token_ids: NDArray[Any], images: TokenImages | None, plac
     """Raise HeadwayError where an image lacks placeholders among the tokens. Others are text: models sample them."""
     if images is None:
         return
-    if any(grid.rows % merge or grid.columns % merge for grid in images.shapes):
-        raise HeadwayError(f"images: rows and columns of a grid must be multiples of {merge}")
     tokens, _ = feature_places(images, merge)
     found = np.count_nonzero(token_ids[tokens[tokens < len(token_ids)]] == placeholder)
     if found < len(tokens):

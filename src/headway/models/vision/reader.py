@@ -9,7 +9,7 @@ from headway.core.errors import HeadwayError
 from headway.core.image_files import ImageFiles
 from headway.core.images import Grid, LoadImage
 from headway.core.streams import Floats
-from headway.models.vision.processor import PatchProcessor, load_processor
+from headway.models.vision.processor import ImageProcessor, load_processor
 
 _KEPT_BYTES = 256 << 20
 _KEPT_GRIDS = 1 << 16
@@ -18,7 +18,7 @@ _KEPT_GRIDS = 1 << 16
 class ImageReader:
     """Reads images by digest. Grids, which are small, are remembered for longer than patches. Safe in many threads."""
 
-    def __init__(self, processor: PatchProcessor, most_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(self, processor: ImageProcessor, most_bytes: int = _KEPT_BYTES) -> None:
         self.processor = processor
         self._most_bytes = most_bytes
         self._patches: OrderedDict[str, tuple[Grid, Floats]] = OrderedDict()
@@ -57,7 +57,7 @@ class ImageReader:
 
 
 @cache
-def image_reader(processor: PatchProcessor) -> ImageReader:
+def image_reader(processor: ImageProcessor) -> ImageReader:
     """The reader of this process: renderers and engines of one model read an image once."""
     return ImageReader(processor)
 

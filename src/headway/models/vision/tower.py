@@ -31,17 +31,19 @@ class TowerLinear(Linear):
 
     adaptable = False
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=True)
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias=bias)
         self.takes_fp8 = False
 
 
 class PatchProjection(nn.Module):
-    """A convolution whose steps are as large as its kernel, (D, channels, times, rows, columns): one product."""
+    """A convolution whose steps are as large as its kernel, (D, channels, times, rows, columns): one product. Without
+    `frames`, the kernel has no axis of times."""
 
-    def __init__(self, tower: TowerConfig, bias: bool) -> None:
+    def __init__(self, tower: TowerConfig, bias: bool, *, frames: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(tower.width, tower.channels, tower.times, tower.patch, tower.patch))
+        times = (tower.times,) if frames else ()
+        self.weight = nn.Parameter(torch.empty(tower.width, tower.channels, *times, tower.patch, tower.patch))
         self.bias = nn.Parameter(torch.empty(tower.width)) if bias else None
 
     def forward(self, patches_PN: Tensor) -> Tensor:

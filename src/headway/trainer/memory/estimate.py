@@ -11,6 +11,7 @@ from headway.models.config import ModelConfig
 from headway.models.costs import (
     adapter_count,
     block_shapes,
+    image_numbers,
     kept_numbers,
     tower_weights,
     working_numbers,
@@ -64,17 +65,23 @@ def step_memory(settings: TrainSettings, config: ModelConfig, *, accumulates: bo
     """Estimate one rank's step on micro-batches of `seq_len` tokens.
 
     `accumulates`: a step has several of them, so that gradients of the first lie beside the activations of the second.
+    Of a model that sees, all tokens are taken for those of images: nobody knows how many there will be.
     """
     sizes = _Sizes(settings, config)
     gradients = sizes.gradients if accumulates else 0
     phases = [
+        # The tower's forward pass, before anything else.
+        (sizes.images + sizes.tower_work, gradients, 0),
         # The head's backward pass: all activations are kept, and the first gradients come to be.
-        (sizes.kept + sizes.hidden, gradients, sizes.head_work),
+        (sizes.images + sizes.kept + sizes.hidden, gradients, sizes.head_work),
         # The last block's backward pass.
-        (sizes.kept + sizes.block_work, gradients or sizes.head_gradient, 0),
+        (sizes.images + sizes.kept + sizes.block_work, gradients or sizes.head_gradient, 0),
         # The first block's: nothing else is kept any more, and all gradients are there.
-        (sizes.block_work, sizes.gradients + sizes.head_gradient, 0),
+        (sizes.images + sizes.block_work, sizes.gradients + sizes.head_gradient, 0),
     ]
+    if sizes.trains_tower:
+        # The tower's backward pass is the last.
+        phases.append((sizes.images + 2 * sizes.tower_work, sizes.gradients + sizes.head_gradient, 0))
     activations, gradients, head = max(phases, key=sum)
     return StepMemory(sizes.weights, gradients, sizes.optimizer, sizes.working_copy, activations, head)
 
@@ -104,6 +111,7 @@ class _Sizes:
         self._table = config.vocab_size * config.width
         self._held = Layout(config, ParallelDims.from_settings(settings)).weights_held
         self._frozen_tower = -(-tower_weights(config) // self._copy) if self._freezes_tower else 0
+        self._image = image_numbers(config, settings.model.vision_tower)
         self._trained = self._held - self._frozen_tower
         if self._lora is not None:
             self._trained = adapter_count(config, self._lora) // self._copy
@@ -139,8 +147,9 @@ class _Sizes:
             return tables + 2 * max(blocks) + gradients
         if self._lora is not None or self._number == FLOAT32:
             return 0
-        # Kept activations keep what they were multiplied with.
-        return sum(blocks) if self._trainer.activations.checkpoint == "off" else max(blocks)
+        # Kept activations keep what they were multiplied with, and those of a trained tower are always kept.
+        tower = self._number * tower_weights(self._config) if self.trains_tower else 0
+        return tower + (sum(blocks) if self._trainer.activations.checkpoint == "off" else max(blocks))
 
     @property
     def kept(self) -> int:
@@ -157,6 +166,20 @@ class _Sizes:
         # Of those in CPU memory, the device has the one in use, and those that are on their way.
         here = sorted(numbers)[-OFFLOAD_BUFFERS:] if settings.offload else numbers
         return self._tokens * self._number * sum(here)
+
+    @property
+    def images(self) -> int:
+        """Pixels, and activations of the tower that wait for its backward pass, where all tokens are of images."""
+        return self._tokens * (FLOAT32 * self._image.pixels + self._number * self._image.kept)
+
+    @property
+    def tower_work(self) -> int:
+        """Tensors of one block of the tower."""
+        return self._tokens * self._number * self._image.working
+
+    @property
+    def trains_tower(self) -> bool:
+        return self._image.kept > 0
 
     @property
     def hidden(self) -> int:

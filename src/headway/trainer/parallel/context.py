@@ -12,6 +12,7 @@ Logprobs of all tokens then come together on every rank, a number per token, so 
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
@@ -28,7 +29,7 @@ from headway.models.attention import PackedPlan, masked_attention, visible_mask
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
 from headway.models.ops.attention import QKV
-from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence
+from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.recurrent import RecurrentState
 from headway.trainer.parallel.cutting import Cut, Rows, first_key
 from headway.trainer.parallel.exchange import Fetch, Group, all_to_all, gather_scalars
@@ -130,6 +131,19 @@ class ContextPlan(AttentionPlan):
         self._cut, self._context, self._device = share.cut, share.context, share.device
         self._whole = PackedPlan(share.cut.padded_lengths, share.device)
         self._fetches: dict[int | None, tuple[Fetch, Rows]] = {}
+        self._has_spans = False
+
+    def with_spans(self, spans: Spans) -> "ContextPlan":
+        """Spans are those of all tokens, padding included. Ranks exchange heads: keys that are fetched end at each
+        query."""
+        if self._cut.balanced:
+            raise HeadwayError(
+                "images whose tokens see each other in both directions are shared by ranks that divide the attention "
+                f"heads evenly; set trainer.parallel.context to a number that does (got {self._context.size})"
+            )
+        plan = copy(self)
+        plan._whole, plan._has_spans = self._whole.with_spans(spans), True
+        return plan
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
         if not self._by_heads(q_THD, layer):
@@ -205,7 +219,7 @@ class ContextPlan(AttentionPlan):
 
     def _by_heads(self, q_THD: Tensor, layer: AttentionLayer) -> bool:
         """Tell if ranks exchange heads; else they fetch keys."""
-        short_window = layer.window is not None and layer.window < self._cut.size
+        short_window = layer.window is not None and layer.window < self._cut.size and not self._has_spans
         return q_THD.shape[1] % self._context.size == 0 and not short_window
 
     def _heads(self, heads: int) -> slice:

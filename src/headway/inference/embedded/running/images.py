@@ -10,48 +10,47 @@ from torch import Tensor
 
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
-from headway.models.packed import Features, ImageTokens
+from headway.models.packed import Features, ImageTokens, Spans
 from headway.models.vision.config import VisionConfig
+from headway.models.vision.costs import MOST_FEATURE_BYTES
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.places import feature_count, sample_positions
 
 Ints = NDArray[np.int64]
 
-_KEPT_BYTES = 256 << 20
 _PATCHES = 32_768
 """Most patches that the tower takes at once, unless one image has more."""
 
 
 class StepImages:
-    """Makes the model's input of steps with images. Features are kept by digest until the weights change; a text that
-    follows images is at positions that are shifted against its place among the tokens."""
+    """Makes the model's input of steps with images. Features are kept by digest until the weights change. Where
+    positions have three axes, a text that follows images is at positions that are shifted against its place among the
+    tokens; elsewhere it is as any other."""
 
-    def __init__(self, model: VisionLM, max_running: int, most_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(self, model: VisionLM, max_running: int, most_bytes: int = MOST_FEATURE_BYTES) -> None:
         self._model, self._most_bytes = model, most_bytes
         config = model.config
         assert isinstance(config, VisionConfig)
         self._merge = config.tower.merge
+        self._bidirectional = config.bidirectional_images
         self._features: OrderedDict[str, Features] = OrderedDict()
         self._bytes = 0
         self._sequences: list[Sequence | None] = [None] * max_running
         self._positions: list[Ints] = [np.empty((3, 0), np.int64)] * max_running
-        self._seen = np.zeros(max_running, dtype=np.bool_)
-        """Rows of sequences with images."""
-        self._ends = np.zeros(max_running, dtype=np.int64)
-        """The place after a row's last image."""
-        self._shifts = np.zeros(max_running, dtype=np.int64)
+        self._ends: Ints = np.zeros(max_running, dtype=np.int64)
+        """By row, the place after its last image; 0 without images."""
+        self._shifts: Ints = np.zeros(max_running, dtype=np.int64)
         self.passes = 0
         """Images that the tower has computed."""
 
     def enter(self, sequence: Sequence) -> None:
         """Start a sequence in its row."""
-        row = sequence.row
-        self._seen[row] = bool(sequence.images)
-        self._sequences[row] = sequence if sequence.images else None
+        row, images = sequence.row, sequence.images
+        self._sequences[row] = sequence if images else None
+        self._ends[row] = images[-1].use.at + images[-1].use.tokens if images else 0
         self._shifts[row] = 0
-        self._ends[row] = max((image.use.at + image.use.tokens for image in sequence.images), default=0)
-        if sequence.images:
-            places = [(image.use.at, image.grid) for image in sequence.images]
+        if images and self._model.axes is not None:
+            places = [(image.use.at, image.grid) for image in images]
             self._positions[row] = known = sample_positions(sequence.prompt_len + 1, places, self._merge)
             self._shifts[row] = known[0, -1] - sequence.prompt_len
 
@@ -60,34 +59,43 @@ class StepImages:
         self._features.clear()
         self._bytes = 0
 
-    def has_images(self, rows: Ints) -> bool:
-        return bool(self._seen[rows].any())
+    def has_images(self, layout: StepLayout) -> bool:
+        """Tell if a step differs from that of texts."""
+        return self.shows(layout) or bool(self._shifts[layout.rows].any())
 
     def shows(self, layout: StepLayout) -> bool:
         """Tell if a step has tokens of images, or of the text before them. After its last image, a sequence's positions
         are one shift away from its places."""
-        return bool((self._seen[layout.rows] & (layout.starts < self._ends[layout.rows])).any())
+        return bool((layout.starts < self._ends[layout.rows]).any())
 
     def shift(self, row: int) -> int:
         """How far the positions of a sequence's text are, after its last image, from its places."""
         return int(self._shifts[row])
 
     def inputs(self, layout: StepLayout) -> ImageTokens:
-        """The images of a step in which a sequence has some."""
+        """The images of a step that has some."""
         places, tokens, shown = [], list[Ints](), list[tuple[ServedImage, Ints]]()
-        first = 0
+        ends = layout.positions_T.copy()
+        first, longest = 0, 1
         for row, start, count in zip(layout.rows.tolist(), layout.starts.tolist(), layout.counts.tolist(), strict=True):
             sequence = self._sequences[row]
-            places.append(self._places(row, start, count))
+            if self._model.axes is not None:
+                places.append(self._places(row, start, count))
             for image in () if sequence is None else sequence.images:
                 begin, end = max(start, image.use.at), min(start + count, image.use.at + image.use.tokens)
                 if begin < end:
                     tokens.append(np.arange(begin, end) - start + first)
+                    ends[tokens[-1]] = end - 1
+                    longest = max(longest, end - begin)
                     shown.append((image, np.arange(begin, end) - image.use.at))
             first += count
         made = self._features_of([image for image, _ in shown])
-        features = [(made[image.use.digest], which) for image, which in shown]
-        return self._tensors(np.concatenate(places, axis=1), tokens, features)
+        images = self._tensors(tokens, [(made[image.use.digest], which) for image, which in shown])
+        if places:
+            images.positions_3T = self._put(np.concatenate(places, axis=1))
+        if self._bidirectional:
+            images.spans = Spans(self._put(ends), longest)
+        return images
 
     def _places(self, row: int, start: int, count: int) -> Ints:
         """The positions (3, count) of a sequence's tokens."""
@@ -98,23 +106,21 @@ class StepImages:
         prompt = known[:, start : min(start + count, known.shape[1] - 1)]
         return np.concatenate([prompt, at[:, prompt.shape[1] :] + self.shift(row)], axis=1)
 
-    def _tensors(self, places: Ints, tokens: Items[Ints], features: Items[tuple[Features, Ints]]) -> ImageTokens:
+    def _put(self, values: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._model.head_weight().device)
+
+    def _tensors(self, tokens: Items[Ints], features: Items[tuple[Features, Ints]]) -> ImageTokens:
         weight = self._model.head_weight()
-        device = weight.device
-
-        def put(values: Ints) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)
-
         last_FD = weight.new_empty(0, self._model.config.width)
         deep: list[Tensor] = []
         if features:
-            picked = [(made, put(which)) for made, which in features]
+            picked = [(made, self._put(which)) for made, which in features]
             last_FD = torch.cat([made.last_FD[which] for made, which in picked])
             levels = range(len(features[0][0].deep))
             deep = [torch.cat([made.deep[level][which] for made, which in picked]) for level in levels]
         at = np.concatenate([*tokens, np.empty(0, np.int64)])
-        numbers = torch.arange(len(at), device=device)
-        return ImageTokens(last_FD, (), put(at), numbers, put(places), Features(last_FD, deep))
+        numbers = torch.arange(len(at), device=weight.device)
+        return ImageTokens(last_FD, (), self._put(at), numbers, features=Features(last_FD, deep))
 
     def _features_of(self, images: Items[ServedImage]) -> dict[str, Features]:
         """The features of a step's images by digest, of which the tower computes many at once."""

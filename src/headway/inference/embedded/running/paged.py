@@ -1,5 +1,6 @@
 """Attention over paged blocks: new keys and values are written to the cache, queries attend over what is there."""
 
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.attention import masked_attention, visible_mask
 from headway.models.ops.registry import in_c
-from headway.models.packed import AttentionLayer, AttentionPlan, IndexScores
+from headway.models.packed import AttentionLayer, AttentionPlan, IndexScores, Spans
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -111,25 +112,41 @@ class PagedPlan(AttentionPlan):
         size, positions = store.block_size, layout.positions_T
         slots = layout.blocks[layout.token_rows, positions // size] * size + positions % size
         self.slots_T = to_device(slots, store.device)
+        self._dense = dense
+        self._spans: Spans | None = None
         self._masked: dict[tuple[int | None, int], list[BlockGroup]] = {}
+
+    def with_spans(self, spans: Spans) -> "PagedPlan":
+        """All tokens of a span must be in this step."""
+        plan = copy(self)
+        plan._spans, plan._masked = spans, {}
+        return plan
+
+    @cached_property
+    def _plain(self) -> tuple[DirectGroup | DenseGroup | None, list[BlockGroup]]:
+        """The groups of plain layers: the sequences that decode, and the rest."""
+        store, layout = self._store, self._layout
         rest = np.ones(len(layout.rows), dtype=np.bool_)
-        self._decoding: DirectGroup | DenseGroup | None = None
+        decoding: DirectGroup | DenseGroup | None = None
         if in_c(store.keys[0]) and store.of_equal_heads:
-            short = layout.counts <= _SHORT
-            self._decoding, rest = self._direct_group(short), ~short
-        elif dense is not None:
+            short = layout.counts <= (_SHORT if self._spans is None else 1)
+            decoding, rest = self._direct_group(short), ~short
+        elif self._dense is not None:
             # What a sequence shares with another of this same step is not in the blocks yet, so no row can be filled.
             alone = (layout.counts == 1) & layout.settled
-            self._decoding = self._dense_group(dense, alone)
-            rest = rest if self._decoding is None else ~alone
-        self._groups = self._block_groups(np.flatnonzero(rest), None, heads_per_kv) if rest.any() else []
+            decoding = self._dense_group(self._dense, alone)
+            rest = rest if decoding is None else ~alone
+        groups = self._block_groups(np.flatnonzero(rest), None, self._heads_per_kv) if rest.any() else []
+        return decoding, groups
 
     def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
         self._store.write(layer.index, self.slots_T, k_TKD, v_TKD)
         if layer.chosen is not None:
             return self._sparse.attend(q_THD, layer)
-        decoding, groups, heads_per_kv = self._decoding, self._groups, q_THD.shape[1] // k_TKD.shape[1]
-        if not layer.plain or heads_per_kv != self._heads_per_kv:
+        heads_per_kv = q_THD.shape[1] // k_TKD.shape[1]
+        if layer.plain and heads_per_kv == self._heads_per_kv:
+            decoding, groups = self._plain
+        else:
             decoding, groups = None, self._masked_groups(layer.window, heads_per_kv)
         if decoding is not None and decoding.tokens is None:
             return decoding.attend(q_THD, k_TKD, v_TKD, layer.index)
@@ -196,12 +213,16 @@ class PagedPlan(AttentionPlan):
         steps = np.minimum(np.arange(queries)[None, :], counts[:, None] - 1)
         keys = torch.arange(first * store.block_size, last * store.block_size, device=device)
         seen = to_device(starts[:, None] + steps, device)
-        mask = visible_mask(seen, keys, window, heads_per_kv, store.keys[0].dtype)
-        group = BlockGroup(store, batch, queries, blocks, mask)
         padded = queries * batch != int(counts.sum())
+        tokens = ends = None
         if padded or batch < len(layout.counts):
             firsts = (np.cumsum(layout.counts) - layout.counts)[members]
-            group.tokens = to_device((firsts[:, None] + steps).reshape(-1), device)
+            tokens = to_device((firsts[:, None] + steps).reshape(-1), device)
+        if self._spans is not None:
+            last_T = self._spans.last_T
+            ends = (last_T if tokens is None else last_T[tokens]).view(batch, queries)
+        mask = visible_mask(seen, keys, window, heads_per_kv, store.keys[0].dtype, ends)
+        group = BlockGroup(store, batch, queries, blocks, mask, tokens)
         if padded:
             group.valid = to_device(np.flatnonzero(np.arange(queries) < counts[:, None]), device)
         return group

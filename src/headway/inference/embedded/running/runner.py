@@ -132,7 +132,7 @@ class Runner:
         """Hidden states of the tokens `wanted`, or all, where one call can do the whole pass."""
         if not self._whole.takes(len(tokens)) or (self.rows.adapter[layout.rows] >= 0).any():
             return None
-        if self.images is not None and self.images.has_images(layout.rows):
+        if self.images is not None and self.images.has_images(layout):
             return None
         return run_whole(self._whole, self._known(tokens, layout), layout, wanted)
 
@@ -154,7 +154,7 @@ class Runner:
             plan,
             adapters_T=self._to_device(np.repeat(adapters, layout.counts)) if adapted else None,
         )
-        if self.images is not None and self.images.has_images(layout.rows):
+        if self.images is not None and self.images.has_images(layout):
             packed.images = self.images.inputs(layout)
         out = self.model(packed)
         if self._experts is not None and out.routed_experts_TLk is not None:

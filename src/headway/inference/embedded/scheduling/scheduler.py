@@ -9,6 +9,7 @@ from operator import attrgetter
 from headway.inference.embedded.scheduling.blocks import BlockCache, chain_hash
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.embedded.scheduling.state_prefixes import StatePrefixes
+from headway.inference.embedded.scheduling.whole_images import WholeImages
 from headway.models.costs import MOST_SNAPSHOTS
 
 _order = attrgetter("order")
@@ -57,8 +58,16 @@ class Scheduler:
     blocks, keeps its tokens, and is recomputed later.
     """
 
-    def __init__(self, cache: BlockCache, limits: EngineLimits, root_of: Callable[[Sequence], bytes]) -> None:
-        """`root_of` returns the root hash of a sequence that starts now (salt, adapter, weights)."""
+    def __init__(
+        self,
+        cache: BlockCache,
+        limits: EngineLimits,
+        root_of: Callable[[Sequence], bytes],
+        *,
+        whole_images: bool = False,
+    ) -> None:
+        """`root_of` returns the root hash of a sequence that starts now (salt, adapter, weights). `whole_images`: no
+        step may end inside of an image."""
         self.cache = cache
         self.limits = limits
         self.preemptions = 0
@@ -70,6 +79,7 @@ class Scheduler:
         self._rows = list(range(limits.max_running))
         self._reserve = cache.num_blocks // 100
         self._states = None if cache.snapshots is None else StatePrefixes(cache, cache.snapshots)
+        self._images = WholeImages(cache.block_size) if whole_images else None
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
@@ -91,11 +101,9 @@ class Scheduler:
         if self._states is not None:
             self._states.settle()
         for sequence, pending in running:
-            count = min(pending, budget)
-            if count == 0 or sequence.row < 0:
+            count = self._limit(sequence, min(pending, budget))
+            if count <= 0 or sequence.row < 0:
                 continue
-            if self._states is not None:
-                count = self._states.limit(sequence, count)
             last = count + step.repeats - 1
             fits = sequence.computed + last <= len(sequence.blocks) * size
             if fits or self._make_room(sequence, last, step):
@@ -108,11 +116,12 @@ class Scheduler:
     def may_preempt(self) -> bool:
         """Tell if the next step needs more blocks than are free, so that a sequence would be preempted."""
         free, budget = self.cache.free_blocks, self.limits.max_batched_tokens
-        if free >= len(self.running) + budget // self.cache.block_size:
+        # A whole image may be more than the budget.
+        if self._images is None and free >= len(self.running) + budget // self.cache.block_size:
             return False
         needed = 0
         for sequence, pending in self._decoding_first():
-            count = min(pending, budget)
+            count = self._limit(sequence, min(pending, max(budget, 0)))
             needed += max(0, self._missing(sequence, count))
             budget -= count
         return needed > free
@@ -149,7 +158,7 @@ class Scheduler:
                 return
             self.waiting.remove(sequence)
             self.cache.share(blocks)
-            below = [] if sequence.wants_prompt_logprobs else self.cache.match_below(sequence.content, root, hashes)
+            below = self._below(sequence, root, hashes)
             sequence.root, sequence.mixed = root, False
             sequence.blocks, sequence.hashes = blocks + self.cache.restore(below), hashes + below
             sequence.computed = len(sequence.blocks) * self.cache.block_size
@@ -157,9 +166,7 @@ class Scheduler:
                 sequence.cached = sequence.computed
             sequence.row = heappop(self._rows)
             insort(self.running, sequence, key=_order)
-            count = min(sequence.pending, budget)
-            if self._states is not None:
-                count = self._states.limit(sequence, count)
+            count = self._limit(sequence, min(sequence.pending, budget))
             sequence.blocks += self.cache.take(self._missing(sequence, count))
             self._put(step, sequence, count)
             step.admitted.append(sequence)
@@ -171,7 +178,25 @@ class Scheduler:
             return [], []
         if self._states is not None:
             return self._states.find(sequence, root, self.running)
-        return self.cache.match(sequence.content, root)
+        blocks, hashes = self.cache.match(sequence.content, root)
+        whole = self._whole_blocks(sequence, len(blocks))
+        return blocks[:whole], hashes[:whole]
+
+    def _below(self, sequence: Sequence, root: bytes, hashes: list[bytes]) -> list[bytes]:
+        """Hashes of the blocks after those of `hashes` that the lower tier has."""
+        if sequence.wants_prompt_logprobs:
+            return []
+        below = self.cache.match_below(sequence.content, root, hashes)
+        return below[: self._whole_blocks(sequence, len(hashes) + len(below)) - len(hashes)]
+
+    def _whole_blocks(self, sequence: Sequence, blocks: int) -> int:
+        return blocks if self._images is None else self._images.whole_blocks(sequence, blocks)
+
+    def _limit(self, sequence: Sequence, count: int) -> int:
+        """Bound the tokens of a step by where it has to end."""
+        if self._images is not None:
+            return self._images.limit(sequence, count)
+        return count if self._states is None else self._states.limit(sequence, count)
 
     def _first_in_line(self) -> Sequence | None:
         if self.hold:
