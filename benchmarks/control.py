@@ -134,7 +134,7 @@ async def measure(url: str, process: psutil.Process, options: argparse.Namespace
         return {
             "members": len(members), "calls": crowd.calls, "seconds": wall, "core_share": spent / wall,
             "memory_mb": peak / 2**20, "engines_at_most": crowd.most, "answers": crowd.answers,
-            "wrong_answers": crowd.wrong, "versions": len(versions),
+            "wrong_answers": crowd.wrong, "versions": len(versions), "machine_load": os.getloadavg()[0],
         }  # fmt: skip
 
 
