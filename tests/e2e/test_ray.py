@@ -30,6 +30,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # Ray's own 15 leaves nothing to a run where the machine is busy
     running = Cluster()
     try:
         add_node(running, cores=1)

@@ -36,7 +36,9 @@ class RemoteRun:
                 self._client = ControlClient(url, find_token(self._paths))
 
     def status(self) -> RunStatus:
-        return self._client.status() if self._client else read_status(self._paths)
+        if self._client:
+            return self._client.status()
+        return read_status(self._paths, FolderControl(self._paths))
 
     def stop(self) -> None:
         if self._client:

@@ -10,6 +10,7 @@ from headway.core.errors import HeadwayError
 from headway.core.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.control.engines import EngineFiles
 from headway.transport.control.tokens import find_token
 from headway.transport.weights.announcements import announce, announced, latest, read, withdraw
 
@@ -21,16 +22,12 @@ SERVICE_FILE = "service"
 LOOPBACK = "127.0.0.1"
 
 
-class _Joined(msgspec.Struct):
-    url: str
-
-
 class FolderControl:
     """Reads and writes `control/` and the announcements in `weights/`. The control service is this, over HTTP."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
-        self._engines = paths.control / "engines"
+        self._engines = EngineFiles(paths.control / "engines")
         self._rollouts = paths.control / "rollouts.address"
         self._stop = paths.control / "stop"
         self._finished = paths.control / "finished"
@@ -49,20 +46,13 @@ class FolderControl:
             return LOOPBACK
 
     def engines(self) -> dict[str, str]:
-        found = {}
-        for file in sorted(self._engines.glob("*.json")) if self._engines.is_dir() else ():
-            try:
-                found[file.stem] = msgspec.json.decode(file.read_bytes(), type=_Joined).url.rstrip("/")
-            except (OSError, msgspec.DecodeError):
-                continue  # it is leaving, or someone else's; an engine writes its file whole
-        return found
+        return self._engines.urls()
 
     def add_engine(self, name: str, url: str, pid: int = 0) -> None:
-        """Put an engine into the run's list. The list outlives no crash of the host, and neither do its engines."""
-        write_atomic(self._engines / f"{name}.json", msgspec.json.encode({"url": url, "pid": pid}), durable=False)
+        self._engines.add(name, url, pid)
 
     def remove_engine(self, name: str) -> None:
-        (self._engines / f"{name}.json").unlink(missing_ok=True)
+        self._engines.remove(name)
 
     def announce(self, update: WeightUpdate) -> None:
         announce(self._paths, update, keep_last=_KEPT_ANNOUNCEMENTS)

@@ -138,7 +138,7 @@ class ControlService:
 
     async def _get_status(self, _request: web.Request) -> web.Response:
         now = self._clock()
-        status = await asyncio.to_thread(read_status, self._paths)
+        status = await asyncio.to_thread(read_status, self._paths, self._folder)
         status.stop, status.ended = status.stop or self.stop, self.ended
         status.members, status.silent = self.members.live(now), dict(self.members.silent(now))
         return _reply(status)

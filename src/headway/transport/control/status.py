@@ -13,8 +13,7 @@ from headway.transport.control.folder import FolderControl
 _TAIL_BYTES = 1 << 16
 
 
-def read_status(paths: RunPaths) -> RunStatus:
-    control = FolderControl(paths)
+def read_status(paths: RunPaths, control: FolderControl) -> RunStatus:
     update = control.latest()
     return RunStatus(
         run=paths.root.name,
