@@ -14,7 +14,7 @@ from headway.plan.world import Observed, World, quiet
 
 BATCH, GROUP = 128, 8
 STEP_SECONDS, UPDATE_SECONDS = 0.39, 0.1
-"""What a step and an update of the engine took in a real run on two idle cores."""
+"""What a step took in a real run on two quiet cores, and about what an update of the engine takes."""
 USEFUL = 0.93
 """Share of groups whose rewards differ."""
 DRAWN = 20_000
