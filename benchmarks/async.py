@@ -1,6 +1,7 @@
 """Does asynchrony pay? The same run fully on-policy (lag 0) and asynchronous (lag <= 2), on episodes with a long tail.
 
     python benchmarks/async.py [--steps 30] [--median 0.5] [--sigma 1.0] [--model FOLDER]
+    python benchmarks/async.py --simulated 6      # on simulated time, mean of six seeds; saves async_simulated.json
 
 Both train the same number of steps from the same warmed-up model, with the same room for episodes in flight. Prints
 wall time, the final policy's reward on held-out words and how idle each side was; saves benchmarks/results/async.json
@@ -19,6 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from async_parts.picture import draw
+from async_parts.simulation import table
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 
@@ -27,6 +29,8 @@ BAR = 1.8
 LAGS = (0, 2)
 SLOTS = 256
 """Episodes that may be in flight, in both runs."""
+SIMULATED = [(0, 0.1), (1, 0.1), (2, 0.0), (2, 0.1), (2, 0.2)]
+"""Pairs of max_lag and max_lost_share."""
 HELD_OUT = 512
 """Words that the final policies are compared on."""
 
@@ -114,13 +118,31 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"lag <= {row['max_lag']} " + "  ".join(cells))
 
 
+def simulated(options: argparse.Namespace) -> int:
+    print("max_lag  max_lost_share    wall  ratio  too old  trainer idle  mean lag")
+    rows = []
+    episodes = {"median": options.median, "sigma": options.sigma}
+    for row in table(SIMULATED, options.simulated, slots=SLOTS, steps=options.steps, **episodes):
+        rows.append(row)
+        print(
+            f"{row['max_lag']:7}  {row['max_lost_share']:14}  {row['wall_seconds']:4.0f} s  {row['ratio']:5.2f}  "
+            f"{row['too_old_share']:7.1%}  {row['trainer_idle_share']:12.0%}  {row['mean_lag']:8.2f}"
+        )
+    results = {"seeds": options.simulated, "steps": options.steps, **episodes, "slots": SLOTS, "runs": rows}
+    (ROOT / "benchmarks/results/async_simulated.json").write_text(json.dumps(results, indent=2) + "\n")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--median", type=float, default=0.5, help="median seconds of an episode")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of their logarithm")
     parser.add_argument("--model", type=Path, help="a warmed-up model; made first where none is given")
+    parser.add_argument("--simulated", type=int, metavar="SEEDS", help="simulate instead, with so many seeds")
     options = parser.parse_args()
+    if options.simulated:
+        return simulated(options)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = options.model or warm_up(folder)

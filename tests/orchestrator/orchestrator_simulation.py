@@ -35,7 +35,7 @@ def calm_plan(*, steps: int, max_lag: int, episode_seconds: float, train_seconds
     plan = Plan(0)
     plan.group_size, plan.batch_size, plan.max_steps, plan.cap = 4, 16, steps, cap
     plan.max_lag, plan.run_ahead, plan.engines, plan.envs = max_lag, 1, 1, 1
-    plan.evaluates, plan.rate_limit = False, None
+    plan.evaluates, plan.rate_limit, plan.max_lost_share = False, None, 0.1
     plan.error_rate = plan.hang_rate = plan.engine_trouble = 0.0
     plan.trainer_crashes = plan.orchestrator_crashes = 0
     plan.episode_seconds, plan.train_seconds, plan.kv_usages = episode_seconds, train_seconds, (0.3,)
@@ -69,6 +69,7 @@ class Plan:
         self.orchestrator_crashes = rng.randint(0, 1) * rng.randint(0, 2)
         self.kv_usages: tuple[float, ...] = (0.1, 0.5, 0.92, 0.97)
         self.rate_limit = rng.choice((None, None, 20.0))
+        self.max_lost_share = rng.choice((0.0, 0.1, 0.5))
 
     def settings(self) -> OrchestratorSettings:
         return OrchestratorSettings(
@@ -76,6 +77,7 @@ class Plan:
             group_size=self.group_size,
             max_lag=self.max_lag,
             run_ahead=self.run_ahead,
+            max_lost_share=self.max_lost_share,
             concurrency=ConcurrencySettings(min=1, max=2 * self.cap, initial=self.cap),
             filters=FilterSettings(),
             eval=EvalSettings(interval=2 if self.evaluates else None),

@@ -3,6 +3,7 @@
 import logging
 from statistics import mean
 
+import pytest
 from orchestrator_simulation import World, calm_plan, live
 
 from headway.plan.virtual_time import run_virtually
@@ -60,3 +61,16 @@ def test_a_group_is_trained_without_the_episodes_that_would_make_it_too_old() ->
     assert min(sizes) in (2, 3), "groups of four, of which at least half must be there"
     given_up = sum(values.get("cancelled/too_old", 0.0) for values in world.metrics)
     assert given_up < 0.1 * sum(values.get("episodes", 0.0) for values in world.metrics)
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0.0, 0.0), (0.1, 0.02, 0.1)])
+def test_the_trainer_waits_for_slow_episodes_beyond_the_share_that_may_be_lost(
+    share: float, least: float, most: float
+) -> None:
+    """Episodes are slow and the trainer is fast, so that waiting is the only way to lose few."""
+    logging.getLogger("headway").setLevel(logging.CRITICAL)
+    plan = calm_plan(steps=40, max_lag=1, episode_seconds=1.0, train_seconds=0.02, cap=256)
+    plan.max_lost_share = share
+    world = run_virtually(live(plan))
+    given_up = sum(values.get("cancelled/too_old", 0.0) for values in world.metrics)
+    assert least <= given_up / sum(values["episodes"] for values in world.metrics) <= most

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -12,11 +14,14 @@ from headway.config.orchestrator import ConcurrencySettings, EvalSettings
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Task
 from headway.core.errors import UsageError
 from headway.orchestrator.dispatch import curriculum as curricula
+from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.concurrency import Control, Load, start, steer
 from headway.orchestrator.dispatch.curriculum import Curriculum, InOrder
 from headway.orchestrator.dispatch.groups import RETRIES, OpenGroup
+from headway.orchestrator.dispatch.loss_budget import LossBudget
 from headway.orchestrator.dispatch.sources import Mix, RateLimit
 from headway.orchestrator.dispatch.staleness import (
+    SPARE,
     StalenessLimits,
     lag,
     may_open_group,
@@ -58,9 +63,50 @@ def test_nothing_is_started_that_no_batch_can_use() -> None:
     assert usable_batches(1, 0, limits(max_lag=3)) == 4
     assert usable_batches(3, 0, limits(max_lag=3)) == 2
     assert usable_batches(99, 98, limits()) == 2, "the run ends after step 100"
-    assert not may_open_group(1, 0, 8, 0, 9.0, limits()), "a full batch waits already"
-    assert may_open_group(1, 0, 7, 8 * 9 - 8, 9.0, limits())
-    assert not may_open_group(1, 0, 7, 8 * 9 - 7, 9.0, limits())
+    most = 8 * (9 - SPARE)
+    assert may_open_group(1, 0, 7, most - 7.1, 9.0, limits())
+    assert not may_open_group(1, 0, 7, most - 7, 9.0, limits())
+    assert may_open_group(1, 0, 0, 7.9, 9.0, limits(max_lag=0)), "the only batch that can use it must be full"
+
+
+@pytest.mark.parametrize(("ready", "newest", "wanted"), [(7, -1, True), (8, -1, False), (8, 0, True)])
+def test_a_full_batch_that_waits_for_the_trainer_stops_new_work(ready: int, newest: int, wanted: bool) -> None:
+    """But not one that the trainer wants and that waits for slow episodes."""
+    nothing_coming = SimpleNamespace(outstanding=0, useful_share=1.0)
+    admission = Admission(
+        limits=limits(),
+        fleet=cast(Any, None),
+        updater=cast(Any, SimpleNamespace(newest_version=newest)),
+        ready=cast(Any, SimpleNamespace(episodes=ready)),
+        collector=cast(Any, nothing_coming),
+        frozen=False,
+        pace=2.0,
+        step=2,
+    )
+    assert admission.wants(1, outstanding=0) is wanted
+
+
+@given(st.floats(0, 0.5), st.lists(st.integers(0, 20), max_size=200))
+def test_no_more_is_given_up_than_the_budget_has(share: float, wishes: list[int]) -> None:
+    """Between one wish to give episodes up and the next, four end by themselves."""
+    budget, ended, lost = LossBudget(share, batch_size=64), 0, 0
+    for wish in wishes:
+        for _ in range(4):
+            budget.earn()
+        ended += 4
+        if budget.allows(wish):
+            budget.spend(wish)
+            lost += wish
+    assert lost <= share * (ended + lost) + 1e-6
+
+
+def test_a_budget_is_saved_up_for_two_batches_at_most() -> None:
+    budget = LossBudget(0.1, batch_size=50)
+    for _ in range(10_000):
+        budget.earn()
+    assert budget.allows(10) and not budget.allows(11)
+    budget.spend(15)
+    assert budget.allows(0) and not budget.allows(1)
 
 
 def test_no_more_is_under_way_than_keeps_the_trainer_busy() -> None:

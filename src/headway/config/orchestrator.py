@@ -221,6 +221,8 @@ class OrchestratorSettings(Settings):
     """Oldest policy a batch may hold, in versions behind the trainer's."""
     run_ahead: int = Field(default=1, ge=0)
     """Batches the orchestrator may be ahead of the trainer."""
+    max_lost_share: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the episodes that may be given up as too old; for more, the trainer waits. 0: wait for every one."""
     concurrency: ConcurrencySettings = ConcurrencySettings()
     """How many episodes are in flight."""
     filters: FilterSettings = FilterSettings()

@@ -139,7 +139,7 @@ class Orchestrator:
         self.health.check()
         self._drop_stale()
         self.dispatcher.cancel(self.training.close_expiring())
-        if not self.training.closing and (groups := self.admission.take_batch()) is not None:
+        if not self.training.holds_batch and (groups := self.admission.take_batch()) is not None:
             self._learn_pace()
             return self._form(groups)
         if self._complete_at is None and self.admission.full_batch_waits():
@@ -202,6 +202,7 @@ class Orchestrator:
         for stale in self.ready.sweep(step, max_lag):
             self.journal.decided(Expired(self.journal.short(stale.group.id)))
             self.tally.dropped["stale"] += stale.episodes
+            self.training.budget.spend(stale.episodes)
             self.tally.untrained.add("stale", stale.group.env, (rollout.episode for rollout in stale.group.rollouts))
         self.dispatcher.cancel(self.training.cancel_hopeless(step, max_lag))
 

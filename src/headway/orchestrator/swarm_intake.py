@@ -5,7 +5,7 @@ import logging
 
 from headway.core.errors import HeadwayError
 from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.staleness import may_open_group, too_old
+from headway.orchestrator.dispatch.staleness import too_old
 from headway.orchestrator.loop import Orchestrator
 from headway.swarm.spool import Spool, VerifiedGroup, read_group
 
@@ -48,11 +48,7 @@ class SwarmIntake:
                 self._add(group)
 
     def _wanted(self, group: VerifiedGroup) -> bool:
-        admission, training = self._orchestrator.admission, self._orchestrator.training
-        coming = (training.outstanding + admission.collector.outstanding) * admission.collector.useful_share
-        return may_open_group(
-            admission.step, group.version, admission.ready.episodes, coming, admission.pace, admission.limits
-        )
+        return self._orchestrator.admission.wants(group.version, self._orchestrator.training.outstanding)
 
     def _add(self, verified: VerifiedGroup) -> None:
         training = self._orchestrator.training

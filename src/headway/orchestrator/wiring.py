@@ -15,6 +15,7 @@ from headway.orchestrator.collect.ready import ReadyQueue
 from headway.orchestrator.dispatch import concurrency
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import GRACE_SECONDS, Dispatcher, random_id
+from headway.orchestrator.dispatch.loss_budget import LossBudget
 from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.dispatch.staleness import StalenessLimits
 from headway.orchestrator.dispatch.training import TrainingWork
@@ -124,6 +125,7 @@ class _Wiring:
             sources,
             self.fleet,
             admission=admission,
+            budget=LossBudget(self.settings.max_lost_share, self.settings.batch_size),
             collector=collector,
             health=self.health,
             tally=self.tally,

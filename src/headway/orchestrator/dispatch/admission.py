@@ -38,8 +38,14 @@ class Admission:
         """Tell whether one more group is wanted, with `outstanding` episodes in open groups."""
         if self.updater.busy and self.trainer_bound:
             return False  # there is time to start with the new weights instead of the old
+        return self.wants(self.version, outstanding)
+
+    def wants(self, version: int, outstanding: int) -> bool:
+        """Tell whether batches could use one more group of `version`, with `outstanding` episodes in open groups."""
+        if self.full_batch_waits() and not self.may_send():
+            return False  # until the trainer has time for it, more work would only grow stale
         coming = (outstanding + self.collector.outstanding) * self.collector.useful_share
-        return may_open_group(self.step, self.version, self.ready.episodes, coming, self.pace, self.limits)
+        return may_open_group(self.step, version, self.ready.episodes, coming, self.pace, self.limits)
 
     def may_send(self) -> bool:
         return may_send(self.step, self.updater.newest_version, self.limits)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 PACE_GROWTH, PACE_DECAY = 1.5, 0.97
 PLENTY = 0.5
+SPARE = 0.15
+"""Share of a batch that is left free of expected episodes: when more come than expected, the surplus grows too old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,12 @@ def usable_batches(step: int, version: int, limits: StalenessLimits) -> int:
 def may_open_group(step: int, version: int, ready: int, coming: float, pace: float, limits: StalenessLimits) -> bool:
     """Tell whether one more group is wanted, with `ready` episodes waiting for batch `step` and `coming` expected.
 
-    A full batch that waits for the trainer stops new work (it would only grow stale), and there is never more
-    expected than batches can use, nor than `pace` batches.
+    There is never more expected than batches can use, nor than `pace` batches.
     """
-    if ready >= limits.batch_size:
-        return False
-    return ready + coming < limits.batch_size * min(pace, usable_batches(step, version, limits))
+    usable = float(usable_batches(step, version, limits))
+    if usable > 1:
+        usable -= SPARE
+    return ready + coming < limits.batch_size * min(pace, usable)
 
 
 def next_pace(pace: float, *, trainer_starved: bool, waited_share: float, limits: StalenessLimits) -> float:

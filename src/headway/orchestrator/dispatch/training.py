@@ -11,6 +11,7 @@ from headway.orchestrator.collect.collector import Collector
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import EngineRouter, Launch, random_id
 from headway.orchestrator.dispatch.groups import OpenGroup
+from headway.orchestrator.dispatch.loss_budget import LossBudget
 from headway.orchestrator.dispatch.sources import Mix, Source
 from headway.orchestrator.dispatch.staleness import last_chance, too_old
 from headway.orchestrator.health import Health
@@ -31,6 +32,7 @@ class TrainingWork:
         router: EngineRouter,
         *,
         admission: Admission,
+        budget: LossBudget,
         collector: Collector,
         health: Health,
         tally: StepTally,
@@ -47,7 +49,8 @@ class TrainingWork:
         self._in_flight: Counter[str] = Counter()
         self._waiting: dict[str, OpenGroup] = {}
         self._retry_after: float | None = None
-        self._router, self._admission, self._collector = router, admission, collector
+        self._router, self._admission, self.budget, self._collector = router, admission, budget, collector
+        self._waits_for_slow = False
         self._health, self._tally, self._changed = health, tally, changed
         self._clock, self._new_id = clock, new_id
         self._journal = journal or Journal()
@@ -112,12 +115,14 @@ class TrainingWork:
         self._health.saw_episode(episode)
         if self._health.failure is not None:
             self._changed.set()
+        if episode.error is None or episode.error.kind != "cancelled":
+            self.budget.earn()
         group.on_finished(episode)
         if group.waiting:
             self._waiting[group.id] = group
         if group.settled:
             self._close(group)
-        elif self._may_close(group):
+        elif self._waits_for_slow or self._expiring(group):
             self._changed.set()
 
     def _close(self, group: OpenGroup) -> None:
@@ -128,16 +133,20 @@ class TrainingWork:
 
     def close_expiring(self) -> list[str]:
         """Close the groups that no batch after this one can use without their slowest episodes, if the batch is due
-        and complete with what has finished of them. Return the episodes to cancel.
+        and complete with what has finished of them, and the budget allows it. Return the episodes to cancel.
 
-        Waiting for them would age everything else that is under way, and in the end throw away the whole group. A
-        synchronous run (lag 0) has nothing else under way, and waits.
+        A synchronous run (lag 0) has nothing else under way, and waits for whole groups.
         """
-        expiring = [group for group in self.open.values() if self._may_close(group)]
-        if not expiring or not self._admission.completes_batch(sum(len(group.finished) for group in expiring)):
+        expiring = [group for group in self.open.values() if self._expiring(group)]
+        closable = [group for group in expiring if self._enough_finished(group)]
+        lost = sum(group.size for group in expiring) - sum(len(g.finished) + len(g.failed) for g in closable)
+        finished = sum(len(group.finished) for group in closable)
+        self._waits_for_slow = not self.budget.allows(lost)
+        if not closable or self._waits_for_slow or not self._admission.completes_batch(finished):
             return []
         episodes: list[str] = []
-        for group in expiring:
+        for group in closable:
+            self.budget.spend(group.unfinished)
             self._tally.cancelled["too_old"] += group.unfinished
             group.close_early()
             self._journal.decided(ClosedEarly(self._journal.short(group.id)))
@@ -148,16 +157,20 @@ class TrainingWork:
         return episodes
 
     @property
-    def closing(self) -> bool:
-        """True while groups that are closed early wait for their last episodes to be cancelled."""
-        return any(group.closing and not group.cancelled for group in self.open.values())
+    def holds_batch(self) -> bool:
+        """True while the batch waits for groups: those closed early whose last episodes are being cancelled, or more
+        slow episodes than the budget lets it do without."""
+        return self._waits_for_slow or any(group.closing and not group.cancelled for group in self.open.values())
 
-    def _may_close(self, group: OpenGroup) -> bool:
-        source, max_lag = self.sources[group.env], self._admission.limits.max_lag
-        if group.closing or source.algorithm.sampler is not None or max_lag == 0:
+    def _expiring(self, group: OpenGroup) -> bool:
+        """Tell whether the batch that is collected now is the last one that could use the group."""
+        max_lag = self._admission.limits.max_lag
+        if group.closing or self.sources[group.env].algorithm.sampler is not None or max_lag == 0:
             return False
-        enough = len(group.finished) >= max(source.at_least, LEAST_SHARE * group.size)
-        return enough and last_chance(self._admission.step, group.version, max_lag)
+        return last_chance(self._admission.step, group.version, max_lag)
+
+    def _enough_finished(self, group: OpenGroup) -> bool:
+        return len(group.finished) >= max(self.sources[group.env].at_least, LEAST_SHARE * group.size)
 
     def cancel_hopeless(self, step: int, max_lag: int) -> list[str]:
         """Cancel the groups that are too old for batch `step`. Return the episodes to cancel."""
@@ -166,6 +179,7 @@ class TrainingWork:
             for group in self.open.values()
             if too_old(step, group.version, max_lag) and self.sources[group.env].algorithm.sampler is None
         ]
+        self.budget.spend(sum(group.size for group in hopeless if not group.cancelled))
         return self.cancel(hopeless, "too_old")
 
     def cancel_youngest(self, episodes: int) -> list[str]:
