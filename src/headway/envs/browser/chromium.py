@@ -87,7 +87,9 @@ class Context:
 
     async def attach(self) -> str:
         """Return a session of its tab."""
-        return str((await self.connection.call("Target.attachToTarget", targetId=self.tab, flatten=True))["sessionId"])
+        # The tab's process may still be starting.
+        place = {"targetId": self.tab, "flatten": True}
+        return str((await self.connection.call("Target.attachToTarget", seconds=START_SECONDS, **place))["sessionId"])
 
     async def clear(self, host: str) -> None:
         """Replace the tab, and delete the cookies, storage and cache of the site at `host`."""
