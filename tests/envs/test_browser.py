@@ -12,26 +12,12 @@ from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.browser import cdp
 from headway.envs.browser.browser import KINDS, Browser, demonstrations
-from headway.envs.browser.chromium import find_chromium
 from headway.envs.browser.players import play_site
 from headway.envs.browser.site import Request, Response, Site, page
 from headway.envs.browser.sites import SITES
 from headway.envs.policy import EpisodeFailure, ScriptedPolicy
 from headway.envs.rewards import score
-from headway.sandboxes.kinds import available_kinds
-from headway.sandboxes.local.cgroups import Cgroups
-
-
-def missing() -> str | None:
-    """Say why no real browser can be used here."""
-    try:
-        find_chromium()
-    except HeadwayError as error:
-        return str(error)
-    if problem := Cgroups().problem:
-        return f"Chromium does not start where address space is limited instead of control groups: {problem}"
-    return available_kinds()["bubblewrap"] or None
-
+from real_browser import missing
 
 real = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

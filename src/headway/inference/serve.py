@@ -63,18 +63,7 @@ async def serve(
     check_tenants(settings, token)
     tls = server_context(settings.tls, settings.inference.host)
     folder = resolve_model(settings.model.path, settings.model.family)
-    renderer = load_renderer(folder, settings.model.renderer, settings.model.family)
-    context = ServerContext(
-        renderer,
-        settings.inference.served_model_name or Path(settings.model.path).name,
-        token,
-        folder=str(folder.resolve()),
-        tokenizer=tokenizer_fingerprint(folder),
-        role=settings.inference.role,
-        max_waiting=settings.inference.max_waiting,
-        grants=Grants(closed=settings.inference.tenants),
-        host=None if run is None else host_of(run, token),
-    )
+    context = _context(settings, folder, token, run)
     app = build_app(context, settings.inference.host)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_GRACE, access_log=None)
     await runner.setup()
@@ -110,6 +99,20 @@ async def serve(
             await context.loaded.close()
     if deaths:
         raise HeadwayError(deaths[0])
+
+
+def _context(settings: ServeSettings, folder: Path, token: str | None, run: RunPaths | None) -> ServerContext:
+    return ServerContext(
+        load_renderer(folder, settings.model.renderer, settings.model.family),
+        settings.inference.served_model_name or Path(settings.model.path).name,
+        token,
+        folder=str(folder.resolve()),
+        tokenizer=tokenizer_fingerprint(folder),
+        role=settings.inference.role,
+        max_waiting=settings.inference.max_waiting,
+        grants=Grants(closed=settings.inference.tenants),
+        host=None if run is None else host_of(run, token),
+    )
 
 
 def _announce(line: str) -> None:

@@ -89,22 +89,23 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
             raise UsageError("vLLM has no FP8 on CPUs; use --inference.compute dtype, or --engine embedded")
         chosen |= _FP8
     if settings.model.lora is not None:
-        if device == "cuda" and dtype == "float32":
-            raise UsageError(
-                "vLLM has no adapters in float32 on GPUs; use --model.dtype bfloat16, or --engine embedded"
-            )
-        rank = next((rank for rank in _LORA_RANKS if rank >= settings.model.lora.rank), settings.model.lora.rank)
-        chosen |= {
-            "enable_lora": True,
-            "max_lora_rank": rank,
-            "max_loras": own.max_adapters,
-            "max_cpu_loras": own.max_host_adapters,
-        }
+        chosen |= _adapters(own, settings.model.lora.rank, device, dtype)
     chosen |= own.vllm
     if draws_by_seed(chosen):
         # The processor has made logprobs of them.
         chosen["logprobs_mode"] = "processed_logits"
     return chosen
+
+
+def _adapters(own: InferenceSettings, wanted: int, device: str, dtype: str) -> dict[str, Any]:
+    if device == "cuda" and dtype == "float32":
+        raise UsageError("vLLM has no adapters in float32 on GPUs; use --model.dtype bfloat16, or --engine embedded")
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next((rank for rank in _LORA_RANKS if rank >= wanted), wanted),
+        "max_loras": own.max_adapters,
+        "max_cpu_loras": own.max_host_adapters,
+    }
 
 
 def draws_by_seed(chosen: Mapping[str, Any]) -> bool:
