@@ -60,7 +60,7 @@ def test_the_tower_computes_the_images_of_a_step_together_and_each_once() -> Non
 
 
 def test_many_images_go_to_the_tower_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.inference.embedded.running.images._PATCHES", 30)
+    monkeypatch.setattr("headway.inference.embedded.running.images.MOST_PATCHES", 30)
     model = make_model("qwen2_5_vl")
     images = StepImages(model, 1, most_bytes=1)
     _, served = make_prompt(model, GRIDS, seed=4)

@@ -9,7 +9,7 @@ from headway.core.protocol import WeightUpdate
 Role = Literal["engine", "trainer", "orchestrator"]
 
 NAME_PATTERN = r"^\w[\w.-]{0,99}$"
-HEARTBEAT_SECONDS: dict[Role, float] = {"engine": 5.0, "trainer": 2.0, "orchestrator": 0.25}
+HEARTBEAT_SECONDS: dict[Role, float] = {"engine": 7.5, "trainer": 2.0, "orchestrator": 0.25}
 """Pause between two heartbeats: an orchestrator hears of new weights with them, a trainer of requests to stop."""
 LEASE_SECONDS = 30.0
 """Time after its last heartbeat at which a member that said nothing counts as gone."""

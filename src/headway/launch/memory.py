@@ -15,7 +15,8 @@ from headway.models.costs import (
     serving_numbers,
     state_bytes_per_sequence,
 )
-from headway.models.vision.costs import MOST_FEATURE_BYTES
+from headway.models.vision.config import VisionConfig
+from headway.models.vision.costs import MOST_FEATURE_BYTES, MOST_PATCHES
 from headway.trainer.memory.estimate import FLOAT32, compute_bytes, step_memory
 
 GIB = 2**30
@@ -61,8 +62,10 @@ def engine_shares(settings: RlSettings, config: ModelConfig) -> Shares:
     rows, logits = inference.max_running, FLOAT32 * config.vocab_size
     tokens = max(inference.max_batched_tokens, rows, _PREFILL_TOKENS)
     image = image_numbers(config)
-    # Images pass the tower one by one, and none has more tokens than a sequence.
-    seen = min(settings.seq_len, config.max_len) * (FLOAT32 * image.pixels + number * image.working)
+    # The tower takes an image, which has no more tokens than a sequence, or several smaller ones.
+    several = min(tokens, MOST_PATCHES // config.tower.merge**2) if isinstance(config, VisionConfig) else 0
+    shown = max(min(settings.seq_len, config.max_len), several)
+    seen = shown * (FLOAT32 * image.pixels + number * image.working)
     return Shares(
         {
             "weights": weights,

@@ -12,6 +12,8 @@ _PASSES: dict[TowerTraining, tuple[int, int]] = {"frozen": (1, 1), "lora": (2, 3
 
 MOST_FEATURE_BYTES = 256 << 20
 """Features of images that an engine keeps for sequences to come."""
+MOST_PATCHES = 32_768
+"""Patches that the tower of an engine takes at once, unless one image has more."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,11 @@ from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
 from headway.models.packed import Features, ImageTokens, Spans
 from headway.models.vision.config import VisionConfig
-from headway.models.vision.costs import MOST_FEATURE_BYTES
+from headway.models.vision.costs import MOST_FEATURE_BYTES, MOST_PATCHES
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.places import feature_count, sample_positions
 
 Ints = NDArray[np.int64]
-
-_PATCHES = 32_768
-"""Most patches that the tower takes at once, unless one image has more."""
 
 
 class StepImages:
@@ -128,7 +125,7 @@ class StepImages:
         missing = [image for digest, image in wanted.items() if digest not in self._features]
         while missing:
             patches = np.cumsum([image.grid.patches for image in missing])
-            count = max(1, int(np.searchsorted(patches, _PATCHES, side="right")))
+            count = max(1, int(np.searchsorted(patches, MOST_PATCHES, side="right")))
             self._compute(missing[:count])
             missing = missing[count:]
         for digest in wanted:
