@@ -154,7 +154,9 @@ def test_scripts_and_their_options_exist(page: Path) -> None:
             words = (f"benchmarks/{words[1].replace('.', '/')}.py", *words[2:])
         script = ROOT / words[0]
         assert script.is_file(), words
-        literals = {node.value for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Constant)}
+        sources = [script, *script.with_name(f"{script.stem}_parts").glob("*.py")]
+        nodes = (node for source in sources for node in ast.walk(ast.parse(source.read_text())))
+        literals = {node.value for node in nodes if isinstance(node, ast.Constant)}
         assert [word for word in words if word.startswith("--") and word not in literals] == [], words
 
 

@@ -66,7 +66,7 @@ class StepImages:
         return bool((layout.starts < self._ends[layout.rows]).any())
 
     def shift(self, row: int) -> int:
-        """How far the positions of a sequence's text are, after its last image, from its places."""
+        """Return how far a sequence's text is, after its last image, from its places."""
         return int(self._shifts[row])
 
     def inputs(self, layout: StepLayout) -> ImageTokens:
