@@ -15,7 +15,7 @@ from headway.models.config import ModelConfig
 from headway.models.costs import image_numbers, parameter_count, tower_weights
 from headway.models.tiny import BUILT_IN
 from headway.models.vision.config import VisionConfig
-from headway.models.vision.costs import MOST_FEATURE_BYTES, TowerNumbers
+from headway.models.vision.costs import MOST_FEATURE_BYTES, MOST_PATCHES, TowerNumbers
 from headway.trainer.memory.estimate import StepMemory, step_memory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -77,7 +77,9 @@ def test_engines_have_room_for_images() -> None:
     settings = RlSettings.model_validate({"model": {"path": "tiny-vl", "dtype": "float32"}, "seq_len": 1024})
     parts = engine_shares(settings, BUILT_IN["tiny-vl"]).parts
     image = image_numbers(BUILT_IN["tiny-vl"])
-    assert parts["images"] == MOST_FEATURE_BYTES + 4 * 1024 * (image.pixels + image.working)
+    # Of a step's 8,192 tokens all may be images', and the tower takes as many at once: four patches each.
+    assert MOST_PATCHES == 4 * 8192
+    assert parts["images"] == MOST_FEATURE_BYTES + 4 * 8192 * (image.pixels + image.working)
     assert engine_shares(settings, BUILT_IN["tiny"]).parts["images"] == 0
 
 
