@@ -24,6 +24,7 @@ from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.core.tenants import HostStatus, TenantJoin, TenantStatus
 from headway.core.wire import encode
+from headway.launch.tenant import join_from
 from headway.models.adapters.lora import read_adapter
 from headway.monitor.metrics import read_metrics
 from headway.trainer.recorder import Recorder
@@ -350,6 +351,17 @@ def test_a_silent_tenant_is_paused_and_then_dropped(host: LiveHost, tmp_path: Pa
     with pytest.raises(UsageError, match="another run has this name"):
         host.join("dan", settings, token="somebody-elses-token")
     join_host(settings, paths, tenancy)
+    assert host.tenant("dan").state == "waiting"
+
+
+def test_a_run_that_starts_while_its_host_is_down_waits_for_it(host: LiveHost, tmp_path: Path) -> None:
+    paths, settings = make_run(tmp_path, "dan"), own_settings("dan")
+    host.kill()
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join_from, settings, paths, Tenancy(host.url, "dan", JOIN))
+        time.sleep(0.2)
+        host.start()
+        joined.result(timeout=60)
     assert host.tenant("dan").state == "waiting"
 
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -64,9 +65,8 @@ def reach_host(tenancy: Tenancy) -> dict[str, str]:
 
 
 def _wait_for(client: HostClient) -> dict[str, str]:
-    deadline = time.monotonic() + WAIT_SECONDS
     try:
-        return patiently(client.engines, lambda: time.monotonic() > deadline)
+        return patiently(client.engines, _after(WAIT_SECONDS))
     except UnreachableError as error:
         raise HeadwayError(f"{error}; is `headway host` up?") from None
     except AnswerError as error:
@@ -79,7 +79,7 @@ def join_from(settings: TrainSettings, paths: RunPaths, tenancy: Tenancy) -> Non
 
     write_token(paths)
     tenancy.write(paths)
-    join_host(settings, paths, tenancy)
+    join_host(settings, paths, tenancy, _after(WAIT_SECONDS))  # it answered a moment ago, and may have died since
 
 
 def leave_host(paths: RunPaths, tenancy: Tenancy) -> None:
@@ -89,3 +89,9 @@ def leave_host(paths: RunPaths, tenancy: Tenancy) -> None:
         leave(tenancy.url, tenancy.name, token or "")
     except HeadwayError as error:
         logger.warning("the host was not told that this run has ended: %s", error)
+
+
+def _after(seconds: float) -> Callable[[], bool]:
+    """Return what is true once this time has passed."""
+    deadline = time.monotonic() + seconds
+    return lambda: time.monotonic() > deadline
