@@ -136,12 +136,13 @@ def make_certificates(folder: Path, hosts: list[Host], name: str = "") -> Path:
     usage = ["-addext", "keyUsage=critical,keyCertSign", "-subj", "/CN=authority"]
     subprocess.run([*make, *usage, "-keyout", key, "-out", authority], check=True, capture_output=True)
     for host in hosts:
-        names = [
-            "-subj",
-            f"/CN={host.name}",
-            "-addext",
+        names = ["-subj", f"/CN={host.name}"]
+        for extension in (
             f"subjectAltName={f'DNS:{name}' if name else f'IP:{host.address}'}",
-        ]
+            "basicConstraints=critical,CA:FALSE",  # openssl makes authorities by default, and these need more
+            "authorityKeyIdentifier=keyid",
+        ):
+            names += ["-addext", extension]
         files = ["-keyout", folder / f"{host.name}.key", "-out", folder / f"{host.name}.pem"]
         subprocess.run([*make, *names, "-CA", authority, "-CAkey", key, *files], check=True, capture_output=True)
     return authority

@@ -22,7 +22,9 @@ def clone(tmp_path: Path) -> Path:
 
 def make(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [shutil.which("make") or "make", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | environment)
+    # What the make that runs these tests was given, such as PYTHON=..., is not for this one.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=inherited | environment)
 
 
 @pytest.mark.parametrize(

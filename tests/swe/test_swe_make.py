@@ -64,6 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         found = importlib.util.find_spec(name)
         assert found is not None and found.submodule_search_locations
         shutil.copytree(found.submodule_search_locations[0], site / name)
+    shutil.copy(Path(importlib.import_module("py").__file__ or ""), site)
     (site / "coverage.py").write_text(COVERAGE)
     package = folder.parent / "smallkit"
     for path, file in FILES.items():
