@@ -90,7 +90,7 @@ def join(data: bytes) -> Reply:
         choices.append(chunk.choices[0])
         data = data[4 + size :]
     tokens = [token for choice in choices for token in choice.token_ids]
-    logprobs = [entry.logprob for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    logprobs = [logprob for choice in choices for logprob in choice.logprob_values()]
     return Reply(tuple(tokens), tuple(logprobs), choices[-1].versions, kept)
 
 

@@ -161,6 +161,12 @@ def test_a_short_reply_comes_in_smaller_parts_than_a_long_one() -> None:
     while engine.active:
         sizes += [len(item.token_ids) for _, item in engine.step() if isinstance(item, Chunk)]
     assert sizes == [4] * 32 + [8] * 9
+    asked.stream_seconds = 60.0
+    engine.add(asked, "seldom")
+    sizes = []
+    while engine.active:
+        sizes += [len(item.token_ids) for _, item in engine.step() if isinstance(item, Chunk)]
+    assert sizes == [4, 196]
     assert [chunk_tokens(1, sent) for sent in (0, 500)] == [1, 1]
 
 

@@ -54,16 +54,17 @@ class Continued(msgspec.Struct, frozen=True):
 
 class GenerateRequest(msgspec.Struct, omit_defaults=True):
     """A request for tokens. The reply of a mixture of experts holds the routed experts of the tokens from
-    `routed_experts_start` on, counted over prompt and output: a conversation's next turn asks for what is new in it.
-    With `stream` a chunk comes every `stream_interval` tokens, at first more often (`chunk_tokens`). Where it
-    `may_migrate`, the client can continue a reply elsewhere: it gets what there is, with finish reason "migrate", when
-    the server is told to stop, or is there for prompts alone. `kv_ticket` is what came with that: it names the engine
-    that has the KV of these tokens. A request that `continues` what the server has `kept` sends in `token_ids` only
-    what comes after it; a server that has it no longer answers 409, and gets all tokens then. The last `begun` tokens
-    are not the prompt's but of the reply, which is continued here: penalties and formats count them. An engine that
-    can't answers 409, and gets the prompt alone then. `images` are those that tokens are placeholders of, in order and
-    counted from the prompt's first token; of what it `continues` those are known. An engine that has the bytes of one
-    no longer answers 409, and gets them all then."""
+    `routed_experts_start` on, counted over prompt and output: a conversation's next turn asks for what is new in
+    it. With `stream` a chunk comes every `stream_interval` tokens, at first more often (`chunk_tokens`), and not
+    before `stream_seconds` have passed since the one before. Where it `may_migrate`, the client can continue a
+    reply elsewhere: it gets what there is, with finish reason "migrate", when the server is told to stop, or is
+    there for prompts alone. `kv_ticket` is what came with that: it names the engine that has the KV of these
+    tokens. A request that `continues` what the server has `kept` sends in `token_ids` only what comes after it; a
+    server that has it no longer answers 409, and gets all tokens then. The last `begun` tokens are not the prompt's
+    but of the reply, which is continued here: penalties and formats count them. An engine that can't answers 409,
+    and gets the prompt alone then. `images` are those that tokens are placeholders of, in order and counted from
+    the prompt's first token; of what it `continues` those are known. An engine that has the bytes of one no longer
+    answers 409, and gets them all then."""
 
     token_ids: list[int]
     model: str = "policy"
@@ -74,6 +75,7 @@ class GenerateRequest(msgspec.Struct, omit_defaults=True):
     stream: bool = False
     routed_experts_start: int = 0
     stream_interval: int = 1
+    stream_seconds: float = 0.0
     may_migrate: bool = False
     kv_ticket: str | None = None
     continues: Continued | None = None
@@ -162,7 +164,8 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True):
 
 class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
     """Tokens that one choice grew by. `versions`, in the last chunk and in all of a binary stream, covers the choice
-    so far; `routed_experts`, in the last chunk, all of it."""
+    so far; `routed_experts`, in the last chunk, all of it. A binary stream without `top_logprobs` has logprobs in
+    `token_logprobs`: one number a token, where `logprobs` would be most of the bytes."""
 
     index: int
     token_ids: list[int]
@@ -170,6 +173,11 @@ class GenerateChunkChoice(msgspec.Struct, omit_defaults=True):
     logprobs: Logprobs | None = None
     versions: list[tuple[int, int]] = msgspec.field(default_factory=list)
     routed_experts: RoutedExperts | None = None
+    token_logprobs: list[float] = msgspec.field(default_factory=list)
+
+    def logprob_values(self) -> list[float]:
+        """Return the logprobs of the tokens, in whichever form they came."""
+        return self.token_logprobs if self.logprobs is None else [entry.logprob for entry in self.logprobs.content]
 
 
 class GenerateChunk(msgspec.Struct, omit_defaults=True):

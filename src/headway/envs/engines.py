@@ -32,8 +32,10 @@ RETRY_SECONDS = 60.0
 """Seconds for which one call is retried while no engine answers."""
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 STREAM_INTERVAL = 8
-"""Tokens in one part of a streamed reply: an engine that dies takes no more of a reply with it. Each part costs 75 us
-of CPU time, in engine and worker together."""
+"""Tokens in one part of a streamed reply: an engine that dies takes no more of a reply with it."""
+STREAM_SECONDS = 0.05
+"""Seconds between two parts of a reply at least, since each costs CPU time of engine and worker: an engine with
+hundreds of fast sequences would be held up by them, and takes no more than so many seconds of its work with it."""
 
 
 class Engines:
@@ -259,6 +261,7 @@ class EngineSampler:
             routed_experts_start=reply.routed,
             stream=True,
             stream_interval=STREAM_INTERVAL,
+            stream_seconds=STREAM_SECONDS,
             may_migrate=True,
             kv_ticket=reply.kv_ticket,
             continues=Continued(kept_by.name, kept) if kept_by is not None and kept else None,

@@ -49,7 +49,7 @@ class PartialReply:
     def extend(self, choice: GenerateChunkChoice, version: int) -> None:
         """Add a chunk of the call. `version` is that of tokens whose engine does not say. Raises ValueError where the
         chunk has no logprob for a token."""
-        logprobs = [] if choice.logprobs is None else [entry.logprob for entry in choice.logprobs.content]
+        logprobs = choice.logprob_values()
         if len(logprobs) != len(choice.token_ids):
             raise ValueError("the engine sent no logprob for some of its tokens")
         self.token_ids += choice.token_ids

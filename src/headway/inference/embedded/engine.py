@@ -235,6 +235,7 @@ class EmbeddedEngine:
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
             streamed=request.stream,
             stream_interval=request.stream_interval,
+            stream_seconds=request.stream_seconds,
             salt=request.cache_salt,
             adapter=adapter,
             experts_start=request.routed_experts_start,
@@ -306,7 +307,8 @@ class EmbeddedEngine:
                 sequence.top_logprobs.append(top)
             if sequence.finished:
                 ended.append(sequence)
-            elif sequence.chunk_is_due:
+            elif sequence.chunk_is_due(self._timed_at):
+                sequence.emitted_at = self._timed_at
                 events.append((self.active[sequence.request_id], _chunk(sequence)))
         self._count(grown)
         events += self._finish(ended)

@@ -86,10 +86,12 @@ def _binary_response(request: GenerateRequest, result: Result) -> web.Response:
 async def _stream(http: web.Request, request: GenerateRequest, handed_over: bool) -> web.StreamResponse:
     wants = request.sampling_params.logprobs is not None
     context, binary = context_of(http), FRAMES in http.headers.get("Accept", "")
+    numbers = wants and binary and not request.sampling_params.logprobs
     reply: list[int] = []
     async with FrameStream(http) if binary else EventStream(http) as events:
         async for chunk in context.engine.stream(request):
-            logprobs = _logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if wants else None
+            words = wants and not numbers
+            logprobs = _logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs) if words else None
             reason = chunk.finish_reason and ending_of(context, chunk.finish_reason, handed_over=handed_over)
             choice = GenerateChunkChoice(
                 chunk.index,
@@ -98,6 +100,8 @@ async def _stream(http: web.Request, request: GenerateRequest, handed_over: bool
                 logprobs,
                 chunk.versions if binary or chunk.finish_reason else [],
             )
+            if numbers:
+                choice.token_logprobs = chunk.logprobs
             if chunk.experts is not None:
                 choice.routed_experts = _experts(chunk.experts, request, packed=True)
             ticket = ticket_for(context, reason, chunk.kv_transfer, handed_over=handed_over)

@@ -16,6 +16,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 1e6
 MAX_INTEGER = 2**31 - 1
+MAX_STREAM_SECONDS = 60.0
 MAX_BYTES_PER_TOKEN = 64
 """A body with more bytes for each token of the context holds a prompt that cannot fit: it is not even parsed."""
 _OTHER_FIELDS = 2**16
@@ -85,6 +86,8 @@ def check_request(request: GenerateRequest, engine: Engine, known: int = 0) -> N
         )
     if not 1 <= request.stream_interval <= MAX_INTEGER:
         raise RequestError(f"stream_interval must be 1 to {MAX_INTEGER}", "stream_interval")
+    if not 0 <= request.stream_seconds <= MAX_STREAM_SECONDS:
+        raise RequestError(f"stream_seconds must be 0 to {MAX_STREAM_SECONDS:g}", "stream_seconds")
     if not 0 <= request.begun < len(tokens):
         raise RequestError("begun must be 0 or more, and leave a token to the prompt", "begun")
     if request.images and not engine.takes_images:

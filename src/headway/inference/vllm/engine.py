@@ -113,12 +113,16 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         try:
             async with aclosing(self._outputs(active, stream=True)) as outputs:
                 held: dict[int, Chunk] = {}
+                yielded_at: dict[int, float] = {}
                 async for output in outputs:
                     for part in output.outputs:
                         chunk = active.chunk(part)
                         chunk = held.pop(part.index).followed_by(chunk) if part.index in held else chunk
                         sent = sum(count for _, count in chunk.versions) - len(chunk.token_ids)
-                        if chunk.finish_reason or len(chunk.token_ids) >= chunk_tokens(request.stream_interval, sent):
+                        young = time.monotonic() - yielded_at.get(part.index, 0.0) < request.stream_seconds
+                        few = len(chunk.token_ids) < chunk_tokens(request.stream_interval, sent)
+                        if chunk.finish_reason or not (young or few):
+                            yielded_at[part.index] = time.monotonic()
                             yield chunk
                         else:
                             held[part.index] = chunk

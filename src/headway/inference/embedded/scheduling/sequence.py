@@ -53,6 +53,7 @@ class Sequence:
     stops: frozenset[int]
     streamed: bool = False
     stream_interval: int = 1
+    stream_seconds: float = 0.0
     salt: str | None = None
     root: bytes = b""
     mixed: bool = False
@@ -73,6 +74,7 @@ class Sequence:
     experts: NDArray[np.integer] | None = None
     experts_start: int = 0
     emitted: int = 0
+    emitted_at: float = 0.0
     preemptions: int = 0
     snapshot: int | None = None
     saves_at: list[int] = field(default_factory=list)
@@ -99,10 +101,11 @@ class Sequence:
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    @property
-    def chunk_is_due(self) -> bool:
-        """Tell if a streamed sequence has as many new tokens as are sent at a time."""
-        return self.streamed and self.output_len - self.emitted >= chunk_tokens(self.stream_interval, self.emitted)
+    def chunk_is_due(self, now: float) -> bool:
+        """Tell if a streamed sequence has as many new tokens as are sent at a time, and the last ones left long ago."""
+        if not self.streamed or now - self.emitted_at < self.stream_seconds:
+            return False
+        return self.output_len - self.emitted >= chunk_tokens(self.stream_interval, self.emitted)
 
     @property
     def finished(self) -> bool:
