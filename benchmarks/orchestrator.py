@@ -138,7 +138,7 @@ async def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[s
             name="reverse-text",
             runner=pool,
             tasks=pool.tasks,
-            curriculum=make_curriculum(ShuffledSettings(), len(pool.tasks), 0),
+            curriculum=make_curriculum(ShuffledSettings(), pool.tasks, 0),
             algorithm=make_algorithm(Grpo()),
             group_size=8,
             sampling=SamplingParams(max_tokens=options.tokens),

@@ -5,6 +5,7 @@ import gzip
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,8 @@ from headway.core.wire import decode, encode
 _ROLLOUTS = re.compile(r"step_(\d{6,})\.jsonl\.gz")
 _LARGEST_LOGPROBS = 64 << 20
 """Bytes. Larger files were not written by a trainer."""
+_PART_BYTES, _MOST_THREADS = 1 << 20, 8
+"""Records are compressed in parts of so many bytes, by so many threads at most."""
 
 
 def short_group(group: str) -> str:
@@ -98,8 +101,12 @@ def write_untrained(paths: RunPaths, step: int, records: Iterable[RolloutRecord]
 
 
 def _write_records(path: Path, records: Iterable[RolloutRecord]) -> None:
+    # A batch waits for its record. Parts that are compressed at once make one file: gzip reads one after the other.
     lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
-    write_atomic(path, gzip.compress(lines, compresslevel=3, mtime=0))
+    parts = [lines[start : start + _PART_BYTES] for start in range(0, len(lines), _PART_BYTES)] or [b""]
+    with ThreadPoolExecutor(min(len(parts), _MOST_THREADS)) as pool:
+        compressed = list(pool.map(lambda part: gzip.compress(part, compresslevel=1, mtime=0), parts))
+    write_atomic(path, b"".join(compressed))
 
 
 def read_rollouts(paths: RunPaths, step: int, *, untrained: bool = False) -> Iterator[RolloutRecord]:
