@@ -150,7 +150,9 @@ def test_nothing_is_left_after_kill_9_of_anyone(kind: str, rounds: int) -> None:
             launcher = next(int(pid) for pid in children(worker.pid))
             os.kill(launcher, signal.SIGKILL)
         elif attempt % 3 == 1:  # any process that belongs to it, and then the worker
-            victims = [int(path.split("/")[2]) for path in leftovers(worker.pid) if path.startswith("/proc/")]
+            victims: list[int] = []
+            while not victims:  # one sandbox may have ended, and the next not begun
+                victims = [int(path.split("/")[2]) for path in leftovers(worker.pid) if path.startswith("/proc/")]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(victims), signal.SIGKILL)
         os.kill(worker.pid, signal.SIGKILL)

@@ -52,8 +52,7 @@ def test_chunked_equals_full(
     expected = torch.autograd.grad(reference, [hidden, weight])
 
     torch.testing.assert_close(logprobs, expected_logprobs.float(), rtol=1e-5, atol=1e-5)
-    # A small entropy is the difference of two numbers as large as the logits, so it has their rounding.
-    torch.testing.assert_close(entropy, expected_entropy.float(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy, expected_entropy.float(), rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 

@@ -23,8 +23,9 @@ def reduce_rows(
         # In the normalizer as well: where a token is all but certain both are the same number.
         rounded_C, exact_C = logprobs_C, exact_C / temperatures_C - normalizer_C
         logprobs_C = exact_C - torch.log1p(exact_C.exp() - rounded_C.exp())
-    expected_C = torch.linalg.vecdot((logits_CV - normalizer_C[:, None]).exp_(), logits_CV)
-    return logprobs_C, normalizer_C - expected_C, normalizer_C
+    # Not the normalizer less the expected logit: their difference has the rounding of both, and its gradient as well.
+    logprobs_CV = logits_CV.sub_(normalizer_C[:, None])
+    return logprobs_C, -torch.linalg.vecdot(logprobs_CV.exp(), logprobs_CV), normalizer_C
 
 
 def to_gradient_(
