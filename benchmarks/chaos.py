@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,9 @@ class KeptBatches:
                         self._seen[batch.name] = inode
 
 
+Attack = Callable[[AttackedRun, str, random.Random], None]
+
+
 def _words(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -193,7 +196,7 @@ def attack(run: AttackedRun, events: int, damages: list[str], rng: random.Random
     Ten signals are a round: each role is killed once and stopped once, in another order every round. What is stopped is
     continued later, while the attack goes on.
     """
-    every = [(attacker, role) for attacker in (kill, stop) for role in ROLES]
+    every: list[tuple[Attack, str]] = [(attacker, role) for attacker in (kill, stop) for role in ROLES]
     due = [pair for _ in range(-(-events // len(every))) for pair in rng.sample(every, len(every))][:events]
     for what in damages:
         due.insert(rng.randrange(len(due) // 4, len(due) + 1), (damage, what))

@@ -35,7 +35,14 @@ from headway.trainer.state import make_state
 from headway.trainer.step import Stepper
 from headway.transport.rollouts import RankBatch
 
-QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 40_960}
+QWEN3: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "tied": True,
+    "max_len": 40_960,
+}
 SHAPES = {
     "small": ModelConfig("qwen3", 8192, 256, 6, 4, 2, 64, 768, tied=True, max_len=4096),
     "qwen3-0.6b": ModelConfig(width=1024, layers=28, heads=16, kv_heads=8, mlp_width=3072, **QWEN3),

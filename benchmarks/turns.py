@@ -115,7 +115,7 @@ class Agent(Environment):
             return policy
 
         async with self._proxy.endpoint(speaker) as endpoint:
-            words = [sys.executable, PARTS / "agent.py", str(self._turns), self._api]
+            words = [sys.executable, str(PARTS / "agent.py"), str(self._turns), self._api]
             agent = await asyncio.create_subprocess_exec(*words, env={**endpoint.variables()})
             if await agent.wait():
                 raise RuntimeError("the agent failed")

@@ -3,15 +3,16 @@
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from headway.models.config import ModelConfig
 
-SMALL = {"width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp_width": 768}
+SMALL: dict[str, Any] = {"width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp_width": 768}
 """The shape of "small": 3.2M parameters, with tiny's tokenizer."""
 
 
 def _qwen3(width: int, layers: int, heads: int, mlp_width: int) -> ModelConfig:
-    own = {"kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 40_960}
+    own: dict[str, Any] = {"kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 40_960}
     return ModelConfig("qwen3", 151_936, width, layers, heads, mlp_width=mlp_width, **own)
 
 
@@ -39,8 +40,8 @@ class Work:
 
     folder: str
     vocab: int
-    device: str
-    dtype: str
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["float32", "bfloat16"]
     sequences: int
     prompt: int
     output: int

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from typing import Any
+from typing import Any, cast
 
 import verifiers.v1 as vf
 from openai import APIStatusError, AsyncOpenAI
@@ -36,12 +36,12 @@ class BenchHarness(vf.Harness[BenchHarnessConfig]):
             with contextlib.suppress(APIStatusError):  # a turn that a stop condition refuses ends the episode
                 while True:
                     extra = {"tools": tools} if tools else {}
-                    reply = await client.chat.completions.create(model=ctx.model, messages=messages, **extra)
+                    reply = await client.chat.completions.create(model=ctx.model, messages=cast(Any, messages), **extra)
                     said = reply.choices[0].message
                     messages.append(said.model_dump(exclude_none=True))
                     if not said.tool_calls:
                         break
-                    for call in said.tool_calls:
+                    for call in cast(Any, said.tool_calls):
                         arguments = json.loads(call.function.arguments or "{}")
                         result = await call_mcp(connected, dispatch, call.function.name, arguments)
                         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

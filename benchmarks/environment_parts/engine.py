@@ -18,7 +18,9 @@ from headway.rendering.tokenizer import load_tokenizer
 class InstantEngine:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = load_tokenizer(folder)
-        self._end = self._tokenizer.token_to_id("<|im_end|>")
+        end = self._tokenizer.token_to_id("<|im_end|>")
+        assert end is not None
+        self._end = end
 
     def reply(self, prompt: str) -> str:
         if sum_ := re.search(r"Add (\d+) and (\d+)", prompt):

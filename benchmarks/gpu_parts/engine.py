@@ -115,7 +115,7 @@ def _prompt_logprobs(engine: EmbeddedEngine, tokens: list[int]) -> list[float]:
 
 
 def _run(engine: EmbeddedEngine, requests: list[GenerateRequest], *, whole: bool = False) -> list[Any]:
-    done = {}
+    done: dict[int, Any] = {}
     for number, request in enumerate(requests):
         engine.add(request, str(number))
     while not engine.idle:

@@ -61,7 +61,7 @@ def check(shape: str, device: str = "cuda") -> list[Row]:
     config = config_from_hf({"bos_token_id": None, "eos_token_id": None, **SHAPES[shape]})
     source = make_model(config, device)
     reference = copy_of(source, torch.float32, "cpu")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dtype in TOLERANCES:
         rows += compare(copy_of(source, dtype, device), reference)
     return rows

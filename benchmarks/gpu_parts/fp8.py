@@ -87,10 +87,10 @@ def products() -> dict[str, Any]:
         g, gc, xc = quantize_1x128(grad), quantize_columns(grad), quantize_columns(x)
         ms = {
             "bf16": _milliseconds(lambda x=x, w=weight: x @ w.T),
-            "fp8": _milliseconds(lambda a=a, b=b: fp8_matmul(*a, *b, torch.bfloat16)),
+            "fp8": _milliseconds(lambda a=a, b=b: fp8_matmul(*a, *b, torch.bfloat16)),  # type: ignore[call-arg]
             "fp8_triton": _milliseconds(lambda a=a, b=b: _triton(*a, *b, torch.bfloat16)),
-            "fp8_dx": _milliseconds(lambda a=g, b=bt: fp8_matmul(*a, *b, torch.bfloat16)),
-            "fp8_dw": _milliseconds(lambda a=gc, b=xc: fp8_matmul(*a, *b, torch.float32)),
+            "fp8_dx": _milliseconds(lambda a=g, b=bt: fp8_matmul(*a, *b, torch.bfloat16)),  # type: ignore[call-arg]
+            "fp8_dw": _milliseconds(lambda a=gc, b=xc: fp8_matmul(*a, *b, torch.float32)),  # type: ignore[call-arg]
             "bf16_dw": _milliseconds(lambda x=x, g=grad: torch.mm(g.T, x, out_dtype=torch.float32)),
             "quantize_x": _milliseconds(lambda x=x: quantize_1x128(x)),
             "quantize_x_columns": _milliseconds(lambda x=x: quantize_columns(x)),
@@ -103,7 +103,7 @@ def products() -> dict[str, Any]:
     for rows, inputs, outputs in NARROW:
         x, weight = _normal(rows, inputs), _normal(outputs, inputs)
         a, b = quantize_1x128(x), quantize_128x128(weight, x.dtype)
-        us = {
+        us: dict[str, Any] = {
             "bf16": 1000 * _milliseconds(lambda x=x, w=weight: x @ w.T, graph=True),
             "quantize": 1000 * _milliseconds(lambda x=x: quantize_1x128(x), graph=True),
             "floor_fp8": weight.numel() / 4.3e6,

@@ -28,14 +28,14 @@ def main() -> None:
                         continue
 
                     def work(n=tile_n, s=splits, w=warps, g=stages, a=a, b=b, m=rows):  # type: ignore[no-untyped-def]
-                        return tiled_matmul(*a, *b, torch.bfloat16, n, m, s, warps=w, stages=g)
+                        return tiled_matmul(*a, *b, torch.bfloat16, n, m, s, warps=w, stages=g)  # type: ignore[call-arg, arg-type]
 
                     try:
                         us = 1000 * _milliseconds(work, graph=True)
                         found.append((us, f"{tile_n}/{warps}/{stages}/{splits}"))
                     except Exception as error:
                         found.append((1e9, f"{tile_n}/{warps}/{stages}/{splits} {str(error)[:40]}"))
-            now = 1000 * _milliseconds(lambda a=a, b=b: fp8_matmul(*a, *b, torch.bfloat16), graph=True)
+            now = 1000 * _milliseconds(lambda a=a, b=b: fp8_matmul(*a, *b, torch.bfloat16), graph=True)  # type: ignore[call-arg]
             best = " ".join(f"{us:.1f}={name}" for us, name in sorted(found)[:6])
             print(
                 f"{rows}x{inputs}x{outputs} floor {inputs * outputs / 4.3e6:.1f}; now {now:.1f}; best {best}",

@@ -64,7 +64,7 @@ def compare(trainer: DecoderLM, sampled: list[Sampled]) -> dict[str, float]:
     }
 
 
-def settings_of(engine: str, compute: str, options: argparse.Namespace, folder: Path) -> ServeSettings:
+def settings_of(engine: Any, compute: Any, options: argparse.Namespace, folder: Path) -> ServeSettings:
     own = {"attention_config": {"backend": "FLASH_ATTN"}, "enforce_eager": True} if options.device == "cuda" else {}
     return ServeSettings(
         model=ModelSettings(path=str(folder), dtype=options.dtype),

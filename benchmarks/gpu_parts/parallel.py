@@ -35,7 +35,7 @@ WARM_UP = 2048
 LONG = replace(LARGE, max_len=131_072)
 MOE = ModelConfig(
     width=2048, layers=6, heads=32, kv_heads=4, mlp_width=6144, experts=128, experts_per_token=8, expert_width=768,
-    normalize_gates=True, **{**QWEN3, "family": "qwen3_moe", "tied": False},
+    normalize_gates=True, **QWEN3 | {"family": "qwen3_moe", "tied": False},
 )  # fmt: skip
 """Qwen3-30B-A3B with 6 of its 48 layers: 4.4 billion weights, whose training fits one GPU."""
 
@@ -68,9 +68,11 @@ class Step:
 
     def tiny(self) -> "Step":
         """The same with a model and samples that a CPU can compute."""
-        experts = {"experts": 8, "experts_per_token": 2, "expert_width": 32} if self.shape.experts else {}
-        sizes = {"vocab_size": 512, "width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
-        return replace(self, shape=replace(self.shape, **sizes, mlp_width=96, **experts), seq_len=256)
+        experts: dict[str, Any] = (
+            {"experts": 8, "experts_per_token": 2, "expert_width": 32} if self.shape.experts else {}
+        )
+        sizes: dict[str, Any] = {"vocab_size": 512, "width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+        return replace(self, shape=replace(self.shape, mlp_width=96, **sizes | experts), seq_len=256)
 
 
 STEPS = {

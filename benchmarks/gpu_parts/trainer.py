@@ -30,7 +30,14 @@ from headway.trainer.state import TrainState, make_state
 from headway.trainer.step import Stepper
 from headway.transport.rollouts import RankBatch
 
-QWEN3 = {"family": "qwen3", "vocab_size": 151_936, "head_dim": 128, "rope_theta": 1e6, "tied": True, "max_len": 65_536}
+QWEN3: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 151_936,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "tied": True,
+    "max_len": 65_536,
+}
 SMALL = ModelConfig(width=1024, layers=28, heads=16, kv_heads=8, mlp_width=3072, **QWEN3)
 LARGEST = ModelConfig(width=4096, layers=36, heads=32, kv_heads=8, mlp_width=12_288, **QWEN3 | {"tied": False})
 LARGE = ModelConfig(width=2560, layers=36, heads=32, kv_heads=8, mlp_width=9728, **QWEN3)

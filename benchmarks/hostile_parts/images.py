@@ -150,7 +150,8 @@ def chat(role: str, parts: list[Any]) -> Request:
 
 @cache
 def placeholder() -> int:
-    token: int = tiny_tokenizer(vision=True).token_to_id("<|image_pad|>")
+    token = tiny_tokenizer(vision=True).token_to_id("<|image_pad|>")
+    assert token is not None
     return token
 
 

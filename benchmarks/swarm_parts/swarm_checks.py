@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> None:
     }
     light = (Form(model.config.vocab_size), Termination(stops))
     shown: dict[str, dict[str, object]] = {}
-    precisions: list[Precision] = (options.precisions or PRECISIONS[options.engine]).split(",")
+    precisions: list[Precision] = (options.precisions or PRECISIONS[options.engine]).split(",")  # type: ignore[assignment]
     for precision in precisions:
         trusted = of_precision(model, precision)
         models = {"": trusted} | {name: of_precision(each, precision) for name, each in changed.items()}

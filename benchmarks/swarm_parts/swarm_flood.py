@@ -235,7 +235,7 @@ def main(arguments: list[str]) -> None:
     text = json.dumps(found, indent=1)
     options.results.write_text(text + "\n")
     print(text)
-    honest, answers = Counter(found["honest"]), Counter(found["answers"])  # type: ignore[arg-type]
+    honest, answers = Counter(found["honest"]), Counter(found["answers"])  # type: ignore[call-overload]
     refused = sum(count for what, count in honest.items() if what.startswith("refused"))
     grown = found["memory_after"] - found["memory_before"]  # type: ignore[operator]
     sys.exit(int(bool(answers["accepted"] or refused or grown > MOST_GROWTH or not honest["accepted"])))

@@ -22,10 +22,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -245,9 +246,9 @@ def judged(run: RealRun, names: list[str]) -> dict[str, object]:
     }
 
 
-def accepted_by_worker(run: RealRun, workers: dict[str, object]) -> dict[str, int]:
+def accepted_by_worker(run: RealRun, workers: Mapping[str, Any]) -> dict[str, int]:
     keys = {path.parent.name: SigningKey.open(path).public.hex() for path in run.folder.glob("*/worker.key")}
-    return {name: workers[key].accepted for name, key in sorted(keys.items()) if key in workers}  # type: ignore[attr-defined]
+    return {name: workers[key].accepted for name, key in sorted(keys.items()) if key in workers}
 
 
 def steps_of(paths: RunPaths) -> list[int]:

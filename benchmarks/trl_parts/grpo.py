@@ -12,7 +12,7 @@ from datasets import Dataset
 from stories import PROMPTS, score
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]

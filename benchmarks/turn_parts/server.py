@@ -29,6 +29,7 @@ class ScriptedEngine(BaseEngine[AdapterTable]):
     """Answers at once, in chunks as a real engine would."""
 
     max_model_len = CONTEXT
+    max_running, max_adapters = 1 << 16, 0
 
     def __init__(self) -> None:
         super().__init__(AdapterTable(), 0, "scripted")
@@ -60,9 +61,10 @@ class ScriptedEngine(BaseEngine[AdapterTable]):
     def _reply(self) -> list[int]:
         self._replies += 1
         call = f'<tool_call>\n{{"name": "look", "arguments": {{"page": {self._replies}}}}}\n</tool_call>'
-        ids = self.tokenizer.encode(call, add_special_tokens=False).ids
+        ids, end = self.tokenizer.encode(call, add_special_tokens=False).ids, self.tokenizer.token_to_id("<|im_end|>")
+        assert end is not None
         text = "." * (REPLY - len(ids) - 1)
-        return [*self.tokenizer.encode(text).ids, *ids, self.tokenizer.token_to_id("<|im_end|>")]
+        return [*self.tokenizer.encode(text).ids, *ids, end]
 
     def abort(self, request_id: str) -> bool:
         return False
