@@ -56,7 +56,7 @@ def make_source(folder: Path, megabytes: int) -> str:
             file.write(chance.randbytes(1_000_000))
     store = ShardStore(folder / "shards", RUN_KEY.public)
     manifest = make_manifest("bench", 1, "f", files)
-    for index, data in enumerate(cut(files, manifest.files, manifest.shard_bytes)):
+    for index, data in enumerate(cut(files, manifest)):
         path = store.shard(1, index)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -117,10 +117,10 @@ async def be_worker(folder: Path, source: str, relays: list[str]) -> None:
         downloader = Downloader(mirrors, ShardStore(folder / "shards", RUN_KEY.public))
         await downloader.fetch(1)
     ended = time.time()
-    downloader.store.assemble(1, folder / "version")
+    version = downloader.store.assemble(1)
     shards = [mirror.shards for mirror in (mirrors.source, *mirrors.relays)]
     cpu = time.process_time() - imported
-    print(json.dumps({"ended": ended, "cpu": cpu, "hash": hash_of(folder / "version" / "weights"), "shards": shards}))
+    print(json.dumps({"ended": ended, "cpu": cpu, "hash": hash_of(version / "weights"), "shards": shards}))
 
 
 def start(role: str, *arguments: object) -> "subprocess.Popen[str]":

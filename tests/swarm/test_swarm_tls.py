@@ -47,7 +47,7 @@ def make_service(folder: Path) -> SwarmService:
     store = ShardStore(folder / "shards", RUN_KEY.public)
     manifest = make_manifest("a-run", 1, "f", folder / "files", 1000)
     store.add(msgspec.msgpack.encode(RUN_KEY.sign(manifest)))
-    for index, data in enumerate(cut(folder / "files", manifest.files, 1000)):
+    for index, data in enumerate(cut(folder / "files", manifest)):
         store.put(1, index, data)
     terms = RunTerms("a-run", b"s" * 32, "text", [Task("0", {})], 1, SamplingParams(max_tokens=4), 64)
     verifier = Verifier((), NoPlayer(), lambda *_: pytest.fail("nothing is contributed here"))

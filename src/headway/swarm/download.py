@@ -122,11 +122,13 @@ class Downloader:
         return manifest
 
     async def fetch(self, version: int) -> WeightManifest:
-        """Fetch all shards of a version that are missing. Raises SourceError where one can't be had now, and
-        RefusedError where the source has it no more."""
-        manifest = await self.manifest(version)
+        """Fetch all shards of a version that neither it nor another version here has. Raises SourceError where one
+        can't be had now, and RefusedError where the source has it no more."""
+        manifest, began = await self.manifest(version), time.monotonic()
+        await asyncio.to_thread(self.store.adopt, version)
         # In the same order as everyone else: a relay has the beginning first, and workers wait only where it ends.
         left = self.store.missing(version)[::-1]
+        size = sum(manifest.sizes[index] for index in left)
         # Waiting for other relays must not hold up the share that they wait for.
         own = [index for index in left if self._is_own(index)]
         parts = (own, [index for index in left if not self._is_own(index)])
@@ -141,6 +143,9 @@ class Downloader:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if size:
+            seconds = time.monotonic() - began
+            logger.info("version %d is here: fetched %d of %d bytes in %.1f s", version, size, manifest.size, seconds)
         return manifest
 
     def _is_own(self, index: int) -> bool:
@@ -156,7 +161,7 @@ class Downloader:
             began = time.monotonic()
             mirror = self.mirrors.source if self._is_own(index) else self.mirrors.choose(began)
             try:
-                data = await mirror.peer.shard(manifest.version, index, manifest.shard_size(index))
+                data = await mirror.peer.shard(manifest.version, index, manifest.sizes[index])
             except NotYetError as error:
                 failure = str(error)
                 if time.monotonic() > give_up:  # others may have it, or the source must send it once more

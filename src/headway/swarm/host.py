@@ -23,6 +23,7 @@ from headway.swarm.demand import Demand
 from headway.swarm.desk import Desk
 from headway.swarm.keys import SigningKey
 from headway.swarm.ledger import Ledger
+from headway.swarm.manifest import HashedFolder
 from headway.swarm.orders import Contribution, RunTerms
 from headway.swarm.play import PoolPlayer
 from headway.swarm.service import SwarmService
@@ -56,7 +57,7 @@ class SwarmHost:
         self.key = SigningKey.open(paths.swarm / "run.key")
         self._spool, self._store = Spool(paths), ShardStore(paths.swarm / "shards", self.key.public)
         base = resolve_model(settings.model.path, settings.model.family)
-        self._versions = VersionFolders(paths.swarm / "versions", base)
+        self._versions = VersionFolders(paths.swarm / "versions", base, settings.model.lora)
         self._env = env.name or env.id
         environment = load_environment(env.id, env.args)
         tasks = tasks_of(environment)
@@ -139,7 +140,24 @@ class SwarmHost:
 
     def _fetch(self, update: WeightUpdate) -> None:
         folder = self._versions.fetch(update)
-        publish_folder(self._store, self.key, self.run, update.version, update.fingerprint, folder)
+        publish_folder(
+            self._store,
+            self.key,
+            self.run,
+            update.version,
+            update.fingerprint,
+            folder,
+            adapter=self._versions.adapter_terms(),
+            before=self._hashed_before(update.version),
+        )
+
+    def _hashed_before(self, version: int) -> HashedFolder | None:
+        """Find the newest other version whose folder is here: an adapter's base need not be hashed again."""
+        for other in reversed(self._store.versions()):
+            manifest = self._store.manifest(other)
+            if other != version and manifest is not None and self._versions.path(other).is_dir():
+                return HashedFolder(self._versions.path(other), manifest)
+        return None
 
     def _publish(self, update: WeightUpdate) -> None:
         kept = min(self._settings.orchestrator.max_lag + 1, MOST_VERSIONS)
@@ -167,8 +185,6 @@ def check_swarm(settings: OrchestrateSettings) -> EnvSettings:
         raise UsageError("a swarm draws from all tasks of its environment: leave `task_set` out")
     if settings.model.family is not None or ":" in settings.model.renderer:
         raise UsageError("strangers have no code of yours: a swarm needs a model and a renderer that Headway brings")
-    if settings.model.lora is not None:
-        raise UsageError("a swarm samples from whole models; leave model.lora out")
     return env
 
 

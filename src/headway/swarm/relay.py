@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from pathlib import Path
 
 from aiohttp import web
@@ -58,16 +57,14 @@ class Relay:
         newest = (await self._source.notice()).newest
         if newest < 0 or (store.manifest(newest) is not None and not store.missing(newest)):
             return
-        began = time.monotonic()
         fetching = asyncio.create_task(self.downloader.fetch(newest))
         try:
             while not fetching.done():
                 await asyncio.wait({fetching}, timeout=LOOK_SECONDS)
                 if (await self._source.notice()).oldest > newest:
                     raise SourceError(f"version {newest} is withdrawn before it was here; the next one is fetched")
-            manifest = fetching.result()
+            fetching.result()
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
         store.keep(newest, VERSIONS_KEPT)
-        logger.info("version %d is here: %d bytes in %.1f s", newest, manifest.size, time.monotonic() - began)
