@@ -121,3 +121,5 @@ def test_a_run_trains_on_strangers_alone_while_one_lies_and_one_is_killed(proces
     assert len(records) >= 16 * STEPS and {record.group for record in records} <= accepted
     assert all(record.lag <= MAX_LAG for record in records)
     assert {record.episode.version for record in records} > {0}
+    replay = processes.headway("replay", "replay", str(paths.root), "--no-train")
+    assert replay.wait(120) == 0, processes.log("replay")

@@ -162,8 +162,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
 
 def open_journal(settings: OrchestrateSettings, paths: RunPaths) -> Journal:
     """Open the run's journal, or one that keeps nothing where the settings say so."""
-    # A replay knows nothing of groups that came from outside.
-    megabytes = 0 if settings.orchestrator.swarm else settings.orchestrator.journal_mb
+    megabytes = settings.orchestrator.journal_mb
     file = JournalFile(paths.journal, megabytes << 20) if megabytes else None
     # Ids are unique over processes, and their count within one repeats in a replay.
     return Journal(file, prefix=random_id()[:16], settings=settings.model_dump_json().encode())
