@@ -32,14 +32,14 @@ import msgspec
 from aiohttp import web
 
 from headway.core.processes import free_port
-from headway.swarm.client import Peer
-from headway.swarm.download import Downloader, Mirrors, Share
-from headway.swarm.keys import SigningKey
-from headway.swarm.limits import Limits
-from headway.swarm.manifest import cut, make_manifest
-from headway.swarm.relay import Relay
-from headway.swarm.serving import Bandwidth, Guard, Handler, version_routes
-from headway.swarm.store import ShardStore
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.limits import Limits
+from headway.swarm.weights.download import Downloader, Mirrors, Share
+from headway.swarm.weights.manifest import cut, make_manifest
+from headway.swarm.weights.peer import Peer
+from headway.swarm.weights.relay import Relay
+from headway.swarm.weights.serving import Bandwidth, Guard, Handler, version_routes
+from headway.swarm.weights.store import ShardStore
 
 RESULTS = Path(__file__).parent / "results" / "relays.json"
 RUN_KEY = SigningKey(b"r" * 32)

@@ -21,10 +21,10 @@ from headway.core.errors import HeadwayError
 from headway.core.files import atomic_directory
 from headway.launch.contribute import ContributeOptions, Contributor, LocalEngine
 from headway.models.checkpoints.folders import read_tensors
-from headway.swarm.client import CutOffError
-from headway.swarm.manifest import AdapterTerms
-from headway.swarm.orders import WorkOrder
-from headway.swarm.versions import write_version
+from headway.swarm.messages.orders import WorkOrder
+from headway.swarm.weights.manifest import AdapterTerms
+from headway.swarm.weights.peer import CutOffError
+from headway.swarm.weights.versions import write_version
 
 Change = Callable[[Tensor], Tensor]
 

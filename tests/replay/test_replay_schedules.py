@@ -24,7 +24,7 @@ from headway.replay.decisions import LifeReplay
 from headway.replay.lives import Life, read_history
 from headway.replay.why import explain_step
 from headway.replay.world import DivergedError, NoMetrics, NothingRuns, ReplayFleet, ReplayJournal, StateOf
-from headway.swarm.spool import Spool, VerifiedGroup
+from headway.swarm.work.spool import Spool, VerifiedGroup
 
 
 def replay(world: World, life: Life) -> list[NextBatch]:

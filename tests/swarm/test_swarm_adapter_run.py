@@ -9,7 +9,7 @@ from test_swarm_run import LOTTERY, RUN_FLAGS, Processes, until
 
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
-from headway.swarm.audit import audit_ledger
+from headway.swarm.trust.audit import audit_ledger
 
 STEPS = 4
 

@@ -15,12 +15,19 @@ from headway.core.protocol import WeightUpdate
 from headway.models.adapters.lora import adapter_tensors, apply_lora
 from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
-from headway.swarm.download import Downloader, Mirrors
-from headway.swarm.manifest import HashedFolder, WeightManifest
-from headway.swarm.relay import Relay
-from headway.swarm.shards import shard_sizes
-from headway.swarm.store import ShardStore, publish_folder
-from headway.swarm.versions import ADAPTER, VersionFolders, update_of, verify_tensors, write_tensors, write_version
+from headway.swarm.weights.download import Downloader, Mirrors
+from headway.swarm.weights.manifest import HashedFolder, WeightManifest
+from headway.swarm.weights.relay import Relay
+from headway.swarm.weights.shards import shard_sizes
+from headway.swarm.weights.store import ShardStore, publish_folder
+from headway.swarm.weights.versions import (
+    ADAPTER,
+    VersionFolders,
+    update_of,
+    verify_tensors,
+    write_tensors,
+    write_version,
+)
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 

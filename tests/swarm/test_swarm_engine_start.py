@@ -12,13 +12,13 @@ from headway.launch import contribute
 from headway.launch.contribute import ContributeOptions, Contributor, EngineStartError
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.tiny import resolve_model
-from headway.swarm.api import SwarmTerms
-from headway.swarm.desk import Desk
-from headway.swarm.ledger import Ledger
-from headway.swarm.service import SwarmService
-from headway.swarm.store import ShardStore, publish_folder
-from headway.swarm.verifier import Verifier
-from headway.swarm.versions import verify_tensors, write_version
+from headway.swarm.messages.api import SwarmTerms
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.trust.verifier import Verifier
+from headway.swarm.weights.store import ShardStore, publish_folder
+from headway.swarm.weights.versions import verify_tensors, write_version
+from headway.swarm.work.desk import Desk
+from headway.swarm.work.service import SwarmService
 
 
 def open_service(folder: Path) -> SwarmService:

@@ -13,10 +13,10 @@ import pytest
 
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
-from headway.swarm.audit import audit_ledger
-from headway.swarm.events import Judged
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import read_ledger
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.trust.audit import audit_ledger
+from headway.swarm.trust.events import Judged
+from headway.swarm.trust.ledger import read_ledger
 
 HERE = Path(__file__).parent
 LOTTERY = f"{HERE.parent / 'e2e' / 'lottery.py'}:Lottery"

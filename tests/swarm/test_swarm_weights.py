@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from headway.swarm import download
-from headway.swarm.canonical import InvalidMessageError
-from headway.swarm.client import Peer, RefusedError
-from headway.swarm.download import Downloader, Mirrors, Share
-from headway.swarm.keys import SigningKey
-from headway.swarm.limits import Limits
-from headway.swarm.manifest import (
+from headway.swarm.messages.canonical import InvalidMessageError
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.limits import Limits
+from headway.swarm.messages.signing import authorization
+from headway.swarm.weights import download
+from headway.swarm.weights.download import Downloader, Mirrors, Share
+from headway.swarm.weights.manifest import (
     VersionFile,
     WeightManifest,
     cut,
@@ -25,11 +25,11 @@ from headway.swarm.manifest import (
     open_manifest,
     write_file,
 )
-from headway.swarm.relay import Relay
-from headway.swarm.serving import Bandwidth, Guard, Handler, version_routes
-from headway.swarm.shards import fitting_shard
-from headway.swarm.signing import authorization
-from headway.swarm.store import ShardStore
+from headway.swarm.weights.peer import Peer, RefusedError
+from headway.swarm.weights.relay import Relay
+from headway.swarm.weights.serving import Bandwidth, Guard, Handler, version_routes
+from headway.swarm.weights.shards import fitting_shard
+from headway.swarm.weights.store import ShardStore
 
 RUN_KEY, WORKER = SigningKey(b"r" * 32), SigningKey(b"w" * 32)
 SHARD = 1000

@@ -28,14 +28,15 @@ from headway.models.checkpoints.folders import copy_companions
 from headway.orchestrator.run import open_session
 from headway.rendering.load import load_renderer
 from headway.rendering.tokenizer import tokenizer_fingerprint
-from headway.swarm.api import Answer, SwarmTerms
-from headway.swarm.client import CutOffError, Peer, Retry, SourceError, SwarmClient
-from headway.swarm.download import Downloader, Mirrors
-from headway.swarm.keys import SigningKey
-from headway.swarm.manifest import AdapterTerms
-from headway.swarm.orders import Contribution, Precision, WorkOrder
-from headway.swarm.store import ShardStore
-from headway.swarm.versions import adapter_update_of, update_of, verify_tensors
+from headway.swarm.messages.api import Answer, SwarmTerms
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.orders import Contribution, Precision, WorkOrder
+from headway.swarm.weights.download import Downloader, Mirrors
+from headway.swarm.weights.manifest import AdapterTerms
+from headway.swarm.weights.peer import CutOffError, Peer, Retry, SourceError
+from headway.swarm.weights.store import ShardStore
+from headway.swarm.weights.versions import adapter_update_of, update_of, verify_tensors
+from headway.swarm.work.client import SwarmClient
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.swarm_intake import SwarmIntake
 from headway.orchestrator.wiring import make_orchestrator
 from headway.rendering.base import Renderer
-from headway.swarm.spool import Spool
+from headway.swarm.work.spool import Spool
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
 from headway.transport.tenants.tenancy import read_tenancy

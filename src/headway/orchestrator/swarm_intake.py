@@ -10,7 +10,7 @@ from headway.core.journal import Arrived, Discarded
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.staleness import too_old
 from headway.orchestrator.loop import Orchestrator
-from headway.swarm.spool import Spool, VerifiedGroup, read_group
+from headway.swarm.work.spool import Spool, VerifiedGroup, read_group
 
 logger = logging.getLogger(__name__)
 
