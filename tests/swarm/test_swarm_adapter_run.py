@@ -24,7 +24,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 @pytest.mark.slow
 def test_strangers_sample_and_are_verified_with_the_adapter(processes: Processes) -> None:
     paths = RunPaths(processes.folder / "outputs" / "swarm")
-    # A high rate, so that another version's adapter would be refused.
+    # A high rate, so that adapters change much from version to version.
     lora = ("--model.lora.rank", "4", "--trainer.optim.lr", "1e-2", "--max_steps", str(STEPS))
     run = processes.headway("rl", "rl", *RUN_FLAGS, *lora)
     until((paths.config / "orchestrator.toml").is_file)

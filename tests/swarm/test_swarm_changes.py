@@ -12,8 +12,11 @@ from torch import Tensor
 from headway.config.shared import LoraSettings
 from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
-from headway.models.adapters.lora import adapter_tensors, apply_lora
+from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter, merge_adapter
+from headway.models.attention import PackedPlan
 from headway.models.checkpoints.folders import load_model
+from headway.models.decoder import DecoderLM
+from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
 from headway.swarm.weights.download import Downloader, Mirrors
 from headway.swarm.weights.manifest import HashedFolder, WeightManifest
@@ -44,6 +47,12 @@ def publish(store: ShardStore, folder: Path, version: int) -> WeightManifest:
     folder.mkdir()
     fingerprint = write_version(folder, resolve_model("tiny"), version, tensors_of(version))
     return publish_folder(store, RUN_KEY, "a-run", version, fingerprint, folder)
+
+
+@torch.no_grad()
+def logits_of(model: DecoderLM) -> Tensor:
+    plan = PackedPlan([5], torch.device("cpu"))
+    return model.logits(model(PackedTokens(torch.arange(5), plan.positions, plan)).hidden_TD)
 
 
 def test_shards_end_where_large_tensors_end(tmp_path: Path) -> None:
@@ -115,7 +124,7 @@ def test_of_an_adapter_only_the_adapter_is_fetched(tmp_path: Path) -> None:
         """Publish an adapter as the trainer does."""
         folder = tmp_path / f"trainer-{version}"
         folder.mkdir()
-        fingerprint = write_tensors(folder, version, {n: t + version for n, t in adapter_tensors(model)})
+        fingerprint = write_tensors(folder, version, {n: t + 0.02 * version for n, t in adapter_tensors(model)})
         update = update_of(folder, version, fingerprint)
         update.adapter = "policy"
         return update
@@ -147,7 +156,11 @@ def test_of_an_adapter_only_the_adapter_is_fetched(tmp_path: Path) -> None:
 
     whole, second, third = asyncio.run(main())
     assert whole > 1_900_000 and second < 120_000 and third < 120_000
-    changed = versions.model(3, "float32")
-    assert changed.adapters is not None and changed.adapters.scales == [LORA.alpha / LORA.rank]
+    merged = load_model(base)
+    load_adapter(merged, 0, ((name, tensor + 0.06) for name, tensor in adapter_tensors(model)), LORA)
+    merge_adapter(merged)
+    trusted = logits_of(versions.model(3, "float32"))
+    assert torch.allclose(trusted, logits_of(merged), atol=1e-5)
+    assert not torch.allclose(trusted, logits_of(versions.model(2, "float32")), atol=1e-2)
     with pytest.raises(HeadwayError, match=r"model\.lora"):
         versions.fetch(update_of(tmp_path / "trainer-3", 3, ""))
