@@ -32,14 +32,14 @@ import msgspec
 from aiohttp import web
 
 from headway.core.processes import free_port
-from headway.swarm.client import Peer
-from headway.swarm.download import Downloader, Mirrors, Share
-from headway.swarm.keys import SigningKey
-from headway.swarm.limits import Limits
-from headway.swarm.manifest import cut, make_manifest
-from headway.swarm.relay import Relay
-from headway.swarm.serving import Bandwidth, Guard, Handler, version_routes
-from headway.swarm.store import ShardStore
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.limits import Limits
+from headway.swarm.weights.download import Downloader, Mirrors, Share
+from headway.swarm.weights.manifest import cut, make_manifest
+from headway.swarm.weights.peer import Peer
+from headway.swarm.weights.relay import Relay
+from headway.swarm.weights.serving import Bandwidth, Guard, Handler, version_routes
+from headway.swarm.weights.store import ShardStore
 
 RESULTS = Path(__file__).parent / "results" / "relays.json"
 RUN_KEY = SigningKey(b"r" * 32)
@@ -56,7 +56,7 @@ def make_source(folder: Path, megabytes: int) -> str:
             file.write(chance.randbytes(1_000_000))
     store = ShardStore(folder / "shards", RUN_KEY.public)
     manifest = make_manifest("bench", 1, "f", files)
-    for index, data in enumerate(cut(files, manifest.files, manifest.shard_bytes)):
+    for index, data in enumerate(cut(files, manifest)):
         path = store.shard(1, index)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -117,10 +117,10 @@ async def be_worker(folder: Path, source: str, relays: list[str]) -> None:
         downloader = Downloader(mirrors, ShardStore(folder / "shards", RUN_KEY.public))
         await downloader.fetch(1)
     ended = time.time()
-    downloader.store.assemble(1, folder / "version")
+    version = downloader.store.assemble(1)
     shards = [mirror.shards for mirror in (mirrors.source, *mirrors.relays)]
     cpu = time.process_time() - imported
-    print(json.dumps({"ended": ended, "cpu": cpu, "hash": hash_of(folder / "version" / "weights"), "shards": shards}))
+    print(json.dumps({"ended": ended, "cpu": cpu, "hash": hash_of(version / "weights"), "shards": shards}))
 
 
 def start(role: str, *arguments: object) -> "subprocess.Popen[str]":

@@ -14,7 +14,7 @@ import torch
 from engine_parts.work import SHAPES
 from gpu_parts.engine import make_engine, measure, prompts
 from headway.core.episodes import Node, Trace
-from headway.swarm.rescore import rescore_all
+from headway.swarm.trust.rescore import rescore_all
 
 SEQUENCES, PROMPT, OUTPUT, GROUP, ROUNDS = 256, 64, 512, 16, 5
 

@@ -33,12 +33,12 @@ from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.decoder import DecoderLM
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer
-from headway.swarm.checks.form import Form
-from headway.swarm.checks.numbers import lean_of
-from headway.swarm.checks.termination import Termination
-from headway.swarm.orders import Contribution, Precision, RunTerms, WorkOrder
-from headway.swarm.play import Player
-from headway.swarm.verifier import Verifier, rescore_contribution
+from headway.swarm.messages.orders import Contribution, Precision, RunTerms, WorkOrder
+from headway.swarm.trust.checks.form import Form
+from headway.swarm.trust.checks.numbers import lean_of
+from headway.swarm.trust.checks.termination import Termination
+from headway.swarm.trust.play import Player
+from headway.swarm.trust.verifier import Verifier, rescore_contribution
 
 RESULTS = Path(__file__).parents[1] / "results"
 LEARNING_RATE = 1e-4

@@ -35,21 +35,22 @@ from headway.core.protocol import SamplingParams
 from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer
-from headway.swarm.api import SwarmTerms, WorkRequest
-from headway.swarm.canonical import encode
-from headway.swarm.checks.form import Form
-from headway.swarm.checks.termination import Termination
-from headway.swarm.client import Peer, SourceError, SwarmClient
-from headway.swarm.desk import Desk
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import Ledger
-from headway.swarm.orders import Contribution, RunTerms
-from headway.swarm.play import Player
-from headway.swarm.service import LONGEST_UPLOAD, SwarmService
-from headway.swarm.signing import authorization
-from headway.swarm.site import serve_while
-from headway.swarm.store import ShardStore
-from headway.swarm.verifier import Verifier
+from headway.swarm.messages.api import SwarmTerms, WorkRequest
+from headway.swarm.messages.canonical import encode
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.orders import Contribution, RunTerms
+from headway.swarm.messages.signing import authorization
+from headway.swarm.trust.checks.form import Form
+from headway.swarm.trust.checks.termination import Termination
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.trust.play import Player
+from headway.swarm.trust.verifier import Verifier
+from headway.swarm.weights.peer import Peer, SourceError
+from headway.swarm.weights.store import ShardStore
+from headway.swarm.work.client import SwarmClient
+from headway.swarm.work.desk import Desk
+from headway.swarm.work.service import LONGEST_UPLOAD, SwarmService
+from headway.swarm.work.site import serve_while
 
 RESULTS = Path(__file__).parents[1] / "results" / "swarm_flood.json"
 RUN, CONTEXT, GROUP = "flooded", 128, 4

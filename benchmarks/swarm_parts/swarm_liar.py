@@ -21,9 +21,10 @@ from headway.core.errors import HeadwayError
 from headway.core.files import atomic_directory
 from headway.launch.contribute import ContributeOptions, Contributor, LocalEngine
 from headway.models.checkpoints.folders import read_tensors
-from headway.swarm.client import CutOffError
-from headway.swarm.orders import WorkOrder
-from headway.swarm.versions import write_version
+from headway.swarm.messages.orders import WorkOrder
+from headway.swarm.weights.manifest import AdapterTerms
+from headway.swarm.weights.peer import CutOffError
+from headway.swarm.weights.versions import write_version
 
 Change = Callable[[Tensor], Tensor]
 
@@ -49,7 +50,7 @@ class LyingEngine(LocalEngine):
         self._first: Path | None = None
         self.lies = kind != "older_version"
 
-    async def serve(self, folder: Path, version: int, fingerprint: str) -> None:
+    async def serve(self, folder: Path, version: int, fingerprint: str, adapter: AdapterTerms | None = None) -> None:
         if self._first is None:
             self._first = self._copy(folder, folder, -1, lambda weight: weight)[0]
         change: dict[str, Change] = {"other_weights": noisy, "quantized_weights": rounded}

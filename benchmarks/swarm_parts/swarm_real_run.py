@@ -34,10 +34,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 from headway.core.processes import free_port  # noqa: E402
 from headway.core.records import read_rollouts  # noqa: E402
 from headway.core.runs import RunPaths  # noqa: E402
-from headway.swarm.audit import audit_ledger  # noqa: E402
-from headway.swarm.events import Judged  # noqa: E402
-from headway.swarm.keys import SigningKey  # noqa: E402
-from headway.swarm.ledger import read_ledger  # noqa: E402
+from headway.swarm.messages.keys import SigningKey  # noqa: E402
+from headway.swarm.trust.audit import audit_ledger  # noqa: E402
+from headway.swarm.trust.events import Judged  # noqa: E402
+from headway.swarm.trust.ledger import read_ledger  # noqa: E402
 from namespaces import Host, Network, make_certificates, missing, network  # noqa: E402 - lies there
 
 RESULTS = ROOT / "benchmarks" / "results" / "swarm_run.json"

@@ -9,18 +9,18 @@ from pathlib import Path
 from headway.core.episodes import Episode, Task, Trace
 from headway.core.protocol import SamplingParams
 from headway.plan.virtual_time import run_virtually
-from headway.swarm.api import WorkRequest
-from headway.swarm.canonical import encode
-from headway.swarm.demand import Demand
-from headway.swarm.desk import Desk
-from headway.swarm.keys import SigningKey, open_signed
-from headway.swarm.ledger import Ledger
-from headway.swarm.limits import Limits, TooManyRequestsError
-from headway.swarm.orders import Contribution, RunTerms, WorkOrder
-from headway.swarm.service import ADDRESS_FACTOR, BURST, MOST_NAMES, RATE
-from headway.swarm.trust import LEAST_SHARE, Standing
-from headway.swarm.verdict import Verdict
-from headway.swarm.verifier import Verifier
+from headway.swarm.messages.api import WorkRequest
+from headway.swarm.messages.canonical import encode
+from headway.swarm.messages.keys import SigningKey, open_signed
+from headway.swarm.messages.limits import Limits, TooManyRequestsError
+from headway.swarm.messages.orders import Contribution, RunTerms, WorkOrder
+from headway.swarm.messages.verdict import Verdict
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.trust.standing import LEAST_SHARE, Standing
+from headway.swarm.trust.verifier import Verifier
+from headway.swarm.work.demand import Demand
+from headway.swarm.work.desk import Desk
+from headway.swarm.work.service import ADDRESS_FACTOR, BURST, MOST_NAMES, RATE
 
 RUN, PAUSE = "simulated", 1.0
 LIARS = ("weights", "rewards", "sleeper", "sometimes", "hoarder")

@@ -18,9 +18,9 @@ from headway.launch.contribute import ContributeOptions
 from headway.launch.contribute import LocalEngine as ContributedEngine
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.decoder import DecoderLM
-from headway.swarm.api import SwarmTerms
-from headway.swarm.orders import Precision
-from headway.swarm.versions import write_version
+from headway.swarm.messages.api import SwarmTerms
+from headway.swarm.messages.orders import Precision
+from headway.swarm.weights.versions import write_version
 
 COLDEST = 0.01
 

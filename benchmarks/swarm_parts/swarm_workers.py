@@ -22,10 +22,10 @@ from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.models.registry import load_config
-from headway.swarm.orders import Contribution, Precision, WorkOrder
-from headway.swarm.play import Answer, Player
-from headway.swarm.rescore import rescore
-from headway.swarm.work import fulfil
+from headway.swarm.messages.orders import Contribution, Precision, WorkOrder
+from headway.swarm.trust.play import Answer, Player
+from headway.swarm.trust.rescore import rescore
+from headway.swarm.work.fulfil import fulfil
 
 MOST_NEIGHBOURS = 6
 

@@ -39,12 +39,12 @@ from headway.plan.calibration import Calibration
 from headway.plan.measuring import EngineFigures, TrainerFigures
 from headway.plan.page import plan_routes
 from headway.replay.page import ROUTES
-from headway.swarm import events as swarm_events
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import Ledger
-from headway.swarm.page import swarm_routes
-from headway.swarm.traffic import TrafficFile
-from headway.swarm.verdict import Verdict
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.verdict import Verdict
+from headway.swarm.trust import events as swarm_events
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.work.page import swarm_routes
+from headway.swarm.work.traffic import TrafficFile
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="needs a Chromium on this machine (apt install chromium)"

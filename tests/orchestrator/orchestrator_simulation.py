@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.evaluation import EvalEnv, Round
 from headway.orchestrator.fleet.fleet import Fleet
 from headway.orchestrator.journaling import Journal
-from headway.orchestrator.loop import Orchestrator
+from headway.orchestrator.loop import Orchestrator, first_to_end
 from headway.orchestrator.wiring import make_orchestrator
 from headway.transport.inference import EngineError
 
@@ -319,8 +319,11 @@ def watch_groups(orchestrator: Orchestrator) -> None:
     orchestrator.collector.add = check  # type: ignore[method-assign]
 
 
-async def live(plan: Plan, journal: Path | None = None) -> World:
-    """The whole run, orchestrator crashes included. Raises AssertionError when a rule is broken."""
+async def live(
+    plan: Plan, journal: Path | None = None, beside: Callable[[World], Coroutine[Any, Any, None]] | None = None
+) -> World:
+    """The whole run, orchestrator crashes included, with something `beside` every orchestrator. Raises AssertionError
+    when a rule is broken."""
     world = World(plan)
     trainer = asyncio.ensure_future(world.train())
     crashes = plan.orchestrator_crashes
@@ -331,7 +334,8 @@ async def live(plan: Plan, journal: Path | None = None) -> World:
                 file = JournalFile(journal, 1 << 20) if journal else None
                 orchestrator = world.orchestrator = build(world, file)
                 watch_groups(orchestrator)
-                run = asyncio.ensure_future(orchestrator.run())
+                work = orchestrator.run()
+                run = asyncio.ensure_future(work if beside is None else first_to_end(work, beside(world)))
                 if crashes:
                     crashes -= 1
                     await asyncio.wait([run], timeout=world.rng.random() * 4 * plan.train_seconds)

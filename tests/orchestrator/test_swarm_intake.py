@@ -9,7 +9,7 @@ from headway.core.episodes import Episode, Node, Task, Trace
 from headway.core.runs import RunPaths
 from headway.orchestrator.loop import Orchestrator
 from headway.orchestrator.swarm_intake import SwarmIntake
-from headway.swarm.spool import Spool, VerifiedGroup
+from headway.swarm.work.spool import Spool, VerifiedGroup
 
 SIZE = 4
 

@@ -42,13 +42,6 @@ def test_a_run_that_began_from_a_checkpoint_is_replayed_from_there(tmp_path: Pat
     assert choose_steps(RunPaths(tmp_path), history, 4, 5, train=False) == {5}
 
 
-def test_a_run_of_a_swarm_says_why_it_cannot_be_replayed(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    paths.swarm.mkdir()
-    with pytest.raises(UsageError, match=r"swarm.*keeps no journal.*headway swarm audit"):
-        read_history(paths)
-
-
 def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     with pytest.raises(UsageError, match="there is no journal"):

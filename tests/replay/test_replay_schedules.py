@@ -1,6 +1,8 @@
 """Random schedules on a simulated clock, replayed from their journals: the same decisions and the same batches."""
 
+import asyncio
 import logging
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,19 +10,21 @@ import numpy as np
 import pytest
 from orchestrator_simulation import Plan, World, live, parts
 
-from headway.core.episodes import Episode
+from headway.core.episodes import Episode, Node, Task, Trace
 from headway.core.errors import UsageError
-from headway.core.journal import Opened, read_journal
+from headway.core.journal import Arrived, Discarded, Opened, read_journal
 from headway.core.runs import RunPaths
 from headway.core.streams import streams_of
 from headway.orchestrator.collect.ready import ReadyGroup
-from headway.orchestrator.loop import NextBatch
+from headway.orchestrator.loop import NextBatch, first_to_end
+from headway.orchestrator.swarm_intake import SwarmIntake
 from headway.orchestrator.wiring import make_orchestrator
 from headway.plan.virtual_time import run_virtually
 from headway.replay.decisions import LifeReplay
 from headway.replay.lives import Life, read_history
 from headway.replay.why import explain_step
 from headway.replay.world import DivergedError, NoMetrics, NothingRuns, ReplayFleet, ReplayJournal, StateOf
+from headway.swarm.work.spool import Spool, VerifiedGroup
 
 
 def replay(world: World, life: Life) -> list[NextBatch]:
@@ -59,10 +63,42 @@ def quiet() -> Iterator[None]:
     logging.getLogger("headway").setLevel(logging.NOTSET)
 
 
-def check_schedule(seed: int, folder: Path) -> int:
+class Strangers:
+    """A swarm's service: puts verified groups into the spool at random times, and takes some back later."""
+
+    def __init__(self, plan: Plan, paths: RunPaths) -> None:
+        self._spool, self._plan, self._rng = Spool(paths), plan, random.Random(f"{plan.seed}/strangers")
+        self._put: list[str] = []
+
+    async def work(self, world: World) -> None:
+        assert world.orchestrator is not None
+        await first_to_end(SwarmIntake(world.orchestrator, self._spool).watch(), self._contribute(world))
+
+    async def _contribute(self, world: World) -> None:
+        while True:
+            await asyncio.sleep(self._rng.random() * 0.3)
+            if world.announced is not None:
+                version = max(0, world.announced.version - self._rng.randint(0, 1))
+                self._spool.put(self._group(f"order{len(self._put)}", version))
+            if self._put and self._rng.random() < 0.2:
+                self._spool.drop([self._rng.choice(self._put[-4:])])
+
+    def _group(self, id: str, version: int) -> VerifiedGroup:
+        self._put.append(id)
+        number = self._rng.randrange(5)
+        group = VerifiedGroup(id, "env0", number, version, "worker", [])
+        for index in range(self._plan.group_size):
+            reply = Node(0, [4, 5], logprobs=[-1.0] * 2, versions=[(version, 2)])
+            traces = [Trace(nodes=[Node(-1, [1, 2, 3]), reply], reward=float(self._rng.random() < 0.5))]
+            task = Task(f"env0-{number}")
+            group.episodes.append(Episode(f"{id}-{index}", id, "env0", task, version=version, traces=traces))
+        return group
+
+
+def check_schedule(seed: int, folder: Path, *, swarm: bool = False) -> int:
     """Run a schedule and replay it; the number of its lives that sent something."""
-    paths = RunPaths(folder / str(seed))
-    world = run_virtually(live(Plan(seed), paths.journal))
+    paths, plan = RunPaths(folder / str(seed)), Plan(seed)
+    world = run_virtually(live(plan, paths.journal, Strangers(plan, paths).work if swarm else None))
     history = read_history(paths)
     assert not history.journal.torn and history.steps == sorted(world.sent)
     replayed = [batch for life in history.lives for batch in replay(world, life)]
@@ -77,6 +113,20 @@ def check_schedule(seed: int, folder: Path) -> int:
 def test_schedules_replay_to_the_same_batches(tmp_path: Path) -> None:
     lives = [check_schedule(seed, tmp_path) for seed in range(150)]
     assert max(lives) > 1, "no schedule had a crash between batches"
+
+
+def test_schedules_with_a_swarm_replay_to_the_same_batches(tmp_path: Path) -> None:
+    for seed in range(40):
+        check_schedule(seed, tmp_path, swarm=True)
+    history = [read_history(RunPaths(tmp_path / str(seed))) for seed in range(40)]
+    inputs = [reaction.input for each in history for life in each.lives for reaction in life.reactions]
+    discarded = {input_.cause for input_ in inputs if isinstance(input_, Discarded)}
+    assert discarded == {"refused", "stale"} and any(isinstance(input_, Arrived) for input_ in inputs)
+    trained = [group for each in history for life in each.lives for formed in life.formed() for group in formed.groups]
+    assert any(group.startswith("=order") for group in trained) and any(group[0] != "=" for group in trained)
+    for each, seed in zip(history, range(40), strict=True):
+        for step in each.steps:
+            assert explain_step(RunPaths(tmp_path / str(seed)), each, step)
 
 
 def test_a_journal_that_ends_anywhere_replays_up_to_there(tmp_path: Path) -> None:

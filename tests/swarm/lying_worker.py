@@ -8,7 +8,7 @@ import msgspec
 
 from headway.core.episodes import Episode, Node
 from headway.launch.contribute import ContributeOptions, Contributor
-from headway.swarm.orders import WorkOrder
+from headway.swarm.messages.orders import WorkOrder
 
 
 class Liar(Contributor):

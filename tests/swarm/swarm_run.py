@@ -15,8 +15,8 @@ from headway.envs.bundled.reverse_text import ReverseText  # noqa: E402
 from headway.models.decoder import DecoderLM  # noqa: E402
 from headway.models.tiny import resolve_model  # noqa: E402
 from headway.rendering.load import load_renderer  # noqa: E402
-from headway.swarm.orders import RunTerms, WorkOrder  # noqa: E402
-from headway.swarm.play import Player  # noqa: E402
+from headway.swarm.messages.orders import RunTerms, WorkOrder  # noqa: E402
+from headway.swarm.trust.play import Player  # noqa: E402
 
 CONTEXT = 128
 

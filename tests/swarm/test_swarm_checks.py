@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from headway.core.episodes import Episode, EpisodeError, Node, Task, Trace
 from headway.core.messages import Message
 from headway.core.protocol import SamplingParams
-from headway.swarm.checks.base import Claim, Evidence, PlayedClaim
-from headway.swarm.checks.form import Form
-from headway.swarm.checks.numbers import Logprobs, Ranks, SeededDraws, lean_of
-from headway.swarm.checks.replay import PlayedAgain
-from headway.swarm.checks.termination import Termination
-from headway.swarm.orders import Contribution, RunTerms, WorkOrder
-from headway.swarm.rescored import Rescored
+from headway.swarm.messages.orders import Contribution, RunTerms, WorkOrder
+from headway.swarm.trust.checks.base import Claim, Evidence, PlayedClaim
+from headway.swarm.trust.checks.form import Form
+from headway.swarm.trust.checks.numbers import Logprobs, Ranks, SeededDraws, lean_of
+from headway.swarm.trust.checks.replay import PlayedAgain
+from headway.swarm.trust.checks.termination import Termination
+from headway.swarm.trust.rescored import Rescored
 
 STOP, VOCAB, TOKENS = 9, 10, 4
 TERMS = RunTerms("run", b"s" * 32, "env", [Task("t", {"n": 1})], 2, SamplingParams(max_tokens=TOKENS), 16)

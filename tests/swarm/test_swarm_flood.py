@@ -13,11 +13,12 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "swarm_parts"))
 from aiohttp import web  # noqa: E402
 from swarm_flood import RUN, FloodedRun, flood, session_at, work  # noqa: E402 - lies there
 
-from headway.swarm.canonical import encode  # noqa: E402
-from headway.swarm.client import Peer, SwarmClient  # noqa: E402
-from headway.swarm.keys import SigningKey  # noqa: E402
-from headway.swarm.service import SwarmService  # noqa: E402
-from headway.swarm.signing import authorization  # noqa: E402
+from headway.swarm.messages.canonical import encode  # noqa: E402
+from headway.swarm.messages.keys import SigningKey  # noqa: E402
+from headway.swarm.messages.signing import authorization  # noqa: E402
+from headway.swarm.weights.peer import Peer  # noqa: E402
+from headway.swarm.work.client import SwarmClient  # noqa: E402
+from headway.swarm.work.service import SwarmService  # noqa: E402
 from headway.transport.control.tokens import TOKEN  # noqa: E402
 
 A, B = SigningKey(b"a" * 32), SigningKey(b"b" * 32)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
 from headway.core.protocol import SamplingParams
-from headway.swarm.canonical import InvalidMessageError, decode, encode
-from headway.swarm.keys import Signed, SigningKey, open_signed
-from headway.swarm.orders import RunTerms, check_sampling
+from headway.swarm.messages.canonical import InvalidMessageError, decode, encode
+from headway.swarm.messages.keys import Signed, SigningKey, open_signed
+from headway.swarm.messages.orders import RunTerms, check_sampling
 
 TASKS = [Task(str(i), {"word": "abc", "n": i}) for i in range(50)]
 KEY = SigningKey(b"k" * 32)

@@ -4,12 +4,12 @@ from collections import Counter
 from pathlib import Path
 
 from headway.core.runs import RunPaths
-from headway.swarm.events import Judged, Opened, Ordered
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import Ledger
-from headway.swarm.page import SwarmPage
-from headway.swarm.traffic import TrafficFile
-from headway.swarm.verdict import Verdict
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.verdict import Verdict
+from headway.swarm.trust.events import Judged, Opened, Ordered
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.work.page import SwarmPage
+from headway.swarm.work.traffic import TrafficFile
 
 KEY = SigningKey(b"r" * 32)
 

@@ -9,7 +9,7 @@ from swarm_run import Swarm, make_swarm
 from headway.config.orchestrator import EnvSettings
 from headway.core.episodes import Episode
 from headway.models.tiny import resolve_model
-from headway.swarm.play import NotJudgedError, PoolPlayer
+from headway.swarm.trust.play import NotJudgedError, PoolPlayer
 
 ENVIRONMENT = f"{Path(__file__).parent / 'patient_text.py'}:PatientText"
 

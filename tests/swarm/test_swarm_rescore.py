@@ -7,8 +7,8 @@ import torch
 from headway.core.episodes import Node, Trace
 from headway.models.build import build_model
 from headway.models.config import ModelConfig
-from headway.swarm import rescore as rescoring
-from headway.swarm.rescore import rescore, rescore_all
+from headway.swarm.trust import rescore as rescoring
+from headway.swarm.trust.rescore import rescore, rescore_all
 
 COLUMNS = ("claimed", "logprobs", "noise", "low", "high", "rank", "rank_variance")
 

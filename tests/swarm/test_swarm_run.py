@@ -13,10 +13,10 @@ import pytest
 
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
-from headway.swarm.audit import audit_ledger
-from headway.swarm.events import Judged
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import read_ledger
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.trust.audit import audit_ledger
+from headway.swarm.trust.events import Judged
+from headway.swarm.trust.ledger import read_ledger
 
 HERE = Path(__file__).parent
 LOTTERY = f"{HERE.parent / 'e2e' / 'lottery.py'}:Lottery"
@@ -121,3 +121,5 @@ def test_a_run_trains_on_strangers_alone_while_one_lies_and_one_is_killed(proces
     assert len(records) >= 16 * STEPS and {record.group for record in records} <= accepted
     assert all(record.lag <= MAX_LAG for record in records)
     assert {record.episode.version for record in records} > {0}
+    replay = processes.headway("replay", "replay", str(paths.root), "--no-train")
+    assert replay.wait(120) == 0, processes.log("replay")

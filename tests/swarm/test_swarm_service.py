@@ -11,19 +11,20 @@ from aiohttp import web
 from swarm_run import Swarm, make_swarm
 
 from headway.core.episodes import Episode
-from headway.swarm import service as service_module
-from headway.swarm.api import SwarmTerms, WorkRequest
-from headway.swarm.canonical import InvalidMessageError, encode
-from headway.swarm.checks.form import Form
-from headway.swarm.checks.termination import Termination
-from headway.swarm.client import CutOffError, Peer, RefusedError, SourceError, SwarmClient
-from headway.swarm.desk import Desk
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import Ledger
-from headway.swarm.service import SwarmService
-from headway.swarm.signing import WINDOW_SECONDS, authorization, verify
-from headway.swarm.store import ShardStore
-from headway.swarm.verifier import Verifier
+from headway.swarm.messages.api import SwarmTerms, WorkRequest
+from headway.swarm.messages.canonical import InvalidMessageError, encode
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.signing import WINDOW_SECONDS, authorization, verify
+from headway.swarm.trust.checks.form import Form
+from headway.swarm.trust.checks.termination import Termination
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.trust.verifier import Verifier
+from headway.swarm.weights.peer import CutOffError, Peer, RefusedError, SourceError
+from headway.swarm.weights.store import ShardStore
+from headway.swarm.work import service as service_module
+from headway.swarm.work.client import SwarmClient
+from headway.swarm.work.desk import Desk
+from headway.swarm.work.service import SwarmService
 
 RUN_KEY = SigningKey(b"r" * 32)
 WORKER, OTHER = SigningKey(b"1" * 32), SigningKey(b"2" * 32)

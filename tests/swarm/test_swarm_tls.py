@@ -14,19 +14,20 @@ from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.errors import UsageError
 from headway.core.protocol import SamplingParams
 from headway.orchestrator.run import open_session
-from headway.swarm.api import SwarmTerms
-from headway.swarm.client import Peer, SourceError, SwarmClient
-from headway.swarm.desk import Desk
-from headway.swarm.download import Downloader, Mirrors
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import Ledger
-from headway.swarm.manifest import cut, make_manifest
-from headway.swarm.orders import RunTerms
-from headway.swarm.relay import Relay
-from headway.swarm.service import SwarmService
-from headway.swarm.site import swarm_tls
-from headway.swarm.store import ShardStore
-from headway.swarm.verifier import Verifier
+from headway.swarm.messages.api import SwarmTerms
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.orders import RunTerms
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.trust.verifier import Verifier
+from headway.swarm.weights.download import Downloader, Mirrors
+from headway.swarm.weights.manifest import cut, make_manifest
+from headway.swarm.weights.peer import Peer, SourceError
+from headway.swarm.weights.relay import Relay
+from headway.swarm.weights.store import ShardStore
+from headway.swarm.work.client import SwarmClient
+from headway.swarm.work.desk import Desk
+from headway.swarm.work.service import SwarmService
+from headway.swarm.work.site import swarm_tls
 from headway.transport.tls import CA_FILE
 from namespaces import Host, make_certificates
 
@@ -47,7 +48,7 @@ def make_service(folder: Path) -> SwarmService:
     store = ShardStore(folder / "shards", RUN_KEY.public)
     manifest = make_manifest("a-run", 1, "f", folder / "files", 1000)
     store.add(msgspec.msgpack.encode(RUN_KEY.sign(manifest)))
-    for index, data in enumerate(cut(folder / "files", manifest.files, 1000)):
+    for index, data in enumerate(cut(folder / "files", manifest)):
         store.put(1, index, data)
     terms = RunTerms("a-run", b"s" * 32, "text", [Task("0", {})], 1, SamplingParams(max_tokens=4), 64)
     verifier = Verifier((), NoPlayer(), lambda *_: pytest.fail("nothing is contributed here"))

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.core.errors import DamagedError, UsageError
-from headway.swarm.audit import audit_ledger
-from headway.swarm.events import CutOff, Event, Judged, Opened, Ordered, Retired
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import Ledger, read_ledger
-from headway.swarm.limits import Limits
-from headway.swarm.trust import CUT_OFF_AT, FORGIVEN_AFTER, LEAST_SHARE, MOST_OPEN, TRIAL, Trust
-from headway.swarm.verdict import Verdict
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.limits import Limits
+from headway.swarm.messages.verdict import Verdict
+from headway.swarm.trust.audit import audit_ledger
+from headway.swarm.trust.events import CutOff, Event, Judged, Opened, Ordered, Retired
+from headway.swarm.trust.ledger import Ledger, read_ledger
+from headway.swarm.trust.standing import CUT_OFF_AT, FORGIVEN_AFTER, LEAST_SHARE, MOST_OPEN, TRIAL, Trust
 
 KEY = SigningKey(b"k" * 32)
 GOOD, UNSEEN = Verdict(True, rescored=True, tokens=10), Verdict(True, tokens=10)

@@ -15,20 +15,20 @@ from headway.core.errors import UsageError
 from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer
-from headway.swarm.api import WorkRequest
-from headway.swarm.audit import audit_ledger
-from headway.swarm.canonical import InvalidMessageError, encode
-from headway.swarm.checks.form import Form
-from headway.swarm.checks.termination import Termination
-from headway.swarm.desk import Desk, Taken
-from headway.swarm.keys import SigningKey, open_signed
-from headway.swarm.ledger import Ledger
-from headway.swarm.limits import Limits, TooManyRequestsError
-from headway.swarm.orders import Contribution, WorkOrder
-from headway.swarm.play import Player
-from headway.swarm.rescore import rescore
-from headway.swarm.verdict import Verdict
-from headway.swarm.verifier import Verifier, rescore_contribution
+from headway.swarm.messages.api import WorkRequest
+from headway.swarm.messages.canonical import InvalidMessageError, encode
+from headway.swarm.messages.keys import SigningKey, open_signed
+from headway.swarm.messages.limits import Limits, TooManyRequestsError
+from headway.swarm.messages.orders import Contribution, WorkOrder
+from headway.swarm.messages.verdict import Verdict
+from headway.swarm.trust.audit import audit_ledger
+from headway.swarm.trust.checks.form import Form
+from headway.swarm.trust.checks.termination import Termination
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.trust.play import Player
+from headway.swarm.trust.rescore import rescore
+from headway.swarm.trust.verifier import Verifier, rescore_contribution
+from headway.swarm.work.desk import Desk, Taken
 
 RUN = SigningKey(b"r" * 32)
 WORKER, OTHER = SigningKey(b"w" * 32), SigningKey(b"o" * 32)

@@ -19,19 +19,19 @@ from headway.launch.contribute import ContributeOptions, Contributor
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.models.tiny import resolve_model
-from headway.swarm.api import SwarmTerms
-from headway.swarm.checks.form import Form
-from headway.swarm.checks.termination import Termination
-from headway.swarm.desk import Desk
-from headway.swarm.keys import SigningKey
-from headway.swarm.ledger import Ledger
-from headway.swarm.orders import WorkOrder
-from headway.swarm.play import Answer
-from headway.swarm.service import SwarmService
-from headway.swarm.store import ShardStore, publish_folder
-from headway.swarm.verifier import Verifier
-from headway.swarm.versions import write_version
-from headway.swarm.work import fulfil
+from headway.swarm.messages.api import SwarmTerms
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.orders import WorkOrder
+from headway.swarm.trust.checks.form import Form
+from headway.swarm.trust.checks.termination import Termination
+from headway.swarm.trust.ledger import Ledger
+from headway.swarm.trust.play import Answer
+from headway.swarm.trust.verifier import Verifier
+from headway.swarm.weights.store import ShardStore, publish_folder
+from headway.swarm.weights.versions import write_version
+from headway.swarm.work.desk import Desk
+from headway.swarm.work.fulfil import fulfil
+from headway.swarm.work.service import SwarmService
 
 RUN_KEY = SigningKey(b"r" * 32)
 HONEST = 3

@@ -11,25 +11,25 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from headway.swarm import download
-from headway.swarm.canonical import InvalidMessageError
-from headway.swarm.client import Peer, RefusedError
-from headway.swarm.download import Downloader, Mirrors, Share
-from headway.swarm.keys import SigningKey
-from headway.swarm.limits import Limits
-from headway.swarm.manifest import (
+from headway.swarm.messages.canonical import InvalidMessageError
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.limits import Limits
+from headway.swarm.messages.signing import authorization
+from headway.swarm.weights import download
+from headway.swarm.weights.download import Downloader, Mirrors, Share
+from headway.swarm.weights.manifest import (
     VersionFile,
     WeightManifest,
     cut,
-    fitting_shard,
-    join,
     make_manifest,
     open_manifest,
+    write_file,
 )
-from headway.swarm.relay import Relay
-from headway.swarm.serving import Bandwidth, Guard, Handler, version_routes
-from headway.swarm.signing import authorization
-from headway.swarm.store import ShardStore
+from headway.swarm.weights.peer import Peer, RefusedError
+from headway.swarm.weights.relay import Relay
+from headway.swarm.weights.serving import Bandwidth, Guard, Handler, version_routes
+from headway.swarm.weights.shards import fitting_shard
+from headway.swarm.weights.store import ShardStore
 
 RUN_KEY, WORKER = SigningKey(b"r" * 32), SigningKey(b"w" * 32)
 SHARD = 1000
@@ -44,13 +44,17 @@ def write_version(folder: Path, seed: int = 0) -> dict[str, bytes]:
     return files
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def filled(folder: Path, version: int = 1, seed: int = 0) -> ShardStore:
     """A store with one version in shards of 1000 bytes."""
     store, source = ShardStore(folder / "shards", RUN_KEY.public), folder / "files"
     write_version(source, seed)
     manifest = make_manifest("a-run", version, "f", source, SHARD)
     store.add(msgspec.msgpack.encode(RUN_KEY.sign(manifest)))
-    for index, data in enumerate(cut(source, manifest.files, SHARD)):
+    for index, data in enumerate(cut(source, manifest)):
         assert store.put(version, index, data)
     return store
 
@@ -59,7 +63,7 @@ class Server:
     """The routes of a store, which count shards and may corrupt or refuse them."""
 
     def __init__(self, store: ShardStore, *, corrupt: bool = False, fails: bool = False) -> None:
-        self.bandwidth, self.asked = Bandwidth(None), 0
+        self.store, self.bandwidth, self.asked = store, Bandwidth(None), 0
         limits = Limits(1e6, 1e6, 100)
         self.app = web.Application(middlewares=[Guard(limits, limits).__call__, self._change])
         self.app.add_routes(version_routes(store, self.bandwidth))
@@ -94,18 +98,20 @@ async def serving(*apps: web.Application) -> AsyncIterator[list[Peer]]:
 def test_files_are_cut_and_joined(tmp_path: Path, shard_bytes: int) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
-    contents = {"a": b"", "b": b"0123456789", "c": b"x" * 23, "d": b""}
+    contents = {"a": b"", "b": b"0123456789", "c/e": b"x" * 23, "d": b""}
+    (tmp_path / "in" / "c").mkdir()
     for name, data in contents.items():
         (tmp_path / "in" / name).write_bytes(data)
     manifest = make_manifest("a-run", 1, "f", tmp_path / "in", shard_bytes)
-    shards = list(cut(tmp_path / "in", manifest.files, shard_bytes))
+    shards = list(cut(tmp_path / "in", manifest))
     assert len(shards) == len(manifest.hashes) and all(manifest.is_shard(i, data) for i, data in enumerate(shards))
-    join(iter(shards), manifest.files, tmp_path / "out")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == contents
+    for name, indices in manifest.shards_by_file():
+        write_file(tmp_path / "out" / name, shards[indices.start : indices.stop])
+    assert files_in(tmp_path / "out") == contents
 
 
 def test_only_the_run_signs_manifests() -> None:
-    good = WeightManifest("a-run", 1, "f", 10, (VersionFile("a", 15),), (b"x" * 32, b"y" * 32))
+    good = WeightManifest("a-run", 1, "f", (VersionFile("a", 2),), (10, 5), (b"x" * 32, b"y" * 32))
     signed = msgspec.msgpack.encode(RUN_KEY.sign(good))
     assert open_manifest(signed, RUN_KEY.public) == good
     wrong = [
@@ -115,11 +121,14 @@ def test_only_the_run_signs_manifests() -> None:
         *(
             msgspec.msgpack.encode(RUN_KEY.sign(msgspec.structs.replace(good, **change)))
             for change in (
-                {"files": (VersionFile("../a", 15),)},
-                {"files": (VersionFile("a", 15), VersionFile("a", 0))},
-                {"files": (VersionFile("a", 40),)},
-                {"files": (VersionFile("a", -1),)},
-                {"shard_bytes": 0},
+                {"files": (VersionFile("../a", 2),)},
+                {"files": (VersionFile("b/../a", 2),)},
+                {"files": (VersionFile("a", 2), VersionFile("a", 0))},
+                {"files": (VersionFile("a", 3),)},
+                {"files": (VersionFile("a", 3), VersionFile("b", -1))},
+                {"sizes": (10, 0)},
+                {"sizes": (10, 1 << 40)},
+                {"sizes": (15,)},
                 {"version": -1},
             )
         ),
@@ -142,11 +151,9 @@ def test_a_liar_and_a_broken_relay_are_left_for_others(tmp_path: Path) -> None:
 
     fetched = asyncio.run(main())
     assert [mirror.lied for mirror in fetched.mirrors.relays] == [True, False, False]
-    fetched.store.assemble(1, tmp_path / "out")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert files == {path.name: path.read_bytes() for path in (tmp_path / "source" / "files").iterdir()}
+    assert files_in(fetched.store.assemble(1)) == files_in(tmp_path / "source" / "files")
     # Each parallel fetch may have asked the liar once before it was found out.
-    assert 1 <= liar.asked <= download.PARALLEL and honest.asked >= 20 and source.asked <= download.PARALLEL
+    assert 1 <= liar.asked <= download.PARALLEL and honest.asked >= 21 and source.asked <= download.PARALLEL
 
 
 def test_a_download_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -171,8 +178,8 @@ def test_a_shard_that_the_disk_changed_is_not_used(tmp_path: Path) -> None:
     store = filled(tmp_path / "source")
     store.shard(1, 3).write_bytes(b"?" * SHARD)
     with pytest.raises(OSError, match="damaged on disk"):
-        store.assemble(1, tmp_path / "out")
-    assert store.missing(1) == [3] and not (tmp_path / "out").exists()
+        store.assemble(1)
+    assert store.missing(1) == [3] and not store.files(1).exists()
 
 
 def test_relays_spare_the_source(tmp_path: Path) -> None:
@@ -239,7 +246,7 @@ def test_a_share_comes_from_the_source_where_its_relay_is_gone(tmp_path: Path) -
             await Downloader(Mirrors.of(peer, [gone]), store, Share(1, count=2)).fetch(1)
             return len(store.missing(1))
 
-    assert asyncio.run(main()) == 0 and broken.asked >= 1 and source.asked == 20
+    assert asyncio.run(main()) == 0 and broken.asked >= 1 and source.asked == 21
 
 
 def test_a_relay_that_does_not_know_a_version_yet_is_asked_for_its_shards(tmp_path: Path) -> None:
@@ -258,7 +265,7 @@ def test_a_relay_that_does_not_know_a_version_yet_is_asked_for_its_shards(tmp_pa
                 return mirrors
 
     mirrors = asyncio.run(main())
-    assert mirrors.source.shards == 0 and mirrors.relays[0].shards == 20
+    assert mirrors.source.shards == 0 and mirrors.relays[0].shards == 21
     assert source.bandwidth.sent == 19_502
 
 

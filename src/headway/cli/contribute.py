@@ -34,7 +34,7 @@ Examples:
 def run(argv: list[str]) -> int:
     from headway.launch.contribute import ContributeOptions, Contributor
     from headway.monitor.logs import setup_logging
-    from headway.swarm.site import until_stopped
+    from headway.swarm.work.site import until_stopped
 
     parser = OptionParser("contribute", folder=Path(FOLDER), env=str, threads=int)
     parser.add_argument("url", type=server_url)

@@ -77,7 +77,7 @@ def page_routes() -> "Routes":
     """Return the routes of pages whose data come from replay, plan and swarm."""
     from headway.plan.page import plan_routes
     from headway.replay.page import ROUTES
-    from headway.swarm.page import swarm_routes
+    from headway.swarm.work.page import swarm_routes
 
     return {**ROUTES, **plan_routes(), **swarm_routes()}
 

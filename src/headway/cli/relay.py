@@ -42,7 +42,7 @@ def share(text: str) -> tuple[int, int]:
 def run(argv: list[str]) -> int:
     from headway.config.shared import TlsSettings
     from headway.monitor.logs import setup_logging
-    from headway.swarm.site import swarm_tls, until_stopped
+    from headway.swarm.work.site import swarm_tls, until_stopped
 
     parser = OptionParser(
         "relay",
@@ -64,11 +64,12 @@ def run(argv: list[str]) -> int:
 
     async def relay() -> None:
         from headway.orchestrator.run import open_session
-        from headway.swarm.client import Peer, SwarmClient
-        from headway.swarm.download import Mirrors, Share
-        from headway.swarm.keys import SigningKey
-        from headway.swarm.relay import Relay
-        from headway.swarm.site import serve_while
+        from headway.swarm.messages.keys import SigningKey
+        from headway.swarm.weights.download import Mirrors, Share
+        from headway.swarm.weights.peer import Peer
+        from headway.swarm.weights.relay import Relay
+        from headway.swarm.work.client import SwarmClient
+        from headway.swarm.work.site import serve_while
 
         key = SigningKey.open(options.folder / "relay.key")
         async with open_session() as session:

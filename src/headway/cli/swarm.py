@@ -51,8 +51,8 @@ def serve(argv: list[str]) -> int:
     from headway.config.orchestrator import OrchestrateSettings
     from headway.monitor.logs import setup_logging
     from headway.monitor.runs import open_run
-    from headway.swarm.host import SwarmHost
-    from headway.swarm.site import serve_while, swarm_tls, until_stopped
+    from headway.swarm.work.host import SwarmHost
+    from headway.swarm.work.site import serve_while, swarm_tls, until_stopped
     from headway.transport.control.tokens import TOKEN, find_token
 
     parser = OptionParser("swarm serve", host="127.0.0.1", megabytes=float)
@@ -75,7 +75,7 @@ def serve(argv: list[str]) -> int:
 
 
 def audit(argv: list[str]) -> int:
-    from headway.swarm.audit import audit_ledger, report_lines
+    from headway.swarm.trust.audit import audit_ledger, report_lines
 
     parser = OptionParser("swarm audit")
     parser.add_argument("ledger", type=Path)
@@ -87,7 +87,7 @@ def audit(argv: list[str]) -> int:
 
 
 def key(argv: list[str]) -> int:
-    from headway.swarm.keys import SigningKey
+    from headway.swarm.messages.keys import SigningKey
 
     parser = OptionParser("swarm key")
     parser.add_argument("file", type=Path)

@@ -234,8 +234,7 @@ class OrchestratorSettings(Settings):
     engines: list[Annotated[str, Field(pattern=r"^https?://[^/\s]+")]] = []
     """Base URLs of engines. Default: those that the run starts."""
     swarm: bool = False
-    """Also train verified groups of a swarm (docs/swarm.md), which `headway swarm serve RUN` brings. Such a run keeps
-    no journal."""
+    """Also train verified groups of a swarm (docs/swarm.md), which `headway swarm serve RUN` brings."""
     max_error_share: float = Field(default=0.9, gt=0, le=1)
     """Stop when more than this share of the last 256 episodes failed."""
     max_empty_batches: int = Field(default=50, ge=1)

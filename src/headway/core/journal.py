@@ -24,7 +24,7 @@ _FRAME_EVENTS = 4096
 
 
 class Event(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One line of a journal. Ids of groups and episodes are without the prefix that `Began` has."""
+    """One line of a journal. Ids of groups and episodes are short: see `short_id`."""
 
 
 class Input(Event):
@@ -93,6 +93,25 @@ class Updated(Input, tag=7):
     """All engines that serve have this version."""
 
     version: int = 0
+
+
+class Arrived(Input, tag=9):
+    """A verified group of a swarm is taken, whole: `size` episodes of this version."""
+
+    group: str = ""
+    env: str = ""
+    task: int = 0
+    version: int = 0
+    size: int = 0
+
+
+class Discarded(Input, tag=10):
+    """A group of a swarm is dropped by `cause`: before it was taken ("stale"), or after that, before it was in a batch
+    ("refused": its worker was found lying)."""
+
+    group: str = ""
+    episodes: int = 0
+    cause: str = ""
 
 
 class Sent(Event, tag=8):
@@ -165,11 +184,21 @@ class Capped(Event, tag=23):
 
 
 AnyEvent = Union[  # noqa: UP007  # msgspec wants the classes, not their base
-    Began, Seen, Finished, Scored, Looked, Pumped, Steered, Updated, Sent, Opened, Cancelled, ClosedEarly, Failed,
-    Judged, Expired, Formed, Capped,
+    Began, Seen, Finished, Scored, Looked, Pumped, Steered, Updated, Sent, Arrived, Discarded, Opened, Cancelled,
+    ClosedEarly, Failed, Judged, Expired, Formed, Capped,
 ]  # fmt: skip
 _decoder: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[AnyEvent])
 _encoder = msgspec.msgpack.Encoder()
+
+
+def short_id(prefix: str, id_: str) -> str:
+    """Return an id without the `prefix` of its process. One that has none, of a swarm, is marked."""
+    return id_[len(prefix) :] if id_.startswith(prefix) else f"={id_}"
+
+
+def full_id(prefix: str, short: str) -> str:
+    """Return the id that `short_id` made shorter."""
+    return short[1:] if short.startswith("=") else prefix + short
 
 
 class JournalFile:

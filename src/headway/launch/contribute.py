@@ -14,27 +14,29 @@ from aiohttp import web
 
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.orchestrator import EnvSettings
-from headway.config.shared import ModelSettings, PlacementSettings
+from headway.config.shared import LoraSettings, ModelSettings, PlacementSettings
 from headway.core.devices import resolve_device, resolve_dtype
 from headway.core.episodes import Episode
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.files import write_atomic
 from headway.envs.registry import known_environments
 from headway.envs.workers.pool import EnvPool
-from headway.inference.engine import Engine
+from headway.inference.engine import Engine, UpdateError
 from headway.inference.serve import load_engine
 from headway.inference.server import ServerContext, build_app
 from headway.models.checkpoints.folders import copy_companions
 from headway.orchestrator.run import open_session
 from headway.rendering.load import load_renderer
 from headway.rendering.tokenizer import tokenizer_fingerprint
-from headway.swarm.api import Answer, SwarmTerms
-from headway.swarm.client import CutOffError, Peer, Retry, SourceError, SwarmClient
-from headway.swarm.download import Downloader, Mirrors
-from headway.swarm.keys import SigningKey
-from headway.swarm.orders import Contribution, Precision, WorkOrder
-from headway.swarm.store import ShardStore
-from headway.swarm.versions import update_of
+from headway.swarm.messages.api import Answer, SwarmTerms
+from headway.swarm.messages.keys import SigningKey
+from headway.swarm.messages.orders import Contribution, Precision, WorkOrder
+from headway.swarm.weights.download import Downloader, Mirrors
+from headway.swarm.weights.manifest import AdapterTerms
+from headway.swarm.weights.peer import CutOffError, Peer, Retry, SourceError
+from headway.swarm.weights.store import ShardStore
+from headway.swarm.weights.versions import adapter_update_of, update_of, verify_tensors
+from headway.swarm.work.client import SwarmClient
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,10 @@ class ContributeOptions:
         return "bfloat16" if resolve_dtype(self.dtype, device) == "bfloat16" else "float32"
 
 
+class EngineStartError(HeadwayError):
+    """The engine of a worker can't start: no order can be answered here."""
+
+
 class LocalEngine:
     """An engine behind the inference protocol, on loopback, for the environment's workers. It draws tokens by the seeds
     of an order, as the run's verifier does."""
@@ -87,20 +93,29 @@ class LocalEngine:
         self._runner: web.AppRunner | None = None
         self.url = ""
 
-    async def serve(self, folder: Path, version: int, fingerprint: str) -> None:
-        """Serve a version from its folder: the weights must have this fingerprint. Raises HeadwayError."""
+    async def serve(self, folder: Path, version: int, fingerprint: str, adapter: AdapterTerms | None = None) -> None:
+        """Serve a version from its folder: the trained tensors must have this fingerprint. Raises HeadwayError, and
+        EngineStartError where there is no engine to serve it."""
         if self._died is not None:
             logger.warning("the engine starts again: %s", self._died)
             await self.close()
         if self._service is None:
-            await self._start(folder)
+            try:
+                await asyncio.to_thread(verify_tensors, folder, fingerprint if adapter is None else adapter.base)
+            except HeadwayError as error:
+                raise UpdateError(f"the weights in {folder} are damaged: {error}") from None
+            await self._start(folder, adapter)
         assert self._service is not None
-        await self._service.update(update_of(folder, version, fingerprint))
+        if adapter is None:
+            await self._service.update(update_of(folder, version, fingerprint))
+        else:
+            await self._service.update(adapter_update_of(folder, version, fingerprint, adapter))
 
-    async def _start(self, folder: Path) -> None:
+    async def _start(self, folder: Path, adapter: AdapterTerms | None) -> None:
         options, terms = self._options, self._terms
+        lora = None if adapter is None else LoraSettings(rank=adapter.rank, alpha=adapter.alpha)
         settings = ServeSettings(
-            model=ModelSettings(path=str(folder), renderer=terms.renderer, dtype=self.precision),
+            model=ModelSettings(path=str(folder), renderer=terms.renderer, dtype=self.precision, lora=lora),
             seq_len=terms.context,
             placement=PlacementSettings(device=options.device),
             inference=inference_settings(options),
@@ -110,8 +125,11 @@ class LocalEngine:
         def on_death(reason: str) -> None:
             loop.call_soon_threadsafe(self._note_death, reason)
 
-        service = await asyncio.to_thread(load_engine, settings, folder, on_death)
-        await service.start()
+        try:
+            service = await asyncio.to_thread(load_engine, settings, folder, on_death)
+            await service.start()
+        except (HeadwayError, OSError) as error:
+            raise EngineStartError(f"the {options.engine} engine of this worker can't start: {error}") from error
         context = ServerContext(
             load_renderer(folder, terms.renderer), loaded=service, tokenizer=tokenizer_fingerprint(folder)
         )
@@ -149,7 +167,8 @@ class Contributor:
         self.key = SigningKey.open(options.folder / "worker.key")
 
     async def run(self) -> None:
-        """Contribute until cancelled. Raises HeadwayError where the run takes nothing more from this key."""
+        """Contribute until cancelled. Raises HeadwayError where the run takes nothing more from this key, or the engine
+        can't start: its order stays in the folder, for the next start."""
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(open_session())
             peer = Peer(self._options.url, session, self.key)
@@ -208,7 +227,7 @@ class Contributor:
             await self._prepare(order, env, terms)
             episodes = await self._play(order)
             answer = await self._upload(Contribution(order.id, self._engine.precision, episodes))
-        except (SourceError, CutOffError):
+        except (SourceError, CutOffError, EngineStartError):
             raise
         except (HeadwayError, OSError) as error:
             self._order_file().unlink(missing_ok=True)
@@ -237,18 +256,21 @@ class Contributor:
 
     async def _prepare(self, order: WorkOrder, env: EnvSettings, terms: SwarmTerms) -> None:
         """Have the order's version served, and workers that play its environment."""
-        folder = self._folder / "versions" / f"v{order.version:06d}"
+        store = self._downloader.store
         manifest = await self._downloader.manifest(order.version)
         if manifest.fingerprint != order.fingerprint:
             # The run went back to a checkpoint: its version of this number is another one now.
-            self._downloader.store.remove(order.version)
-            shutil.rmtree(folder, ignore_errors=True)
+            store.remove(order.version)
             manifest = await self._downloader.manifest(order.version)
-        if not folder.is_dir():
-            await self._downloader.fetch(order.version)
-            await asyncio.to_thread(self._downloader.store.assemble, order.version, folder)
-        await self._engine.serve(folder, order.version, order.fingerprint)
-        self._forget_versions(order.version)
+        await self._downloader.fetch(order.version)
+        folder = await asyncio.to_thread(store.assemble, order.version)
+        try:
+            await self._engine.serve(folder, order.version, order.fingerprint, manifest.adapter)
+        except UpdateError:
+            # The disk may have changed a file that all versions share: fetch everything again.
+            store.keep(order.version, 0)
+            raise
+        store.keep(order.version, VERSIONS_KEPT)
         if self._pool is None:
             self._pool = EnvPool(env, model=self._base(folder), renderer=terms.renderer)
             await self._pool.start()
@@ -273,12 +295,6 @@ class Contributor:
         shutil.copyfile(folder / "config.json", base / "config.json")
         copy_companions(folder, base)
         return base
-
-    def _forget_versions(self, newest: int) -> None:
-        self._downloader.store.keep(newest, VERSIONS_KEPT)
-        for path in (self._folder / "versions").glob("v*"):
-            if not newest - VERSIONS_KEPT < int(path.name[1:]) <= newest:
-                shutil.rmtree(path, ignore_errors=True)
 
     def _saved_order(self) -> WorkOrder | None:
         """Return the order that this worker was at when it was stopped."""

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from headway.core.journal import Began, Event, Input, JournalFile, Seen
+from headway.core.journal import Began, Event, Input, JournalFile, Seen, full_id, short_id
 from headway.orchestrator.fleet.updates import WeightUpdater
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,10 @@ class Journal:
         return f"{self.prefix}{self._ids:x}"
 
     def short(self, id_: str) -> str:
-        return id_.removeprefix(self.prefix)
+        return short_id(self.prefix, id_)
+
+    def full(self, short: str) -> str:
+        return full_id(self.prefix, short)
 
     def begin(self, step: int, state: bytes, tasks: Mapping[str, int], eval_tasks: Mapping[str, int]) -> None:
         """Note that a process starts after batch `step`."""

@@ -36,7 +36,7 @@ from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.swarm_intake import SwarmIntake
 from headway.orchestrator.wiring import make_orchestrator
 from headway.rendering.base import Renderer
-from headway.swarm.spool import Spool
+from headway.swarm.work.spool import Spool
 from headway.transport.inference import InferenceClient
 from headway.transport.rollouts import make_sender
 from headway.transport.tenants.tenancy import read_tenancy
@@ -162,8 +162,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
 
 def open_journal(settings: OrchestrateSettings, paths: RunPaths) -> Journal:
     """Open the run's journal, or one that keeps nothing where the settings say so."""
-    # A replay knows nothing of groups that came from outside.
-    megabytes = 0 if settings.orchestrator.swarm else settings.orchestrator.journal_mb
+    megabytes = settings.orchestrator.journal_mb
     file = JournalFile(paths.journal, megabytes << 20) if megabytes else None
     # Ids are unique over processes, and their count within one repeats in a replay.
     return Journal(file, prefix=random_id()[:16], settings=settings.model_dump_json().encode())

@@ -8,7 +8,9 @@ import msgspec
 from headway.algorithms.base import Group, Rollout
 from headway.core.episodes import Episode, EpisodeError
 from headway.core.journal import (
+    Arrived,
     Began,
+    Discarded,
     Finished,
     Input,
     Judged,
@@ -22,6 +24,7 @@ from headway.core.journal import (
 from headway.core.protocol import WeightUpdate
 from headway.orchestrator.collect.collector import checked_samples
 from headway.orchestrator.loop import NextBatch, Orchestrator
+from headway.orchestrator.swarm_intake import discard_group, take_group
 from headway.replay.lives import Life
 from headway.replay.world import DivergedError, ReplayFleet, ReplayJournal
 
@@ -67,6 +70,10 @@ class LifeReplay:
                 orchestrator.start()
             case Finished():
                 orchestrator.dispatcher.on_finished(self._finished(input_))
+            case Arrived():
+                take_group(orchestrator, input_, self._arrived(input_))
+            case Discarded():
+                discard_group(orchestrator, input_)
             case Scored():
                 self._score(input_)
             case Looked():
@@ -83,7 +90,7 @@ class LifeReplay:
     def _finished(self, event: Finished) -> Episode:
         """Make the episode as far as the dispatcher and groups look at it: what it holds is looked up when scored."""
         try:
-            launch = self._orchestrator.dispatcher.launch_of(self._life.prefix + event.episode)
+            launch = self._orchestrator.dispatcher.launch_of(self._journal.full(event.episode))
         except KeyError:
             raise DivergedError(f"episode {event.episode} finished in the run, but is not in flight here") from None
         request = launch.request
@@ -92,9 +99,14 @@ class LifeReplay:
             episode.error = EpisodeError(event.error, "")  # type: ignore[arg-type]  # a kind when it was written
         return episode
 
+    def _arrived(self, event: Arrived) -> list[Episode]:
+        """Make the episodes of a swarm's group, as `_finished` does."""
+        id, task = self._journal.full(event.group), self._orchestrator.training.sources[event.env].tasks[event.task]
+        return [Episode(f"{id}-{n}", id, event.env, task, version=event.version) for n in range(event.size)]
+
     def _score(self, event: Scored) -> None:
         collector = self._orchestrator.collector
-        settled = collector.scoring.get(self._life.prefix + event.group)
+        settled = collector.scoring.get(self._journal.full(event.group))
         if settled is None:
             raise DivergedError(f"group {event.group} was scored in the run, but is not complete here")
         source = self._orchestrator.training.sources[settled.env]

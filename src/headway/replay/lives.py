@@ -60,12 +60,6 @@ class History:
 def read_history(paths: RunPaths) -> History:
     """Read the journal of a run, which may be going on. Raises UsageError where there is none."""
     journal = read_journal(paths.journal)
-    if not journal.events and paths.swarm.is_dir():
-        raise UsageError(
-            f"{paths.root} can't be replayed: it takes rollouts of a swarm (orchestrator.swarm); such a run keeps no "
-            "journal, since its batches follow from what strangers sent and when; its ledger tells what was accepted: "
-            f"headway swarm audit {paths.swarm / 'ledger.jsonl'}"
-        )
     if not journal.events:
         raise UsageError(
             f"{paths.journal}: there is no journal yet; it begins with a run's first batch, unless "

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from headway.core.episodes import Episode
+from headway.core.journal import full_id
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
 from headway.replay.lives import Life
@@ -13,7 +14,9 @@ class RecordedEpisodes:
 
     def __init__(self, paths: RunPaths, life: Life) -> None:
         self._paths = paths
-        self._step_of = {life.prefix + group: formed.step for formed in life.formed() for group in formed.groups}
+        self._step_of = {
+            full_id(life.prefix, group): formed.step for formed in life.formed() for group in formed.groups
+        }
         self._steps: dict[int, dict[str, list[Episode]]] = {}
 
     def of_group(self, group_id: str) -> Sequence[Episode]:

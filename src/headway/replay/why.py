@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 
 from headway.core.errors import UsageError
 from headway.core.journal import (
+    Arrived,
     Cancelled,
     Capped,
     ClosedEarly,
+    Discarded,
     Event,
     Expired,
     Failed,
     Finished,
     Formed,
+    Input,
     Judged,
     Opened,
 )  # fmt: skip
@@ -30,6 +33,7 @@ CAUSES = {
     "too_old": "they would have been too old for every batch to come",
     "pressure": "the engines ran out of memory for the KV cache",
     "end": "the last batch was complete without them",
+    "refused": "strangers sampled them who were then found lying (docs/swarm.md)",
     "stale": "they waited for a batch until they were older than orchestrator.max_lag allows",
 }
 """Words for causes; those of filters speak for themselves."""
@@ -86,8 +90,7 @@ def _story(life: Life, step: int) -> StepStory:
         now = milliseconds / 1000
         if reaction.seen is not None and reaction.seen.newest >= step - 1 and story.ready_at is None:
             story.ready_at = now
-        if isinstance(reaction.input, Finished):
-            _finish(reaction.input, groups, story, now)
+        _react(reaction.input, groups, story, now)
         for event in reaction.decisions:
             if isinstance(event, Formed) and event.step == step:
                 story.formed_at = now
@@ -97,6 +100,16 @@ def _story(life: Life, step: int) -> StepStory:
                 story = StepStory(step, began_at=now, ready_at=story.ready_at)
             _follow(event, groups, story, now)
     raise AssertionError("a kept step is formed")
+
+
+def _react(input_: Input, groups: dict[str, GroupStory], story: StepStory, now: float) -> None:
+    match input_:
+        case Finished():
+            _finish(input_, groups, story, now)
+        case Arrived():
+            groups[input_.group] = GroupStory(Opened(input_.group, input_.env, input_.task, input_.version), now)
+        case Discarded():
+            story.dropped[input_.cause] += 1
 
 
 def _finish(event: Finished, groups: dict[str, GroupStory], story: StepStory, now: float) -> None:

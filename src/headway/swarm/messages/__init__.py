@@ -1,0 +1,1 @@
+"""Messages between a run and strangers: their encoding, signatures, orders, verdicts and routes."""

@@ -1,0 +1,1 @@
+"""Trust in strangers: checks of their contributions, their standing, and the ledger of both."""

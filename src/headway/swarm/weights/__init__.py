@@ -1,0 +1,1 @@
+"""Weights for strangers: versions as signed manifests and shards, downloads and relays."""

@@ -1,0 +1,1 @@
+"""Work of a swarm: who wants it, gives it, takes it, and the service that strangers reach."""
