@@ -16,6 +16,7 @@ from headway.swarm.messages.keys import SigningKey
 from headway.swarm.messages.limits import Limits
 from headway.swarm.messages.signing import authorization
 from headway.swarm.weights import download
+from headway.swarm.weights import serving as serving_routes
 from headway.swarm.weights.download import Downloader, Mirrors, Share
 from headway.swarm.weights.manifest import (
     VersionFile,
@@ -76,7 +77,9 @@ class Server:
             if self._fails:
                 return web.Response(status=500)
             if self._corrupt:
-                return web.Response(body=b"\x00" * SHARD)
+                manifest = self.store.manifest(int(request.match_info["version"]))
+                assert manifest is not None
+                return web.Response(body=b"\x00" * manifest.sizes[int(request.match_info["index"])])
         return await handler(request)
 
 
@@ -156,7 +159,8 @@ def test_a_liar_and_a_broken_relay_are_left_for_others(tmp_path: Path) -> None:
     assert 1 <= liar.asked <= download.PARALLEL and honest.asked >= 21 and source.asked <= download.PARALLEL
 
 
-def test_a_download_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_download_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_routes, "WAIT_SECONDS", 0.2)
     server = Server(filled(tmp_path / "source"))
 
     async def main() -> None:
