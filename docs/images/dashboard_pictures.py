@@ -89,6 +89,9 @@ async def main(folder: Path, planned: bool) -> None:
     url = start_in_thread(folder, routes=page_routes())
     steps = recorded_steps(RunPaths(folder / LEARNED))
     async with open_page() as page:
+        await page.send("Emulation.setScrollbarsHidden", hidden=True)
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}  # or a dot is taken while it fades
+        await page.send("Emulation.setEmulatedMedia", features=[still])
         for theme, end in (("light", ""), ("dark", "-dark")):
             await page.goto(url)
             await page.ask(f"localStorage.setItem('theme', '{theme}'), localStorage.setItem('shade', 'ratio')")
