@@ -42,7 +42,7 @@ function finding(run, found) {
       "p",
       { class: "mono" },
       Object.entries(found.figures)
-        .map(([name, value]) => `${visible(name)} ${number(value)}`)
+        .map(([name, value]) => `${visible(name)} ${number(value)}`.replaceAll(" ", "\u00a0")) // kept on one line
         .join(" · "),
     ),
     found.examples.map((one) =>
