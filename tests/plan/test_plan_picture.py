@@ -1,17 +1,23 @@
 """The picture of a plan shows the plan's numbers: as text, and as widths of its bars."""
 
+from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
+from headway.config.rl import RlSettings
+from headway.launch.memory import engine_shares
+from headway.models.config import ModelConfig
 from headway.plan.fitting import Measured
 from headway.plan.forecast import Forecast
-from headway.plan.picture import DARK, LIGHT, WIDTH, plan_picture
+from headway.plan.picture import COLORS, DARK, LIGHT, WIDTH, plan_picture
 from headway.plan.planning import Change, Plan, Planned
+from headway.trainer.memory.estimate import StepMemory
 
 STYLES = Path(__file__).parents[2] / "src/headway/monitor/dashboard/static/app.css"
+MODEL = ModelConfig("qwen3", 1000, 64, 2, 4, 2, 16, 128, rope_theta=1e6, tied=True, max_len=512)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -103,6 +109,13 @@ def test_a_plan_for_a_cpu_has_no_memory_and_nothing_leaves_the_picture() -> None
     for one in (plan, make()):
         for rect in ElementTree.fromstring(plan_picture(one)).iter(f"{SVG}rect"):
             assert float(rect.get("x", 0)) + float(rect.attrib["width"]) <= WIDTH
+
+
+def test_no_two_parts_of_a_memory_bar_share_a_color() -> None:
+    trainer = [field.name.replace("_", " ") for field in fields(StepMemory)] + ["fragments", "updates", "process"]
+    engine = [*engine_shares(RlSettings(), MODEL).parts, "KV"]
+    for parts in (trainer, engine):
+        assert len({COLORS[name] for name in parts}) == len(parts)
 
 
 def test_both_themes_have_the_dashboard_s_colors() -> None:

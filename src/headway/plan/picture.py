@@ -25,7 +25,7 @@ CHARACTER = 6.6
 """Width of a character of a label: none is wider on the mean, whatever font a browser takes."""
 COLORS = {
     "weights": "c1", "gradients": "c2", "optimizer": "c3", "activations": "c4", "head": "c5", "working copy": "c6",
-    "updates": "c7", "fragments": "c8", "spare": "c6", "steps": "c4", "images": "c2", "KV": "c3", "process": "c8",
+    "updates": "c7", "fragments": "c8", "spare": "c6", "steps": "c4", "images": "c2", "KV": "c3", "process": "ink",
     "training": "c1", "sampling": "c3", "step": "c1",
 }  # fmt: skip
 """Color of a part; parts that are never in one bar may share one."""
