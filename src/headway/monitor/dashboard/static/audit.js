@@ -41,9 +41,10 @@ function finding(run, found) {
     h(
       "p",
       { class: "mono" },
-      Object.entries(found.figures)
-        .map(([name, value]) => `${visible(name)} ${number(value)}`.replaceAll(" ", "\u00a0")) // kept on one line
-        .join(" · "),
+      Object.entries(found.figures).map(([name, value], place) => [
+        place ? " · " : "",
+        h("span", { class: "figure" }, `${visible(name)} ${number(value)}`),
+      ]),
     ),
     found.examples.map((one) =>
       h(
