@@ -50,9 +50,13 @@ async def take(page: Page, url: str, name: str, wait: str = "true", height: int 
 
 
 def in_few_colors(png: bytes) -> bytes:
-    """Write a picture with a palette of 256 colors, which makes it a third as large."""
+    """Write a picture with a palette of 256 colors, which makes it a third as large.
+
+    The palette covers all colors, however small their share: the median cut would turn a green dot gray.
+    """
     out = io.BytesIO()
-    small = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    full = Image.open(io.BytesIO(png)).convert("RGB")
+    small = full.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     small.save(out, "PNG", optimize=True)
     return out.getvalue()
 
