@@ -78,7 +78,7 @@ async def take_all(page: Page, url: str, step: int, end: str, planned: bool) -> 
     await take(page, f"{learned}/cost", f"dashboard-cost{end}", exists(".tiles"), 560)
     await take(page, f"{learned}/steps/{step}", f"dashboard-steps{end}", exists(".card .mono"), 520)
     if planned:
-        await take(page, f"{learned}/plan", f"dashboard-plan{end}", exists(".layout"), 860)
+        await take(page, f"{learned}/plan", f"dashboard-plan{end}", exists(".layout"), 650)
 
 
 def rows(count: int) -> str:
