@@ -50,9 +50,13 @@ async def take(page: Page, url: str, name: str, wait: str = "true", height: int 
 
 
 def in_few_colors(png: bytes) -> bytes:
-    """Write a picture with a palette of 256 colors, which makes it a third as large."""
+    """Write a picture with a palette of 256 colors, which makes it a third as large.
+
+    The palette covers all colors, however small their share: the median cut would turn a green dot gray.
+    """
     out = io.BytesIO()
-    small = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    full = Image.open(io.BytesIO(png)).convert("RGB")
+    small = full.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     small.save(out, "PNG", optimize=True)
     return out.getvalue()
 
@@ -74,7 +78,7 @@ async def take_all(page: Page, url: str, step: int, end: str, planned: bool) -> 
     await take(page, f"{learned}/cost", f"dashboard-cost{end}", exists(".tiles"), 560)
     await take(page, f"{learned}/steps/{step}", f"dashboard-steps{end}", exists(".card .mono"), 520)
     if planned:
-        await take(page, f"{learned}/plan", f"dashboard-plan{end}", exists(".layout"), 860)
+        await take(page, f"{learned}/plan", f"dashboard-plan{end}", exists(".layout"), 650)
 
 
 def rows(count: int) -> str:
@@ -89,6 +93,9 @@ async def main(folder: Path, planned: bool) -> None:
     url = start_in_thread(folder, routes=page_routes())
     steps = recorded_steps(RunPaths(folder / LEARNED))
     async with open_page() as page:
+        await page.send("Emulation.setScrollbarsHidden", hidden=True)
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}  # or a dot is taken while it fades
+        await page.send("Emulation.setEmulatedMedia", features=[still])
         for theme, end in (("light", ""), ("dark", "-dark")):
             await page.goto(url)
             await page.ask(f"localStorage.setItem('theme', '{theme}'), localStorage.setItem('shade', 'ratio')")

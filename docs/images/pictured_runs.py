@@ -24,8 +24,9 @@ RESTARTED = "restarted"
 HACKED = "forgetful"
 """A reward with a mistake, which the policy finds."""
 PRICES = ("--cost.core_hour", "0.04", "--cost.kwh", "0.3")
-KILLS = {5: "train", 12: "serve", 18: "headway.envs.workers.worker"}
-"""A word of the command line of the process to kill, by the step after which it is killed."""
+KILLS = {8: "train", 13: "serve", 18: "headway.envs.workers.worker"}
+"""A word of the command line of the process to kill, by the step after which it is killed: steps between checkpoints,
+so that the trainer has a whole one to continue from."""
 
 
 def make_runs(folder: Path) -> bool:
@@ -65,7 +66,11 @@ def _kill_in_turn(process: "subprocess.Popen[bytes]", paths: RunPaths) -> None:
     for step, word in KILLS.items():
         while process.poll() is None and _step(paths) < step:
             time.sleep(0.2)
-        for victim in _with_word(process.pid, word):
+        victims = list(_with_word(process.pid, word))
+        if not victims:
+            process.terminate()
+            raise SystemExit(f"no process of the run has the word {word} in its command line, so none could be killed")
+        for victim in victims:
             victim.kill()
 
 

@@ -21,7 +21,11 @@ GROUPS = {f"headway.{kind}" for kind in (*KINDS, "optimizers", "schedules", "ren
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    links = [
+        *re.findall(r"\]\(([^)\s]+)\)", text),
+        *re.findall(r"<(?:img|a|source) [^>]*(?:src|srcset|href)=\"([^\"]+)\"", text),
+    ]
+    targets = [target.partition("#")[0] for target in links]
     local = [target for target in targets if target and not re.match(r"[a-z]+:", target)]
     assert [target for target in local if not (page.parent / target).exists()] == []
 

@@ -15,6 +15,7 @@ def test_the_table_of_families_is_the_registrys() -> None:
     table += [f"| `{family.model_type}` | {family.examples} | {family.notes} |" for family in own]
     section = PAGE.read_text().partition("## Families\n")[2].partition("\n## ")[0]
     assert [line for line in section.splitlines() if line.startswith("|")] == table
+    assert f"[{len(own)} families](docs/models.md)" in (PAGE.parents[1] / "README.md").read_text()
 
 
 def test_the_table_of_families_in_vllm_is_what_was_measured() -> None:

@@ -83,8 +83,10 @@ def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def test_gpus_are_split_between_trainer_and_engines(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, *SETTINGS, *SHORT, "--gpus", "4", "--gpu", "h200", "--cost.gpu_hour", "3.6")
+def test_gpus_are_split_between_trainer_and_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "new" / "plan.svg"
+    asked = ("--gpus", "4", "--gpu", "h200", "--cost.gpu_hour", "3.6", "--picture", str(file))
+    plan = planned(capsys, *SETTINGS, *SHORT, *asked)
     assert plan["own"] is None and plan["device"] == "H200" and plan["priced"]
     assert all(split["devices"] <= 4 for split in plan["splits"])
     seconds = [split["forecast"]["step_seconds"] for split in plan["splits"]]
@@ -96,6 +98,7 @@ def test_gpus_are_split_between_trainer_and_engines(capsys: pytest.CaptureFixtur
     assert set(plan["memory"]) == {"trainer", "engine"} and plan["memory"]["engine"]["KV"] > 100
     assert {"max_lag 0", "batch_size 32", "one engine more"} <= {change["what"] for change in plan["changes"]}
     assert plan["episodes"]["sampled"] == pytest.approx(12)
+    assert f">KV {plan['memory']['engine']['KV']:.1f}<" in file.read_text()
 
 
 def test_this_machine_is_planned_for_from_what_was_measured(
@@ -132,6 +135,7 @@ def test_a_run_is_planned_again_from_its_records(measured_machine: Path, capsys:
         ((*SETTINGS, "--gpus", "1", "--gpu", "h200"), "--gpus must be 2 at least"),
         ((*SETTINGS, "--gpu", "h200", "--useful-share", "0"), "--useful-share cannot be 0"),
         ((*SETTINGS, "--gpu", "h200", "--reply-tokens", "x"), "--reply-tokens: invalid float value"),
+        ((*SETTINGS, "--gpu", "h200", "--picture", "plan.png"), "--picture draws an SVG file; give it a name that"),
         (("--gpu", "h200"), "no environment to plan for"),
         (("nowhere",), "nowhere is not a run folder"),
         ((*SETTINGS, "--gpu", "h200", "--from", "nowhere"), "nowhere is not a run folder"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from headway.cli.options import OptionParser, split_settings
 from headway.core.errors import UsageError
+from headway.core.files import write_atomic
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -33,6 +34,7 @@ With RUN: how that run should have been laid out, from its records; its measured
   --from RUN            take episodes as long as those that this run has recorded
   --calibrate           measure this machine (again), in two minutes at the most; do that while nothing else runs
   --json                print the plan as JSON
+  --picture FILE.svg    also draw it: memory of a GPU, who works and waits in a step, other layouts and settings
   --prompt-tokens N     tokens that are read before each reply
   --reply-tokens N      tokens of a reply, on the mean
   --reply-spread S      standard deviation of their logarithm: 0 for all the same, 1 for a long tail
@@ -46,6 +48,7 @@ Examples:
   headway plan @ examples/reverse_text/rl.toml
   headway plan @ rl.toml --gpus 64 --gpu h200 --prompt-tokens 2000 --reply-tokens 6000 --reply-spread 0.8
   headway plan @ rl.toml --gpus 64 --gpu h200 --from outputs/my-run --orchestrator.max_lag 2
+  headway plan @ rl.toml --gpus 64 --gpu h200 --reply-tokens 4000 --picture plan.svg
   headway plan outputs/my-run
 """
 
@@ -53,22 +56,28 @@ Examples:
 def run(argv: list[str]) -> int:
     import msgspec
 
+    from headway.plan.picture import plan_picture
     from headway.plan.planning import make_plan
     from headway.plan.report import plan_lines
 
     parser = OptionParser(
-        "plan", gpus=int, gpu=str, json=False, calibrate=False, prompt_tokens=int, reply_tokens=float,
+        "plan", gpus=int, gpu=str, json=False, picture=Path, calibrate=False, prompt_tokens=int, reply_tokens=float,
         reply_spread=float, turns=int, turn_seconds=float, turn_spread=float, useful_share=float,
     )  # fmt: skip
     parser.add_argument("--from", dest="origin", type=Path)
     parser.add_argument("run", type=Path, nargs="?")
     own, layers = split_settings(argv)
     options = parser.parse_args(own)
+    if options.picture and options.picture.suffix != ".svg":
+        raise UsageError(f"--picture draws an SVG file; give it a name that ends in .svg (got {options.picture})")
     plan = make_plan(_question(options, layers))
     if options.json:
         print(msgspec.json.encode(plan).decode())
     else:
         print(*plan_lines(plan), sep="\n")
+    if options.picture:
+        write_atomic(options.picture, plan_picture(plan))
+        _say(f"drawn in {options.picture}")
     return 0
 
 

@@ -140,20 +140,23 @@ async def run_pytest(
         del env["PYTHONPYCACHEPREFIX"]
     if installed:
         del env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
-    options = [
-        "-q",
-        "--continue-on-collection-errors",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        f"plugin_{nonce}",
-        "-c",
-        config or "/dev/null",
-    ]
-    options += ["--rootdir", box.resolve(WORK), "-o", "addopts=", *([] if config or conftest else ["--noconftest"])]
-    options += [] if explain else ["--assert=plain"]
+    options = _pytest_options(nonce, box.resolve(WORK), config, conftest=conftest, explain=explain)
     start = ["-c", _START] if installed else ["-P", "-m", "pytest"]
     await box.run([python, *start, *options, canary, *files], env=env, seconds=seconds)
+    return await _believed_outcomes(box, report, nonce)
+
+
+def _pytest_options(nonce: str, root: str, config: str | None, *, conftest: bool, explain: bool) -> list[str]:
+    """Options of a pytest that takes nothing from the work folder which it is not told to, and loads our plugin."""
+    plugins = ["-p", "no:cacheprovider", "-p", f"plugin_{nonce}"]
+    settings = ["-c", config or "/dev/null", "--rootdir", root, "-o", "addopts="]
+    isolation = [] if config or conftest else ["--noconftest"]
+    plain = [] if explain else ["--assert=plain"]
+    return ["-q", "--continue-on-collection-errors", *plugins, *settings, *isolation, *plain]
+
+
+async def _believed_outcomes(box: Sandbox, report: str, nonce: str) -> dict[str, str]:
+    """Read a report's outcomes, less those of the added tests; none unless just these ended as they must."""
     try:
         lines = (await box.read(report, 16 << 20)).decode(errors="replace").splitlines()
         outcomes = {str(name): str(outcome) for name, outcome in map(json.loads, lines)}

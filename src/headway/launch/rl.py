@@ -49,10 +49,8 @@ def run_rl(
     Only processes of these `roles` start here; others join from other hosts. With a `tenancy` a host trains the run.
     """
     console = console or Console()
-    # A machine that neither trains nor serves needs no GPU.
-    device = settings.placement.device if {"trainer", "inference"} & set(roles) and not tenancy else "cpu"
-    here = settings.placement.model_copy(update={"device": device})
-    placement = place(here, visible_gpus(), usable_cores(), gpus_per_engine(settings.inference))
+    computes = bool({"trainer", "inference"} & set(roles)) and tenancy is None
+    placement = _place_here(settings, computes=computes)
     memory = _plan_memory(settings, placement)
     write_process_settings(settings, paths.config)
     write_token(paths)
@@ -62,30 +60,19 @@ def run_rl(
         exporter = _exporter(settings.tracking, paths, stack)
         wandb_run = _wandb_run(settings.tracking.wandb, paths, stack)
         trackers: list[Tracker] = [tracker.update for tracker in (exporter, wandb_run) if tracker]
-
-        def on_metrics(process: str, line: dict[str, float]) -> None:
-            for update in trackers:
-                update(process, line)
-
-        view = stack.enter_context(RunView(paths, settings.max_steps, console, on_metrics))
+        view = stack.enter_context(RunView(paths, settings.max_steps, console, _tell_all(trackers)))
         trackers += _own_trackers(settings, paths, placement, view, stack)
         stack.callback(trackers.clear)  # before they close: what the view reads when it leaves comes too late for them
         view.event(f"run folder: {paths.root}")
         control = FolderControl(paths)
         control.clear()
         host = RunHost(settings.control, settings.tls, paths) if settings.control.host is not None else None
-        if host:
-            view.event(f"control service: {host.url}; its token is in {paths.control / 'token'}")
-        if exporter:
-            view.event(f"Prometheus metrics: {exporter.url}")
-        for line in (placement.explanation, *memory.lines):
+        layout = (placement.explanation, *memory.lines)
+        for line in (*_addresses(paths, host, exporter), *layout, *_tenant_lines(tenancy)):
             view.event(line)
-        if tenancy:
-            view.event(f"tenant {tenancy.name} of the host at {tenancy.url}")
         specs = process_specs(settings, paths, placement, memory, at_host=tenancy is not None)
-        processes = [ManagedProcess(spec, paths.logs) for spec in specs]
         supervisor = Supervisor(
-            [process for process in processes if role_of(process.spec.name) in roles],
+            [ManagedProcess(spec, paths.logs) for spec in specs if role_of(spec.name) in roles],
             progress=lambda: view.step,
             on_tick=view.tick,
             on_event=view.event,
@@ -95,6 +82,36 @@ def run_rl(
     for line in summary_lines(paths, finished=finished):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return finished
+
+
+def _place_here(settings: RlSettings, *, computes: bool) -> Placement:
+    """Place processes on this machine, which needs no GPU where it neither trains nor serves."""
+    device = settings.placement.device if computes else "cpu"
+    here = settings.placement.model_copy(update={"device": device})
+    return place(here, visible_gpus(), usable_cores(), gpus_per_engine(settings.inference))
+
+
+def _tell_all(trackers: list[Tracker]) -> Tracker:
+    """A tracker that passes lines on to all that are in the list when a line comes."""
+
+    def update(process: str, line: dict[str, float]) -> None:
+        for tracker in trackers:
+            tracker(process, line)
+
+    return update
+
+
+def _addresses(paths: RunPaths, host: RunHost | None, exporter: PrometheusExporter | None) -> Iterator[str]:
+    """Say under which addresses the run can be joined and watched."""
+    if host:
+        yield f"control service: {host.url}; its token is in {paths.control / 'token'}"
+    if exporter:
+        yield f"Prometheus metrics: {exporter.url}"
+
+
+def _tenant_lines(tenancy: Tenancy | None) -> Iterator[str]:
+    if tenancy:
+        yield f"tenant {tenancy.name} of the host at {tenancy.url}"
 
 
 def _own_trackers(

@@ -37,7 +37,7 @@ def plot_runs(runs: Sequence[RunPaths], out: Path) -> None:
     # From zero, unless there are losses to show, as in games.
     reward.set(ylabel="reward", ylim=(min(0.0, _lowest(reward)) * 1.1, None))
     reward.legend(loc="best", frameon=False)
-    lag.set(xlabel="step", ylabel="mean lag (versions)", ylim=(0, None))
+    lag.set(xlabel="step", ylabel="mean lag", ylim=(0, None))
     for axes in (reward, lag):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -122,18 +122,7 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             stack.push_async_callback(source.algorithm.close)
         evals = await pools.eval_envs(options.eval.envs, options.sampling)
         record_environments(paths, pools.used())
-        sender = make_sender(settings.rollouts, paths, control)
-        stack.callback(sender.close)
-        outbox = BatchOutbox(
-            sender,
-            paths,
-            seq_len=settings.seq_len,
-            ranks=settings.placement.batch_parts,
-            cost=batch_cost(str(model)),
-            record=options.record_rollouts,
-            checkpoints=control.checkpoints,
-            images=run_images(paths, model),
-        )
+        outbox = _open_outbox(settings, paths, control, model, stack)
         journal = open_journal(settings, paths)
         stack.callback(journal.close)
         recorder = RunRecorder(paths, outbox.last_step(), settings.tracking)
@@ -158,6 +147,24 @@ async def _run(settings: OrchestrateSettings, paths: RunPaths, control: RunContr
             await first_to_end(orchestrator.run(), SwarmIntake(orchestrator, Spool(paths)).watch())
         else:
             await orchestrator.run()
+
+
+def _open_outbox(
+    settings: OrchestrateSettings, paths: RunPaths, control: RunControl, model: Path, stack: AsyncExitStack
+) -> BatchOutbox:
+    """Open the way of batches to the trainer; the stack closes it."""
+    sender = make_sender(settings.rollouts, paths, control)
+    stack.callback(sender.close)
+    return BatchOutbox(
+        sender,
+        paths,
+        seq_len=settings.seq_len,
+        ranks=settings.placement.batch_parts,
+        cost=batch_cost(str(model)),
+        record=settings.orchestrator.record_rollouts,
+        checkpoints=control.checkpoints,
+        images=run_images(paths, model),
+    )
 
 
 def open_journal(settings: OrchestrateSettings, paths: RunPaths) -> Journal:

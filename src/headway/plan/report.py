@@ -4,13 +4,18 @@ from collections.abc import Iterator
 
 from headway.plan.planning import Change, Plan, Planned
 
+HOLDERS = {"trainer": "trainer rank", "engine": "engine's GPU"}
+"""Names of the two kinds of GPU whose memory a plan lists."""
+SMALLEST_GIB = 0.05
+"""Parts of the memory below this are not listed."""
+
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     near = plan.own or plan.fastest
-    yield f"{_split(plan, near)}: a step takes {_seconds(near.forecast.step_seconds)}"
+    yield f"{_split(plan, near)}: a step takes {format_seconds(near.forecast.step_seconds)}"
     yield from (f"  {line}" for line in _about(plan, near))
     if plan.measured is not None and plan.error is not None:
-        seen = _seconds(plan.measured.step_seconds)
+        seen = format_seconds(plan.measured.step_seconds)
         yield f"  measured      {seen} a step; the prediction is {_off(plan.error)}"
     if plan.memory:
         yield ""
@@ -21,7 +26,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield "If a setting were another:"
     for change in plan.changes:
-        yield f"  {change.what:<20} {_seconds(change.forecast.step_seconds):>9} a step {_compared(near, change)}"
+        took = format_seconds(change.forecast.step_seconds)
+        yield f"  {change.what:<20} {took:>9} a step {compare_step(near, change)}"
     yield ""
     yield "Assumed:"
     yield from (f"  - {line}" for line in (_episodes(plan), *plan.assumptions))
@@ -29,10 +35,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 def _about(plan: Plan, near: Planned) -> Iterator[str]:
     expected = near.forecast
-    yield f"run           {plan.steps:,} steps in {_time(plan.steps * expected.step_seconds)}" + _money(
-        plan, plan.steps * near.money
-    )
-    busy = _seconds(expected.training_seconds)
+    yield f"run           {run_length(plan, near)}"
+    busy = format_seconds(expected.training_seconds)
     yield f"trainer       busy {busy} of a step, waits {expected.trainer_waiting:.0%} of it"
     yield (
         f"engines       {expected.tokens_per_second:,.0f} tokens/s, idle {expected.engines_idle:.0%}; "
@@ -48,35 +52,45 @@ def _about(plan: Plan, near: Planned) -> Iterator[str]:
 def _memory_lines(plan: Plan) -> Iterator[str]:
     yield f"Memory, of {plan.usable_gib:.1f} GiB that a GPU has to give:"
     for who, parts in plan.memory.items():
-        named = ", ".join(f"{name} {size:.1f}" for name, size in parts.items() if size >= 0.05)
-        label = "trainer rank" if who == "trainer" else "engine's GPU"
-        yield f"  {label}  {sum(parts.values()):6.1f} GiB: {named}"
+        named = ", ".join(f"{name} {size:.1f}" for name, size in parts.items() if size >= SMALLEST_GIB)
+        yield f"  {HOLDERS[who]}  {sum(parts.values()):6.1f} GiB: {named}"
 
 
 def _split_lines(plan: Plan) -> Iterator[str]:
     yield "Splits:"
-    for planned in sorted(plan.splits, key=lambda planned: planned.forecast.step_seconds):
-        marks = [
-            word for word, one in (("finishes first", plan.fastest), ("costs least", plan.cheapest)) if one == planned
-        ]
-        marks += ["as in the settings"] * (planned == plan.own)
-        note = f"  <- {', '.join(marks)}" if marks else ""
+    for planned in fastest_first(plan):
+        marks = split_marks(plan, planned)
+        note = f"  <- {marks}" if marks else ""
         unit = "GPUs" if plan.memory else "processes"
         spent = f", {planned.devices * planned.forecast.step_seconds:,.2f} s of all {unit} together"
         yield (
-            f"  {_split(plan, planned):<44} {_seconds(planned.forecast.step_seconds):>9} a step"
+            f"  {_split(plan, planned):<44} {format_seconds(planned.forecast.step_seconds):>9} a step"
             f"{_money(plan, planned.money) or spent}{note}"
         )
 
 
+def fastest_first(plan: Plan) -> list[Planned]:
+    return sorted(plan.splits, key=lambda planned: planned.forecast.step_seconds)
+
+
+def split_marks(plan: Plan, planned: Planned) -> str:
+    """Say what is special about a split; nothing for most."""
+    special = {"finishes first": plan.fastest, "costs least": plan.cheapest, "as in the settings": plan.own}
+    return ", ".join(word for word, one in special.items() if one == planned)
+
+
 def _split(plan: Plan, planned: Planned) -> str:
+    return f"{split_name(planned)} ({plan.device})"
+
+
+def split_name(planned: Planned) -> str:
     ranks = f"{planned.trainer_ranks} trainer rank{'s' * (planned.trainer_ranks > 1)}"
     engines = f"{planned.engines} engine{'s' * (planned.engines > 1)}"
     each = f" of {planned.gpus_each} GPUs" if planned.gpus_each > 1 else ""
-    return f"{ranks} + {engines}{each} ({plan.device})"
+    return f"{ranks} + {engines}{each}"
 
 
-def _compared(near: Planned, change: Change) -> str:
+def compare_step(near: Planned, change: Change) -> str:
     before, after = near.forecast, change.forecast
     longer = after.step_seconds / before.step_seconds - 1
     words = f"({longer:+.0%})" if abs(longer) >= 0.005 else "(the same)"
@@ -99,7 +113,13 @@ def _episodes(plan: Plan) -> str:
     )
 
 
-def _seconds(value: float) -> str:
+def run_length(plan: Plan, near: Planned) -> str:
+    """The steps of the whole run with their time, and their money where there is a price."""
+    took = _time(plan.steps * near.forecast.step_seconds)
+    return f"{plan.steps:,} steps in {took}{_money(plan, plan.steps * near.money)}"
+
+
+def format_seconds(value: float) -> str:
     return f"{value:,.2f} s" if value < 100 else f"{value:,.0f} s"
 
 

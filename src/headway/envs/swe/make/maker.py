@@ -106,14 +106,39 @@ class Maker:
             record.report = PackageReport(package.name, rejected_package=str(error), seconds=clock() - began)
             self.on_progress(f"{package.name}: rejected: {error}")
             return record
-        tests = len(found.repository.passing)
-        self.on_progress(f"{package.name}: {tests} tests pass in {found.repository.seconds:.1f} s")
+        self.on_progress(
+            f"{package.name}: {len(found.repository.passing)} tests pass in {found.repository.seconds:.1f} s"
+        )
         record.repository, record.tasks = found.repository, []
-        planter = Planter(pool, found, LIMITS, self.settings.seed)
         chosen = candidates(found, self.settings.seed, self.settings.kinds)
+        planter = Planter(pool, found, LIMITS, self.settings.seed)
+        reasons = await self._choose_tasks(planter, chosen, package, record, deadline)
+        record.report = PackageReport(
+            package.name,
+            version=found.version,
+            tests=len(found.repository.passing),
+            test_seconds=found.repository.seconds,
+            sites=len(chosen),
+            tried=len(record.tasks) + reasons.total(),
+            tasks=len(record.tasks),
+            kinds=dict(Counter(task.id.split(".")[-2] for task in record.tasks)),
+            rejected=dict(reasons),
+            seconds=clock() - began,
+            unfinished=clock() >= deadline and len(record.tasks) < self.settings.per_package,
+        )
+        self._save(package, record)
+        return record
+
+    async def _choose_tasks(
+        self, planter: Planter, chosen: list[Candidate], package: Package, record: _Record, deadline: float
+    ) -> Counter[str]:
+        """Try candidates until the record has enough tasks, and count why the others were rejected.
+
+        Verdicts are saved as they come: a call that continues an interrupted one takes them from the record.
+        """
         limited = list(islice(chosen, TRIES_PER_TASK * self.settings.per_package))
-        reasons: Counter[str] = Counter()
         known = {verdict.key: verdict for verdict in record.verdicts}
+        reasons: Counter[str] = Counter()
         patches: set[str] = set()
         async with aclosing(self._verdicts(planter, limited, known, deadline)) as verdicts:
             async for verdict in verdicts:
@@ -130,21 +155,7 @@ class Maker:
                     self.on_progress(f"{package.name}: {len(record.tasks)} of {self.settings.per_package} tasks")
                 if len(record.tasks) >= self.settings.per_package:
                     break
-        record.report = PackageReport(
-            package.name,
-            version=found.version,
-            tests=tests,
-            test_seconds=found.repository.seconds,
-            sites=len(chosen),
-            tried=len(record.tasks) + reasons.total(),
-            tasks=len(record.tasks),
-            kinds=dict(Counter(task.id.split(".")[-2] for task in record.tasks)),
-            rejected=dict(reasons),
-            seconds=clock() - began,
-            unfinished=clock() >= deadline and len(record.tasks) < self.settings.per_package,
-        )
-        self._save(package, record)
-        return record
+        return reasons
 
     async def _verdicts(
         self, planter: Planter, chosen: list[Candidate], known: dict[str, Verdict], deadline: float

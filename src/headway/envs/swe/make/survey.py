@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +15,13 @@ from headway.envs.swe.make.roots import build_root
 from headway.envs.swe.runtime import SITE, Runtime, snapshot_of
 from headway.envs.swe.tasks import ROOTS, Repository, TaskFolder
 from headway.sandboxes.pool import SandboxPool
-from headway.sandboxes.sandbox import Limits
+from headway.sandboxes.sandbox import Limits, Sandbox
 
 FEWEST_TESTS = 8
 MOST_SECONDS = 60.0
+
+OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
+"""Opens a fresh sandbox with a package's files in it."""
 
 
 class PackageRejectedError(HeadwayError):
@@ -56,28 +61,13 @@ async def survey(
         raise PackageRejectedError(f"the tests themselves need {taken[0]}: a bug in it would break pytest")
     files = add_metadata(files, layout)
     runtime = Runtime(root, tuple(layout.path))
-    clock = asyncio.get_running_loop().time
-    async with pool.sandbox(runtime.recipe, limits, snapshot=snapshot_of(files), owner=package.name) as box:
-        began = clock()
-        first, failures = await observe(box, runtime, layout.tests, seconds=2 * MOST_SECONDS)
-        seconds = clock() - began
-    passing = {name for name, outcome in first.items() if outcome == "passed"}
-    if not first:
-        raise PackageRejectedError(
-            f"its tests gave no report: they take longer than {2 * MOST_SECONDS:g} s, or end pytest"
-        )
-    if len(passing) < FEWEST_TESTS:
-        told = [failure.text.strip().splitlines()[-1][:200] for failure in failures if failure.id in first]
-        reason = told[0] if told else "no reason was given"
-        raise PackageRejectedError(f"only {len(passing)} of its {len(first)} tests pass ({reason})")
-    if seconds > MOST_SECONDS:
-        raise PackageRejectedError(f"its tests take {seconds:.0f} s, more than {MOST_SECONDS:g} s")
+
+    def sandbox() -> AbstractAsyncContextManager[Sandbox]:
+        return pool.sandbox(runtime.recipe, limits, snapshot=snapshot_of(files), owner=package.name)
+
+    passing, seconds = await _passing_tests(sandbox, runtime, layout.tests)
     tests = sorted({name.partition("::")[0] for name in passing})
-    async with pool.sandbox(runtime.recipe, limits, snapshot=snapshot_of(files), owner=package.name) as box:
-        second, coverage = await cover(box, runtime, tests, seconds=4 * MOST_SECONDS)
-    stable = sorted(name for name in passing if second.get(name) == "passed")
-    if len(stable) < FEWEST_TESTS or not coverage.lines:
-        raise PackageRejectedError("its tests do not pass when coverage watches them")
+    stable, coverage = await _covered_tests(sandbox, runtime, tests, passing)
     version = package.version or _version(files)
     repository = Repository(
         id=f"{package.name}-{version}",
@@ -90,6 +80,39 @@ async def survey(
         seconds=round(seconds, 2),
     )
     return Survey(repository, files, coverage, runtime, version)
+
+
+async def _passing_tests(sandbox: OpenSandbox, runtime: Runtime, tests: Sequence[str]) -> tuple[set[str], float]:
+    """Run all tests, and return those that pass and the seconds. Raises where they are too few or too slow."""
+    clock = asyncio.get_running_loop().time
+    async with sandbox() as box:
+        began = clock()
+        outcomes, failures = await observe(box, runtime, tests, seconds=2 * MOST_SECONDS)
+        seconds = clock() - began
+    passing = {name for name, outcome in outcomes.items() if outcome == "passed"}
+    if not outcomes:
+        raise PackageRejectedError(
+            f"its tests gave no report: they take longer than {2 * MOST_SECONDS:g} s, or end pytest"
+        )
+    if len(passing) < FEWEST_TESTS:
+        told = [failure.text.strip().splitlines()[-1][:200] for failure in failures if failure.id in outcomes]
+        reason = told[0] if told else "no reason was given"
+        raise PackageRejectedError(f"only {len(passing)} of its {len(outcomes)} tests pass ({reason})")
+    if seconds > MOST_SECONDS:
+        raise PackageRejectedError(f"its tests take {seconds:.0f} s, more than {MOST_SECONDS:g} s")
+    return passing, seconds
+
+
+async def _covered_tests(
+    sandbox: OpenSandbox, runtime: Runtime, tests: Sequence[str], passing: set[str]
+) -> tuple[list[str], Coverage]:
+    """Run the tests once more under coverage, and return those of `passing` that pass again and the lines they run."""
+    async with sandbox() as box:
+        outcomes, coverage = await cover(box, runtime, tests, seconds=4 * MOST_SECONDS)
+    stable = sorted(name for name in passing if outcomes.get(name) == "passed")
+    if len(stable) < FEWEST_TESTS or not coverage.lines:
+        raise PackageRejectedError("its tests do not pass when coverage watches them")
+    return stable, coverage
 
 
 def _module(source: str) -> str:

@@ -41,9 +41,10 @@ function finding(run, found) {
     h(
       "p",
       { class: "mono" },
-      Object.entries(found.figures)
-        .map(([name, value]) => `${visible(name)} ${number(value)}`)
-        .join(" · "),
+      Object.entries(found.figures).map(([name, value], place) => [
+        place ? " · " : "",
+        h("span", { class: "figure" }, `${visible(name)} ${number(value)}`),
+      ]),
     ),
     found.examples.map((one) =>
       h(
