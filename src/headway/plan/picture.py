@@ -143,7 +143,9 @@ def _draw_memory(drawing: Drawing, plan: Plan) -> None:
     scale = (WIDTH - EDGE - left) / max(plan.usable_gib, *(sum(parts.values()) for parts in plan.memory.values()))
     for who, parts in plan.memory.items():
         pieces = [
-            Piece(name, size, f"{size:.1f}", COLORS[name]) for name, size in parts.items() if size >= SMALLEST_GIB
+            Piece(name, size, f"{size:.1f}", COLORS.get(name, "ink"))
+            for name, size in parts.items()
+            if size >= SMALLEST_GIB
         ]
         if (free := plan.usable_gib - sum(parts.values())) >= SMALLEST_GIB:
             pieces.append(Piece("free", free, f"{free:.1f}", "track"))
