@@ -137,4 +137,6 @@ def _off(error: float) -> str:
 
 
 def _money(plan: Plan, money: float) -> str:
-    return f", {money:,.4g} {plan.currency}" if plan.priced else ""
+    rounded = f"{money:.4g}"
+    amount = f"{float(rounded):,.0f}" if money >= 1000 else rounded
+    return f", {amount} {plan.currency}" if plan.priced else ""
