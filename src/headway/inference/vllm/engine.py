@@ -21,7 +21,7 @@ from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, Faile
 from headway.inference.handover.transfers import TransferRequest, as_transfer
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.images import ImageInputs, PromptImages
-from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
+from headway.inference.vllm.internals import VllmLimits, engine_errors, forget_features, stop_output_handler
 from headway.inference.vllm.probe import Probation
 from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_drawn, check_shaped, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
@@ -358,6 +358,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         """Tag new tokens with this version, and share no cache with older ones. Call it while nothing runs."""
         if self._limits.counts_versions:
             await self._llm.update_weight_version(str(state.version))
+        if self.takes_images:
+            await forget_features(self._llm)
         self._weights = state
         self._epoch += 1
 

@@ -196,6 +196,15 @@ def image_prompt(
     return mm_input(token_ids, items, {"image": list(names)}, {"image": ranges}, cache_salt=salt)
 
 
+async def forget_features(llm: Any) -> None:
+    """Let the scheduler and the workers forget the features of all images. A reload does so in the workers alone, which
+    end where the scheduler relies on features that they no longer have.
+
+    vLLM 0.26 to 0.32, seen in 0.32 alone: `AsyncLLM.reset_encoder_cache`.
+    """
+    await llm.reset_encoder_cache()
+
+
 def counts_versions() -> bool:
     """Tell whether vLLM says with a reply which weights sampled its tokens, if it is told what they are called.
 
