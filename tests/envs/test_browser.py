@@ -1,18 +1,24 @@
 """The browser environment in a real Chromium: scripted players, hostile actions, nothing reached, nothing left."""
 
 import asyncio
+import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from headway.core.episodes import Task
 from headway.core.errors import HeadwayError, UsageError
+from headway.core.images import MessageImage
 from headway.core.messages import Message, ToolCall
 from headway.envs.browser import cdp
 from headway.envs.browser.browser import KINDS, Browser, demonstrations
+from headway.envs.browser.page import HEIGHT, WIDTH
 from headway.envs.browser.players import play_site
+from headway.envs.browser.screenshot import PAPER
 from headway.envs.browser.site import Request, Response, Site, page
 from headway.envs.browser.sites import SITES
 from headway.envs.policy import EpisodeFailure, ScriptedPolicy
@@ -161,6 +167,40 @@ def test_text_is_enough_to_solve_a_task(loop, browser, monkeypatch):
     trace, state = loop.run(play(browser, task, lambda messages: play_site("wiki", messages)))
     assert trace.rewards == {"solved": 1.0}
     assert "\nAll rivers\n[1] link" in state.messages[1].content
+
+
+def colors(image: MessageImage) -> tuple[tuple[int, int], int]:
+    """The size of a screenshot, and how many of its pixels are of the paper of numbers."""
+    with Image.open(io.BytesIO(image.data)) as opened:
+        pixels = np.asarray(opened)
+        return opened.size, int((pixels == PAPER).all(-1).sum())
+
+
+@real
+def test_a_model_that_sees_gets_the_window_beside_the_text_or_instead(loop, browser, monkeypatch):
+    """Numbers of elements are drawn on it: more where there are more."""
+    (task,) = (task for task in browser.tasks() if task.data["site"] == "form")
+    monkeypatch.setattr(browser, "_screenshots", "beside")
+    trace, state = loop.run(play(browser, task, lambda messages: play_site("form", messages)))
+    assert trace.rewards == {"solved": 1.0}
+    first, *later = [message for message in state.messages if message.images]
+    assert "textbox" in first.content and first.images[0].at == len(first.content)
+    assert [message.role for message in later] == ["user"] * sum(m.role == "tool" for m in state.messages)
+    (size, drawn), (_, after) = colors(first.images[0]), colors(later[-1].images[0])
+    assert size == (WIDTH, HEIGHT) and drawn > 1000 > after
+    monkeypatch.setattr(browser, "_screenshots", "instead")
+    script = iter([call("click", element=1), Message("assistant", "done")])
+    _, state = loop.run(play(browser, task, lambda _: next(script)))
+    prompt, told, shot = state.messages[1], state.messages[3], state.messages[4]
+    assert prompt.content.splitlines()[-1].startswith('page "') and "textbox" not in prompt.content + told.content
+    assert colors(prompt.images[0]) == (size, drawn) and shot.role == "user" and len(shot.images) == 1
+
+
+def test_screenshots_are_one_of_three_and_no_players_read_them():
+    with pytest.raises(UsageError, match='"none", "beside" or "instead"'):
+        Browser(screenshots="yes")
+    with pytest.raises(UsageError, match="scripted players read text"):
+        demonstrations(1, screenshots="instead")
 
 
 @real

@@ -4,7 +4,6 @@ again."""
 import asyncio
 import base64
 import gzip
-import io
 import json
 import random
 import sys
@@ -19,29 +18,27 @@ import pytest
 import torch
 from engine_common import make_engine, run_all
 from engine_serving import EmbeddedServer, start_server
+from image_common import drawn, expected
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from tenants_common import client, grant
 
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.image_files import ImageFiles
-from headway.core.images import Grid, ImageUse, RequestImage, TokenImages, data_url, image_digest
+from headway.core.images import Grid, ImageUse, RequestImage, data_url, image_digest
 from headway.core.messages import Message, as_messages, image_part
 from headway.core.protocol import Continued, GenerateRequest, SamplingParams
 from headway.core.records import RolloutRecord, without_experts, write_rollouts
 from headway.core.runs import RunPaths
 from headway.envs.engines import EnginePolicy, Engines, EngineSampler
 from headway.inference.embedded.engine import EmbeddedEngine
-from headway.inference.embedded.scheduling.sequence import ServedImage
 from headway.inference.engine import Choice
-from headway.models.attention import PackedPlan
+from headway.inference.images import ServedImage
 from headway.models.build import build_model
-from headway.models.packed import PackedTokens
 from headway.models.registry import config_from_hf
 from headway.models.tiny import save_built_in
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.decoder import VisionLM
-from headway.models.vision.inputs import image_tokens, put_on_cpu
 from headway.rendering.load import load_renderer
 from headway.transport.inference import EngineError, InferenceClient
 
@@ -80,21 +77,6 @@ def make_prompt(model: VisionLM, grids: list[Grid], seed: int) -> tuple[list[int
         images.append(ServedImage(ImageUse(len(tokens), count, image_digest(pixels.tobytes())), grid, pixels))
         tokens += [config.image_token] * count + draw.integers(0, 50, 5).tolist()
     return tokens, tuple(images)
-
-
-def expected(model: VisionLM, tokens: list[int], images: tuple[ServedImage, ...]) -> torch.Tensor:
-    """Logprobs (tokens - 1) of a training pass over prompt and reply."""
-    config, ids = model.config, torch.tensor(tokens)
-    assert isinstance(config, VisionConfig)
-    plan = PackedPlan([len(tokens)])
-    seen = None
-    if images:
-        parts = [(image.use.digest, image.grid, image.patches) for image in images]
-        joined = TokenImages.of(parts, [(image.use.at, number) for number, image in enumerate(images)])
-        seen = image_tokens(joined, [len(tokens)], config, put_on_cpu)
-    with torch.no_grad():
-        logits = model.logits(model(PackedTokens(ids, plan.positions, plan, images=seen)).hidden_TD)
-    return torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
 
 
 def ask(engine: EmbeddedEngine, number: int, tokens: list[int], images: tuple[ServedImage, ...]) -> None:
@@ -205,12 +187,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
     live = start_server(folder, seq_len=1024)
     yield live
     live.close()
-
-
-def drawn(color: str, size: tuple[int, int] = (32, 24), kind: str = "PNG", **options: object) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", size, color).save(stream, kind, **options)
-    return stream.getvalue()
 
 
 def chat_body(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:

@@ -41,6 +41,47 @@ def test_a_rank_holds_its_rows_and_all_of_a_norm(whole: int) -> None:
         proof.check()
 
 
+class Mapper:
+    def _map_name(self, name: str) -> str | None:
+        return name.replace("model.visual.", "visual.").replace("model.language_model.", "language_model.model.")
+
+
+class Sees(nn.Module):
+    """A model whose parameters have other names than the tensors of its checkpoint."""
+
+    supports_multimodal = True
+    hf_to_vllm_mapper = Mapper()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = nn.ModuleDict({"norm": nn.LayerNorm(3), "fused": nn.LayerNorm(6)})
+        self.language_model = nn.ModuleDict({"model": nn.ModuleDict({"norm": nn.LayerNorm(3, bias=False)})})
+
+
+@pytest.mark.parametrize("wrong", ["visual.norm.bias", "language_model.model.norm.weight", None])
+def test_norms_and_biases_of_a_vision_tower_are_proven(wrong: str | None) -> None:
+    came = {
+        "model.visual.norm.weight": torch.randn(3),
+        "model.visual.norm.bias": torch.randn(3),
+        "model.visual.fused.weight": torch.randn(3),
+        "model.language_model.norm.weight": torch.randn(3),
+    }
+    model = Sees()
+    proof = LoadedProof(model, 0)
+    assert list(proof.watch(came.items())) == list(came.items())
+    with torch.no_grad():
+        model.visual["norm"].weight.copy_(came["model.visual.norm.weight"])
+        model.visual["norm"].bias.copy_(came["model.visual.norm.bias"])
+        model.get_parameter("language_model.model.norm.weight").copy_(came["model.language_model.norm.weight"])
+        if wrong is not None:
+            model.get_parameter(wrong)[1] += 1e-6
+    if wrong is None:
+        proof.check()
+        return
+    with pytest.raises(HeadwayError, match=f"rank 0 holds other weights than came: {wrong}"):
+        proof.check()
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.alone

@@ -2,39 +2,19 @@
 
 import io
 import json
-import string
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gemma3_tokens import SPECIAL, TEMPLATE, make_tokenizer
 from PIL import Image
-from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from headway.core.messages import Message, as_messages, image_part
 from headway.rendering.load import load_renderer
 from headway.rendering.vision import VisionRenderer
 
 CONFIG = Path(__file__).parents[1] / "models" / "families" / "gemma3" / "images.json"
-SPECIAL = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>"]
-SPECIAL += ["<end_of_image>"]
-TEMPLATE = """{{ bos_token }}{% for message in messages %}
-{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' }}
-{%- if message.content is string %}{{ message.content | trim }}{% else %}{% for item in message.content %}
-{%- if item.type == 'image' %}{{ '<start_of_image>' }}{% else %}{{ item.text | trim }}{% endif %}{% endfor %}{% endif %}
-{{- '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
-"""As the released one in how it puts parts of a message together: texts are stripped, images are one token."""
-
-
-def make_tokenizer() -> Tokenizer:
-    """Runs of newlines are one token, as in the released one, so that those around images merge with their
-    neighbours."""
-    characters = ["\n\n", "\n\n\n", "\n\n\n\n", *string.ascii_letters, *string.digits, *" \n?.,:<>_|"]
-    vocabulary = {text: number for number, text in enumerate(characters)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +92,7 @@ def test_tokens_and_pixels_are_those_of_hugging_face(name: str, folder: Path) ->
     assert kinds.tolist() == expected["token_type_ids"][0].tolist()
     assert isinstance(renderer, VisionRenderer)
     for use, picture, pixels in zip(rendered.images, pictures, expected.get("pixel_values", ()), strict=True):
-        _, patches = renderer.reader.read(use.digest, picture)
-        whole = patches.reshape(2, 2, 2, 2, 3, 4, 4).transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, 16, 16)
+        whole = renderer.reader.processor.pixels(*renderer.reader.read(use.digest, picture))
         assert np.array_equal(whole, pixels)
 
 

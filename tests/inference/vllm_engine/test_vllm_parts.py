@@ -1,6 +1,7 @@
 """The parts around vLLM that need no engine: arguments, words, staged files, errors, the doctor's lines."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from engine_common import publish
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_families import FAMILIES
 from vllm_harness import TIED, make
 
 from headway.config.inference import InferenceSettings, ServeSettings
@@ -52,10 +54,12 @@ from headway.inference.vllm.requests import (
     sampling_of,
 )
 from headway.inference.vllm.stats import EngineStats
-from headway.inference.vllm.weights import StagedFile, Stager
+from headway.inference.vllm.weights import StagedFile, Stager, swap_sides
 from headway.inference.vllm.worker import read_staged
+from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.checkpoints.tensors import hf_tensors
+from headway.models.registry import config_from_hf
 from headway.monitor.doctor import vllm as doctor
 from headway.transport.weights import make_sender
 
@@ -89,11 +93,22 @@ def test_recurrent_models_on_cpus_get_room_for_states_and_no_prefix_cache(tmp_pa
     assert arguments(serve_settings(), tmp_path, "cuda", memory=4 * GB)["enable_prefix_caching"]
 
 
+def test_models_that_see_take_images_where_there_is_a_processor(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vision_config": {}, "text_config": {"num_hidden_layers": 2}}')
+    texts = arguments(serve_settings(), tmp_path, "cuda", memory=GB)
+    assert (texts["limit_mm_per_prompt"], texts["skip_tokenizer_init"]) == ({"image": 0, "video": 0}, True)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    sees = arguments(serve_settings(), tmp_path, "cuda", memory=GB)
+    assert (sees["limit_mm_per_prompt"], sees["skip_tokenizer_init"]) == ({"image": 64, "video": 0}, False)
+    fewer = arguments(serve_settings(vllm={"limit_mm_per_prompt": {"image": 2}}), tmp_path, "cuda", memory=GB)
+    assert fewer["limit_mm_per_prompt"] == {"image": 2}
+
+
 def test_gpu_arguments_leave_memory_and_chunks_to_vllm(folder: Path) -> None:
     chosen = arguments(serve_settings(), folder, "cuda", memory=GB)
     assert chosen["dtype"] == "bfloat16"
     left = {"enforce_eager", "enable_chunked_prefill", "kv_cache_memory_bytes", "max_num_batched_tokens"}
-    assert not left & chosen.keys()
+    assert not left & chosen.keys() and "limit_mm_per_prompt" not in chosen
     assert arguments(serve_settings(max_batched_tokens=999), folder, "cuda", GB)["max_num_batched_tokens"] == 999
     assert chosen["hf_overrides"] == {"head_dtype": "float32"} and "gpu_memory_utilization" not in chosen
     shared = arguments(serve_settings(kv_memory_gb=2), folder, "cuda", memory=8 * GB)
@@ -267,6 +282,24 @@ def test_only_a_whole_version_of_this_model_is_staged(tmp_path: Path) -> None:
             Stager(wrong).weights(update)
     with pytest.raises(UpdateError, match="fingerprint"):
         Stager(shapes).weights(msgspec.structs.replace(update, fingerprint="f" * 32))
+
+
+def test_experts_are_staged_with_the_sides_that_vllm_wants(tmp_path: Path) -> None:
+    hf = json.loads((FAMILIES / "qwen3_vl_moe" / "images.json").read_text())
+    del hf["images"]
+    model = build_model(config_from_hf(hf), seed=0)
+    sent = dict(hf_tensors(model))
+    released = {name: tuple(swap_sides(name, tensor).shape) for name, tensor in sent.items()}
+    update = publish(tmp_path, 1, model)
+    staged = Stager(released, swaps=True).weights(update)
+    found = dict(read_staged(staged.path, staged.spans))
+    experts = [name for name in found if ".mlp.experts." in name]
+    assert len(experts) == 4
+    for name, tensor in found.items():
+        assert torch.equal(tensor, sent[name].transpose(1, 2) if name in experts else sent[name])
+    staged.close()
+    with pytest.raises(UpdateError, match="4 misshapen"):
+        Stager(released).weights(update)
 
 
 def test_new_weights_of_gpt_oss_are_refused_since_vllm_would_load_a_part_of_them(tmp_path: Path) -> None:

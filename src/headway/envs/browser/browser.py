@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+import msgspec
 
 from headway.core.episodes import Task
 from headway.core.errors import UsageError
+from headway.core.images import MessageImage
 from headway.core.messages import Message
 from headway.envs.base import EpisodeFailure, Policy, State, ToolUse, metric, reward, tool
 from headway.envs.browser.cdp import BrowserGoneError, CommandError
@@ -28,6 +31,7 @@ SYSTEM = (
     "You use a web site. Elements that you can use have a number in brackets; give that number to the tools. Every "
     "tool shows the page as it is afterwards. Reply in words, without a tool, when the task is done."
 )
+Screenshots = Literal["none", "beside", "instead"]
 KINDS = ("form", "shop", "wiki", "table")
 """Sites of tasks unless others are named."""
 LIMITS = {"memory": 2 << 30, "processes": 2048, "cpus": 2.0, "disk": 512 << 20}
@@ -36,8 +40,9 @@ LIMITS = {"memory": 2 << 30, "processes": 2048, "cpus": 2.0, "disk": 512 << 20}
 class Browser(ToolUse):
     """Tasks of the kinds `sites`, in equal numbers: "form", "shop", "wiki", "table"; and "vote", the smallest.
 
-    `observation` is "tree" (roles, indented) or "text" (plain lines). `pages` bounds the pages that are open at once in
-    a worker; `limits` are those of the sandbox in which its one Chromium runs. A browser context serves `reuse`
+    `observation` is "tree" (roles, indented) or "text" (plain lines). `screenshots` are for models that see: "beside"
+    shows the window as an image, too, "instead" in place of that text. `pages` bounds the pages that are open at once
+    in a worker; `limits` are those of the sandbox in which its one Chromium runs. A browser context serves `reuse`
     episodes, one after the other. `describe_tools = false` keeps the list of tools out of the prompt.
     """
 
@@ -52,6 +57,7 @@ class Browser(ToolUse):
         split: Split = "train",
         seed: int = 0,
         observation: Style = "tree",
+        screenshots: Screenshots = "none",
         turns: int = 30,
         chromium: str | None = None,
         sandbox: str = "auto",
@@ -65,10 +71,13 @@ class Browser(ToolUse):
             raise UsageError(f"browser: sites must be some of {', '.join(SITES)} (got {', '.join(sites) or 'none'})")
         if observation not in ("tree", "text"):
             raise UsageError(f'browser: observation must be "tree" or "text" (got "{observation}")')
+        if screenshots not in get_args(Screenshots):
+            raise UsageError(f'browser: screenshots must be "none", "beside" or "instead" (got "{screenshots}")')
         if reuse < 1:
             raise UsageError(f"browser: reuse must be at least 1 (got {reuse})")
         self.max_turns, self.describe_tools, self._system = turns, describe_tools, system
         self._style: Style = observation
+        self._screenshots: Screenshots = screenshots
         self._tasks = _make_tasks(sites, num_tasks, split, seed)
         self._program = chromium
         bounds = read_limits("browser", {**LIMITS, **(limits or {})})
@@ -79,8 +88,8 @@ class Browser(ToolUse):
 
     @property
     def plain(self) -> bool:
-        """Tell whether pages are shown as plain text."""
-        return self._style == "text"
+        """Tell whether pages are shown as plain text alone."""
+        return self._style == "text" and self._screenshots == "none"
 
     async def open(self) -> None:
         find_chromium(self._program)
@@ -91,13 +100,18 @@ class Browser(ToolUse):
 
     def prompt(self, task: Task) -> list[Message]:
         visit = _visit.get(None)
-        return opening(self._system, str(task.data["goal"]) + (f"\n\n{visit.first_look}" if visit else ""))
+        said = opening(self._system, str(task.data["goal"]) + (f"\n\n{visit.first_look}" if visit else ""))
+        if visit is not None and visit.first_shot is not None:
+            said[-1] = msgspec.structs.replace(
+                said[-1], images=(MessageImage.of(visit.first_shot, at=len(said[-1].content)),)
+            )
+        return said
 
     async def run(self, task: Task, policy: Policy) -> State:
         site = SITES[task.data["site"]](task.data["seed"])
         try:
             async with self._chromium.page(site) as page:
-                token = _visit.set(Visit(page, await page.look(self._style)))
+                token = _visit.set(Visit(page, await self._look(page), await self._shot(page)))
                 try:
                     state = await super().run(task, policy)
                 finally:
@@ -116,7 +130,17 @@ class Browser(ToolUse):
         told = await super().respond(state, reply)
         if not visit.page.alive:
             raise EpisodeFailure("environment", "browser: the page or its browser crashed")
+        if told and (shot := await self._shot(visit.page)) is not None:
+            # Chat templates have images in a user's messages, and not all have them in a tool's.
+            told = [*told, Message("user", images=(MessageImage.of(shot),))]
         return told
+
+    async def _look(self, page: Page) -> str:
+        return await page.look(None if self._screenshots == "instead" else self._style)
+
+    async def _shot(self, page: Page) -> bytes | None:
+        """The window as an image, where the model is to see it."""
+        return None if self._screenshots == "none" else await page.screenshot()
 
     @tool
     async def click(self, element: int) -> str:
@@ -174,7 +198,7 @@ class Browser(ToolUse):
         try:
             await action(visit.page)
             await visit.page.settle()
-            return await visit.page.look(self._style)
+            return await self._look(visit.page)
         except (ActionError, CommandError) as error:
             return f"error: {error}"
         except TimeoutError:
@@ -196,6 +220,7 @@ class Visit:
 
     page: Page
     first_look: str
+    first_shot: bytes | None = None
     document: int = 0
 
 
@@ -228,6 +253,8 @@ def demonstrations(n: int, seed: int = 0, give_up_share: float = 0.0, **args: An
     written without a browser. `args` are those of the environment.
     """
     environment = Browser(num_tasks=n, seed=seed, split="train", **args)
+    if args.get("screenshots") == "instead":
+        raise UsageError('browser: scripted players read text: use screenshots = "beside" for demonstrations')
     rng = Random(seed)
     idle = {task.id for task in environment.tasks() if rng.random() < give_up_share}
     if environment.plain and all(task.data["site"] == Vote.name for task in environment.tasks()):

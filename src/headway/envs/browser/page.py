@@ -7,6 +7,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from headway.envs.browser.cdp import CommandError, Connection
+from headway.envs.browser.screenshot import Mark, draw_marks
 from headway.envs.browser.site import Request, Response, Site
 from headway.envs.browser.tree import NUMBERED, Line, Style, read_tree, write_lines
 
@@ -51,6 +52,8 @@ class Page:
         self._answers: set[asyncio.Task[None]] = set()
         self._numbers: dict[int, int] = {}
         self._blocked: list[str] = []
+        self._marks: list[Mark] = []
+        """Numbered elements in the window, at the last look."""
         self.document = 0
         """Counts the documents that were shown."""
         self.crashed = False
@@ -76,20 +79,27 @@ class Page:
     def alive(self) -> bool:
         return not (self.crashed or self._connection.closed)
 
-    async def look(self, style: Style) -> str:
-        """Describe the part of the page that is in the window, and say what was blocked since the last look."""
+    async def look(self, style: Style | None) -> str:
+        """Describe the part of the page that is in the window, and say what was blocked since the last look. Without a
+        style, elements are left to a screenshot."""
         lines = read_tree((await self._call("Accessibility.getFullAXTree"))["nodes"])
         for line in lines:
             if line.role in NUMBERED and line.node not in self._numbers:
                 self._numbers[line.node] = len(self._numbers) + 1
         snapshot = await self._call("DOMSnapshot.captureSnapshot", computedStyles=[])
         seen, above, below = _in_window(lines, snapshot["documents"][0])
+        self._marks = _marks(seen, self._numbers, snapshot["documents"][0])
         told = [f"blocked: {url} (only this site can be reached)" for url in self._blocked]
         self._blocked.clear()
         head = await self._address()
         more = [f"[{side}: {count} more lines; use scroll]" for side, count in (("above", above), ("below", below))]
-        body = write_lines(seen, self._numbers, style)
+        body = [] if style is None else write_lines(seen, self._numbers, style)
         return "\n".join([*told, head, *more[: above > 0], *body, *(more[1:] if below else [])])
+
+    async def screenshot(self) -> bytes:
+        """Photograph the window as a PNG, with the numbers of elements as they were at the last look."""
+        shot = await self._call("Page.captureScreenshot", format="png")
+        return await asyncio.to_thread(draw_marks, base64.b64decode(shot["data"]), self._marks)
 
     async def click(self, number: int) -> None:
         node = self._node(number)
@@ -250,10 +260,22 @@ class Page:
             logger.debug("browser: %s: %s", method, error)
 
 
+def _boxes(document: dict[str, Any]) -> dict[int, list[float]]:
+    """Find nodes in the document: x, y, width and height."""
+    nodes, layout = document["nodes"]["backendNodeId"], document["layout"]
+    return {nodes[index]: box for index, box in zip(layout["nodeIndex"], layout["bounds"], strict=True)}
+
+
+def _marks(lines: list[Line], numbers: dict[int, int], document: dict[str, Any]) -> list[Mark]:
+    """The numbers of lines, where their nodes are in the window."""
+    boxes, left, top = _boxes(document), document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
+    shown = [(numbers[line.node], boxes[line.node]) for line in lines if line.node in numbers and line.node in boxes]
+    return [Mark(number, x - left, y - top) for number, (x, y, _, _) in shown]
+
+
 def _in_window(lines: list[Line], document: dict[str, Any]) -> tuple[list[Line], int, int]:
     """Pick the lines whose nodes lie in the window; also count those above and below it."""
-    nodes, layout = document["nodes"]["backendNodeId"], document["layout"]
-    boxes = {nodes[index]: box for index, box in zip(layout["nodeIndex"], layout["bounds"], strict=True)}
+    boxes = _boxes(document)
     top = document.get("scrollOffsetY", 0)
     seen, above, below = [], 0, 0
     for line in lines:

@@ -34,7 +34,7 @@ class Shown:
 def play_site(site: str, messages: Sequence[Message]) -> Message:
     """Make the next reply of the player for this kind of site."""
     goal = next(message.content for message in messages if message.role == "user")
-    pages = [Shown(message.content) for message in messages if message.role in ("user", "tool")]
+    pages = [Shown(message.content) for message in messages if message.role in ("user", "tool") and message.content]
     move = _PLAYERS[site](goal, pages)
     if move is None:
         return DONE

@@ -22,10 +22,11 @@ from headway.inference.embedded.running.states import StateStore
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
-from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
+from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.embedded.scheduling.snapshots import Snapshots
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.engine import POLICY, Choice, Chunk, FailedError, RequestError, Result
+from headway.inference.images import ServedImage
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM

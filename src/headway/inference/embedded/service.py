@@ -15,15 +15,11 @@ from headway.inference.embedded import handover
 from headway.inference.embedded.backpressure import Backpressure
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.grammars import Grammars
-from headway.inference.embedded.images import RequestImages
-from headway.inference.embedded.scheduling.sequence import ServedImage
 from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, Result
-from headway.models.vision.config import VisionConfig
-from headway.models.vision.processor import has_processor, load_processor
-from headway.models.vision.reader import image_reader
+from headway.inference.images import ServedImage, request_images
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -60,7 +56,7 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
         self._on_death = on_death
         self._updater = Updater(engine, lora, tls)
         self._grammars = Grammars(folder, engine.model.config)
-        self._images = _request_images(engine, folder)
+        self._images = request_images(engine.model.config, folder)
         self.takes_images = self._images is not None
         self._max_waiting = max_waiting
         self._updating: str | None = None
@@ -268,11 +264,3 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     def _set_paused(self, paused: bool) -> None:
         self._thread.paused = paused
-
-
-def _request_images(engine: EmbeddedEngine, folder: Path | None) -> RequestImages | None:
-    """Make the reader of images; None where the model does not see, or its folder has no image processor."""
-    config = engine.model.config
-    if folder is None or not isinstance(config, VisionConfig) or not has_processor(folder):
-        return None
-    return RequestImages(image_reader(load_processor(folder)), config.image_token)

@@ -11,9 +11,11 @@ import msgspec
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.devices import resolve_dtype
 from headway.core.errors import UsageError
+from headway.core.images import MOST_IMAGES
 from headway.core.suggestions import did_you_mean, nearest
 from headway.inference.vllm.transfers import connector
 from headway.inference.vllm.worker import HeadwayWorker
+from headway.models.vision.processor import has_processor
 
 RECORD_EXPERTS = "enable_return_routed_experts"
 """vLLM's argument for replies with routed experts, which the trainer replays."""
@@ -23,6 +25,7 @@ SEEDED_SAMPLER = "headway.inference.vllm.draws:SeededSampler"
 OWNED = {
     "model": "it is the model that is served",
     "logprobs_mode": "the protocol promises logprobs of the distribution that was sampled from",
+    "mm_device_do_normalize": "images come normalized, as the trainer sees them",
 }
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -46,6 +49,8 @@ class HfConfig:
     """Routed experts of a layer; 0 in dense models."""
     recurrent: bool = False
     """Some layers keep a state for each sequence instead."""
+    sees: bool = False
+    """It has a vision tower."""
 
 
 def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -> dict[str, Any]:
@@ -69,6 +74,8 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+    if config.sees:
+        chosen |= _for_images(folder)
     if config.experts and own.prefix_cache:
         chosen[RECORD_EXPERTS] = True
     if own.kv_memory_gb is not None:
@@ -76,13 +83,7 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
     # On GPUs vLLM knows better than our default what fills the device.
     if device == "cpu" or "max_batched_tokens" in own.model_fields_set:
         chosen["max_num_batched_tokens"] = own.max_batched_tokens
-    _check_tiers(own, device)
-    if own.role != "both":
-        if config.recurrent:
-            raise UsageError(f"inference.role {own.role}: models with recurrent layers can't be prefilled elsewhere")
-        chosen |= connector()
-    if own.kv_host_memory_gb:
-        chosen["kv_offloading_size"] = own.kv_host_memory_gb * 1e9 / 2**30
+    chosen |= _kv_elsewhere(own, config, device)
     chosen = _for_cpu(chosen, config, memory) if device == "cpu" else _for_gpu(chosen, memory)
     if settings.serves_fp8:
         if device == "cpu":
@@ -95,6 +96,14 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
         # The processor has made logprobs of them.
         chosen["logprobs_mode"] = "processed_logits"
     return chosen
+
+
+def _for_images(folder: Path) -> dict[str, Any]:
+    """vLLM gets images processed, so that it has none to remember; yet it makes its own processor at the start, which
+    wants a tokenizer. Without an image processor the model serves texts."""
+    most = MOST_IMAGES if has_processor(folder) else 0
+    limits = {"image": most, "video": 0}
+    return {"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0, "skip_tokenizer_init": not most}
 
 
 def _adapters(own: InferenceSettings, wanted: int, device: str, dtype: str) -> dict[str, Any]:
@@ -111,6 +120,19 @@ def _adapters(own: InferenceSettings, wanted: int, device: str, dtype: str) -> d
 def draws_by_seed(chosen: Mapping[str, Any]) -> bool:
     """Tell whether these arguments of vLLM's engine make it draw by the seeds of requests."""
     return SEEDED_SAMPLER in (chosen.get("logits_processors") or ())
+
+
+def _kv_elsewhere(own: InferenceSettings, config: HfConfig, device: str) -> dict[str, Any]:
+    """Arguments for KV that other engines, or the host's memory, hold."""
+    _check_tiers(own, device)
+    chosen: dict[str, Any] = {}
+    if own.role != "both":
+        if config.recurrent:
+            raise UsageError(f"inference.role {own.role}: models with recurrent layers can't be prefilled elsewhere")
+        chosen |= connector()
+    if own.kv_host_memory_gb:
+        chosen["kv_offloading_size"] = own.kv_host_memory_gb * 1e9 / 2**30
+    return chosen
 
 
 def _check_tiers(own: InferenceSettings, device: str) -> None:
@@ -179,13 +201,14 @@ def read_config(folder: Path) -> HfConfig:
         hf = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"{folder} is no checkpoint folder: config.json cannot be read ({error})") from None
+    sees = "vision_config" in hf
     hf = hf.get("text_config") or hf
     heads = hf.get("num_attention_heads") or 1
     head_dim = hf.get("head_dim") or hf.get("hidden_size", 0) // heads
     numbers = 2 * hf.get("num_hidden_layers", 0) * (hf.get("num_key_value_heads") or heads) * head_dim
     experts = next((hf[name] for name in _EXPERT_COUNTS if hf.get(name)), 0)
     recurrent = any(name in hf for name in _RECURRENT)
-    return HfConfig(hf.get("max_position_embeddings"), numbers, experts, recurrent)
+    return HfConfig(hf.get("max_position_embeddings"), numbers, experts, recurrent, sees)
 
 
 def eos_of(folder: Path) -> tuple[int, ...]:

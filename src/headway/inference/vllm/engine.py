@@ -20,7 +20,8 @@ from headway.core.protocol import (
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, LoadingError, Mode, Result
 from headway.inference.handover.transfers import TransferRequest, as_transfer
 from headway.inference.vllm.adapters import LoadedAdapters
-from headway.inference.vllm.internals import VllmLimits, engine_errors, stop_output_handler
+from headway.inference.vllm.images import ImageInputs, PromptImages
+from headway.inference.vllm.internals import VllmLimits, engine_errors, forget_features, stop_output_handler
 from headway.inference.vllm.probe import Probation
 from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_drawn, check_shaped, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
@@ -36,10 +37,9 @@ _WATCH_SECONDS = 0.5
 class VllmEngine(BaseEngine[LoadedAdapters]):
     """Implements `inference.engine.Engine` over vLLM's AsyncLLM, whose engine is a process of its own.
 
-    `eos` ends sequences. `on_death` is called once when vLLM is gone: nothing can be served before a restart.
+    `eos` ends sequences. `images` reads those of requests, or says why there can be none. `on_death` is called once
+    when vLLM is gone: nothing can be served before a restart.
     """
-
-    no_images = "vLLM is not given any here: use --engine embedded with a model that sees"
 
     def __init__(
         self,
@@ -51,9 +51,14 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         *,
         fingerprint: str,
         eos: tuple[int, ...] = (),
+        images: ImageInputs | str = BaseEngine.no_images,
         on_death: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(adapters, 0, fingerprint)
+        self._images = images if isinstance(images, ImageInputs) else None
+        self.takes_images = self._images is not None
+        if isinstance(images, str):
+            self.no_images = images
         self.max_model_len: int = llm.model_config.max_model_len
         self.vocab_size: int = llm.model_config.get_vocab_size()
         self.max_running, self.max_adapters = limits.max_running, adapters.most
@@ -72,6 +77,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
             max_running=limits.max_running,
             alive=lambda: self._down is None,
             offers=self.offers if limits.transfers else None,
+            # Clearing it computes running requests again, and vLLM's workers have dropped images that were cached.
+            keeps_cache=self.takes_images,
         )
         self._epoch = 0
 
@@ -92,6 +99,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         await asyncio.to_thread(self._llm.shutdown)
         self._stager.close()
         self._loaded.close()
+        if self._images is not None:
+            self._images.close()
         self._adapters.close()
 
     @property
@@ -99,7 +108,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         return self._down or self._scheduler.waits
 
     async def generate(self, request: GenerateRequest) -> Result:
-        active = self._submit(request)
+        active = self._submit(request, await self._read_images(request))
         try:
             async with aclosing(self._outputs(active, stream=False)) as outputs:
                 async for output in outputs:
@@ -109,7 +118,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         return active.result()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        active = self._submit(request)
+        active = self._submit(request, await self._read_images(request))
         try:
             async with aclosing(self._outputs(active, stream=True)) as outputs:
                 held: dict[int, Chunk] = {}
@@ -165,16 +174,17 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         return self._requests.sequences < self._limits.max_running
 
     def hands_over_after(self, request: GenerateRequest) -> int | None:
-        # vLLM wants the KV of a prompt in as many blocks as it takes with the first token. Shaped replies stay here.
+        # vLLM wants the KV of a prompt in as many blocks as it takes with the first token. Shaped replies stay here,
+        # and so do those to images, which the names of KV do not tell apart.
         full = self._limits.transfers and len(request.token_ids) % self._limits.block_size == 0
-        return None if request.sampling_params.shaped else 1 + full
+        return None if request.sampling_params.shaped or request.images else 1 + full
 
     def offering(self, request: GenerateRequest) -> GenerateRequest:
         return as_transfer(request, OFFER) if self._limits.transfers else request
 
     def kv_state(self, request: GenerateRequest) -> str | None:
         token_ids = request.token_ids[:-1]
-        if not self._limits.transfers or len(token_ids) % self._limits.block_size == 0:
+        if not self._limits.transfers or request.images or len(token_ids) % self._limits.block_size == 0:
             return None
         return kv_name(token_ids, self._served(request.model), request.cache_salt)
 
@@ -207,7 +217,13 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         if self._down:
             raise LoadingError(f"the engine does not serve: {self._down}", retry_after=5)
 
-    def _submit(self, request: GenerateRequest) -> ActiveRequest:
+    async def _read_images(self, request: GenerateRequest) -> PromptImages | None:
+        """Decode the images of a request. Raises RequestError where they can't be taken."""
+        if not request.images or self._images is None:
+            return None
+        return await self._images.read(request)
+
+    def _submit(self, request: GenerateRequest, images: PromptImages | None = None) -> ActiveRequest:
         self._check_up()
         params = request.sampling_params
         if self._requests.sequences + params.n > self._limits.max_running + self._limits.max_waiting:
@@ -222,7 +238,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         if self._limits.draws_by_seed:
             check_drawn(request)
         request_id = request.request_id or new_id("gen")
-        active = ActiveRequest(request, request_id, lambda: self.models().get(request.model, 0))
+        active = ActiveRequest(request, request_id, lambda: self.models().get(request.model, 0), images)
         self._requests.add(active)
         return active
 
@@ -240,8 +256,6 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
 
     async def _send(self, active: ActiveRequest, *, stream: bool) -> AsyncGenerator[Any, None]:
         """Pass a request to vLLM once."""
-        from vllm.inputs import tokens_input
-
         dead, failed = engine_errors()
         # During an update requests wait here, and so start on the new weights, with a cache of their own.
         await self._scheduler.open.wait()
@@ -253,8 +267,7 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
             raise RequestError(f"model {request.model!r} does not exist", "model", 404)
         active.counted = adapter is None and self._limits.counts_versions
         room = self.max_model_len - len(request.token_ids)
-        salt = f"{self._epoch}.{self._adapters.epoch(request.model)}.{request.cache_salt or ''}"
-        prompt = tokens_input(request.token_ids, cache_salt=salt)
+        prompt = self._prompt_of(active)
         try:
             transfer = self._transfer_of(active)
             params = sampling_of(request, eos=self._eos, room=room, stream=stream, transfer=transfer)
@@ -279,6 +292,16 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
             raise
         except Exception as error:  # What is left are vLLM's own checks of a request.
             raise RequestError(f"vLLM refuses the request: {error}", getattr(error, "parameter", None)) from None
+
+    def _prompt_of(self, active: ActiveRequest) -> Any:
+        """The request's tokens and images. Neither KV nor features of other weights are used."""
+        from vllm.inputs import tokens_input
+
+        request = active.request
+        salt = f"{self._epoch}.{self._adapters.epoch(request.model)}.{request.cache_salt or ''}"
+        if active.images is None:
+            return tokens_input(request.token_ids, cache_salt=salt)
+        return active.images.prompt(self._llm, request.token_ids, salt)
 
     def _transfer_of(self, active: ActiveRequest) -> dict[str, Any] | None:
         """The connector's parameters of a request whose KV moves. Old KV never goes on under new weights."""
@@ -339,6 +362,8 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         """Tag new tokens with this version, and share no cache with older ones. Call it while nothing runs."""
         if self._limits.counts_versions:
             await self._llm.update_weight_version(str(state.version))
+        if self.takes_images:
+            await forget_features(self._llm)
         self._weights = state
         self._epoch += 1
 

@@ -9,7 +9,7 @@ The last line of each docstring names the versions that the function holds for a
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,7 +23,8 @@ class VllmLimits:
 
     `counts_versions`: it says itself which weights sampled a token. `seeds`: requests may have one. `priorities`: it
     heeds them. `engines`: how many data-parallel ones there are. `formats`: it has a tokenizer, which replies in JSON
-    need. `draws_by_seed`: seeded requests get the tokens that others can draw again.
+    need. `images`: how many a prompt may have. `draws_by_seed`: seeded requests get the tokens that others can draw
+    again.
     """
 
     max_running: int
@@ -37,6 +38,7 @@ class VllmLimits:
     formats: bool = False
     block_size: int = 16
     transfers: bool = False
+    images: int = 0
     draws_by_seed: bool = False
 
 
@@ -48,6 +50,14 @@ def argument_names() -> list[str]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     return [field.name for field in fields(AsyncEngineArgs)]
+
+
+def image_arguments() -> dict[str, Any]:
+    """Arguments of the engine with which a model takes images as Hugging Face's processors normalize them.
+
+    vLLM 0.26 to 0.32: `mm_device_do_normalize`, where the engine takes it, as 0.32 does.
+    """
+    return {"mm_device_do_normalize": False} if "mm_device_do_normalize" in argument_names() else {}
 
 
 def engine_config(arguments: dict[str, Any]) -> Any:
@@ -148,8 +158,51 @@ def read_limits(llm: Any, max_waiting: int, *, transfers: bool = False, draws_by
         formats=not config.model_config.skip_tokenizer_init,
         block_size=cache.block_size,
         transfers=transfers,
+        images=_image_limit(config.model_config),
         draws_by_seed=draws_by_seed,
     )
+
+
+def _image_limit(model_config: Any) -> int:
+    """Count the images that a prompt may have: none, of a model that does not see.
+
+    vLLM 0.26 to 0.32: `MultiModalConfig.get_limit_per_prompt`.
+    """
+    multimodal = model_config.multimodal_config
+    return 0 if multimodal is None else int(multimodal.get_limit_per_prompt("image"))
+
+
+def image_prompt(
+    llm: Any,
+    token_ids: list[int],
+    inputs: Mapping[str, Tensor],
+    names: Sequence[str],
+    places: Sequence[tuple[int, int]],
+    salt: str,
+) -> Any:
+    """A prompt with images that are processed: `inputs` as the family's Hugging Face processor names them, and of each
+    image the name under which its features are kept, and the first of its placeholders among the tokens with their
+    number. vLLM computes the features of all that has the same name once.
+
+    vLLM 0.26 to 0.32, seen in 0.32 alone: `vllm.inputs.mm_input`, `MultiModalKwargsItems.from_hf_inputs`,
+    `PlaceholderRange`, `AsyncLLM.renderer.get_mm_processor` and its `_get_mm_fields_config`.
+    """
+    from vllm.inputs import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    fields = llm.renderer.get_mm_processor()._get_mm_fields_config(inputs, {})
+    items = MultiModalKwargsItems.from_hf_inputs(inputs, fields)
+    ranges = [PlaceholderRange(offset=first, length=count) for first, count in places]
+    return mm_input(token_ids, items, {"image": list(names)}, {"image": ranges}, cache_salt=salt)
+
+
+async def forget_features(llm: Any) -> None:
+    """Let the scheduler and the workers forget the features of all images. A reload does so in the workers alone, which
+    end where the scheduler relies on features that they no longer have.
+
+    vLLM 0.26 to 0.32, seen in 0.32 alone: `AsyncLLM.reset_encoder_cache`.
+    """
+    await llm.reset_encoder_cache()
 
 
 def counts_versions() -> bool:
@@ -272,6 +325,16 @@ def loads_aside(model: nn.Module) -> bool:
 
     plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     return all(isinstance(getattr(module, "quant_method", None), plain) for module in model.modules())
+
+
+def parameter_name(model: nn.Module, name: str) -> str:
+    """The name that a checkpoint's tensor has in a model that sees, whose decoder is one of its modules; of others, and
+    of what vLLM joins, the checkpoint's own.
+
+    vLLM 0.26 to 0.32: `hf_to_vllm_mapper` of its models that are `supports_multimodal`, and its `_map_name`.
+    """
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None) if getattr(model, "supports_multimodal", False) else None
+    return name if mapper is None else mapper._map_name(name) or name
 
 
 def load_tensors(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:

@@ -15,16 +15,21 @@ from torch import Tensor
 from headway.config.inference import ServeSettings
 from headway.core.errors import HeadwayError, UsageError
 from headway.core.extras import install_command
+from headway.core.images import MOST_IMAGES
 from headway.inference.embedded.load import free_memory
+from headway.inference.images import request_images
 from headway.inference.vllm import internals
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.arguments import RECORD_EXPERTS, arguments, check_arguments, draws_by_seed, eos_of
 from headway.inference.vllm.engine import VllmEngine
+from headway.inference.vllm.images import ImageInputs
 from headway.inference.vllm.processes import kill_if_orphaned, processor_environment, vllm_environment
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.transfers import connector_environment
-from headway.inference.vllm.weights import Stager, last_line
+from headway.inference.vllm.weights import INPUTS_FIRST, Stager, last_line, swap_sides
 from headway.models.checkpoints.folders import read_tensors
+from headway.models.registry import load_config
+from headway.models.vision.config import VisionConfig
 from headway.transport.weights.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -41,6 +46,8 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     check_arguments(settings.inference.vllm, internals.argument_names())
     memory = free_memory(torch.device("cpu")) if device == "cpu" else internals.device_memory()
     chosen = arguments(settings, folder, device, memory)
+    if "limit_mm_per_prompt" in chosen:
+        chosen |= internals.image_arguments()
     stats = EngineStats()
     apart = settings.inference.role != "both"
     try:
@@ -64,14 +71,29 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     )
     return VllmEngine(
         llm,
-        Stager(shapes, settings.tls),
+        Stager(shapes, settings.tls, swaps=config.model_config.hf_config.model_type in INPUTS_FIRST),
         LoadedAdapters(enabled=limits.adapters, lora=settings.model.lora, most=chosen.get("max_loras", 1)),
         stats,
         limits,
         fingerprint=fingerprint,
         eos=eos_of(folder),
+        images=_images(folder, limits.images, config.model_config.dtype, device),
         on_death=on_death,
     )
+
+
+def _images(folder: Path, most: int, dtype: torch.dtype, device: str) -> ImageInputs | str:
+    """Make the reader of images, of which a prompt may have `most`, or say why there is none."""
+    if not most:
+        return VllmEngine.no_images
+    try:
+        config = load_config(folder)
+    except UsageError as error:
+        return f"Headway does not know this model ({error})"
+    if device == "cpu" and isinstance(config, VisionConfig) and config.bidirectional_images:
+        return "vLLM on CPUs lets an image's tokens see only those before them: use --engine embedded"
+    found = request_images(config, folder, min(most, MOST_IMAGES))
+    return VllmEngine.no_images if found is None else ImageInputs(found, dtype)
 
 
 def _engine_config(chosen: dict[str, Any], given: dict[str, Any]) -> Any:
@@ -112,9 +134,10 @@ def _import(device: str) -> str:
 def _contents(folder: Path, model_config: Any) -> tuple[dict[str, tuple[int, ...]], str]:
     """Shapes and fingerprint of what a checkpoint holds, as the engine serves it."""
     shapes, fingerprint = {}, Fingerprint()
+    swaps = model_config.hf_config.model_type in INPUTS_FIRST
     for name, tensor in _model_tensors(folder, tied=model_config.hf_text_config.tie_word_embeddings):
         shapes[name] = tuple(tensor.shape)
-        fingerprint.add(name, tensor.to(model_config.dtype))
+        fingerprint.add(name, (swap_sides(name, tensor) if swaps else tensor).to(model_config.dtype))
     return shapes, fingerprint.hexdigest()
 
 

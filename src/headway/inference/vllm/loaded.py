@@ -1,5 +1,5 @@
 """Proof of the part of a version that one worker has loaded: a probe's tokens pass through all layers of all ranks, but
-through few rows of the embedding and the head, and norms are copied to every rank."""
+through few rows of the embedding and the head, and through no vision tower; and norms are copied to every rank."""
 
 from collections.abc import Iterable, Iterator
 
@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from headway.core.errors import HeadwayError
+from headway.inference.vllm.internals import parameter_name
 from headway.transport.weights.fingerprint import Fingerprint
 
 _PROVEN = ("embed_tokens.weight", "lm_head.weight", "norm.weight")
-"""Ends of the names of tensors that vLLM keeps under their names, whole or cut into rows: those above."""
+"""Ends of the names of tensors that vLLM keeps as they come, whole or cut into rows: those above."""
+_TOWERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+"""Beginnings of the names of vision towers' parameters in vLLM. Norms and biases that a rank has whole are proven."""
 _MAX_NAMED = 3
 
 
@@ -27,8 +30,9 @@ class LoadedProof:
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass tensors on to the loader."""
         for name, tensor in tensors:
-            if name.endswith(_PROVEN) and name in self._kinds:
-                self._note(name, tensor, *self._kinds[name])
+            own = parameter_name(self._model, name)
+            if own in self._kinds and self._proves(own, tensor):
+                self._note(own, tensor, *self._kinds[own])
             yield name, tensor
 
     def check(self) -> None:
@@ -43,6 +47,11 @@ class LoadedProof:
         wrong = [name for name in self._parts if came[name] != held[name]]
         if wrong:
             raise HeadwayError(f"rank {self._rank} holds other weights than came: {', '.join(wrong[:_MAX_NAMED])}")
+
+    def _proves(self, name: str, tensor: Tensor) -> bool:
+        if name.startswith(_TOWERS):
+            return tensor.dim() == 1 and self._kinds[name][0] == tuple(tensor.shape)
+        return name.endswith(_PROVEN)
 
     def _note(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         part = tensor

@@ -12,6 +12,7 @@ from headway.core.openai import RequestError
 from headway.core.protocol import FinishReason, GenerateRequest
 from headway.inference.engine import Choice, Chunk, Result, TopLogprobs
 from headway.inference.handover.transfers import KvTransfer, TransferRequest
+from headway.inference.vllm.images import PromptImages
 
 Runs = list[tuple[int, int]]
 """(version, count) pairs that cover a choice's tokens."""
@@ -32,8 +33,15 @@ class ActiveRequest:
     its KV may come from another engine, `transfer` once its KV waits for one.
     """
 
-    def __init__(self, request: GenerateRequest, request_id: str, serving: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        serving: Callable[[], int],
+        images: PromptImages | None = None,
+    ) -> None:
         self.request = request
+        self.images = images
         self.request_id = request_id
         self.counted = False
         self.sent = False

@@ -18,8 +18,8 @@ class SchedulerControl:
 
     `waits` says what for while requests are to end first. After an update the scheduler resumes if `alive` says so.
     With `offers`, KV that vLLM holds for other engines: what nobody has claimed is taken back for a stop, for which
-    vLLM would wait; requests that it has not begun with are sent to it anew; and its cache is never cleared, since it
-    can't be while some of it is held.
+    vLLM would wait. Its cache can't be cleared then, while some of it is held; nor with `keeps_cache`. Requests that
+    vLLM has not begun with are sent to it anew instead.
 
     Only one task at a time may call the coroutines.
     """
@@ -32,6 +32,7 @@ class SchedulerControl:
         max_running: int,
         alive: Callable[[], bool],
         offers: Offers | None = None,
+        keeps_cache: bool = False,
     ) -> None:
         self.open = asyncio.Event()
         self.paused = False
@@ -41,6 +42,7 @@ class SchedulerControl:
         self._max_running = max_running
         self._alive = alive
         self._offers = offers
+        self._keeps_cache = keeps_cache or offers is not None
 
     async def pause(self, mode: Mode) -> None:
         await self.stop(mode, clear_cache=False)
@@ -83,12 +85,12 @@ class SchedulerControl:
         for request in self._requests:
             if request.sent:
                 request.stopped(sampled.get(request.request_id, {}))
-        if self._offers is not None and mode == "keep":
+        if self._keeps_cache and mode == "keep":
             await self._take_back(sampled)
 
     async def _pause(self, mode: Mode, clear_cache: bool) -> None:
         if self._offers is None:
-            await pause_scheduler(self._llm, mode, clear_cache=clear_cache)
+            await pause_scheduler(self._llm, mode, clear_cache=clear_cache and not self._keeps_cache)
             return
         pausing = asyncio.create_task(pause_scheduler(self._llm, mode, clear_cache=False))
         while not pausing.done():
@@ -98,7 +100,7 @@ class SchedulerControl:
 
     async def _take_back(self, sampled: Mapping[str, Mapping[int, int]]) -> None:
         """Let requests that vLLM has not begun with start anew: KV that they use or wait for is of the weights before,
-        and whoever holds it for them does so for a while only."""
+        and an engine that holds it for them does so for a while only."""
         waiting = [
             request
             for request in self._requests

@@ -59,11 +59,26 @@ _SINKS = ".self_attn.sinks"
 """Tensors of GPT-OSS alone, whose experts and sinks vLLM 0.32 writes past the loaders that a reload goes through."""
 
 
-class Stager:
-    """Fetches updates by any transport. `expected` are the names and shapes that the model is made of."""
+_FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+INPUTS_FIRST = ("qwen3_vl_moe",)
+"""Types of models of whose experts vLLM wants (experts, inputs, outputs), as released checkpoints have them. Trainers
+send, and transformers 5 writes, outputs before inputs."""
 
-    def __init__(self, expected: dict[str, tuple[int, ...]], tls: TlsSettings | None = None) -> None:
+
+def swap_sides(name: str, tensor: Tensor) -> Tensor:
+    """Swap inputs and outputs of a tensor that holds the experts of a layer; others stay as they are."""
+    return tensor.transpose(1, 2).contiguous() if name.endswith(_FUSED_EXPERTS) else tensor
+
+
+class Stager:
+    """Fetches updates by any transport. `expected` are the names and shapes that the model is made of; `swaps` says
+    that its experts have other sides first than what is sent."""
+
+    def __init__(
+        self, expected: dict[str, tuple[int, ...]], tls: TlsSettings | None = None, *, swaps: bool = False
+    ) -> None:
         self._expected = expected
+        self.swaps = swaps
         self._receiver = make_receiver(tls=tls)
 
     def check_model(self) -> None:
@@ -80,7 +95,7 @@ class Stager:
         staged = StagedFile()
         try:
             for name, tensor in self._receiver.receive(update):
-                staged.add(name, tensor)
+                staged.add(name, swap_sides(name, tensor) if self.swaps else tensor)
             self.check((span.name, span.shape) for span in staged.spans)
         except BaseException as error:
             staged.close()
@@ -144,7 +159,8 @@ class LoadedWeights:
 
     def takes(self, update: WeightUpdate) -> bool:
         """Tell whether workers can fetch this version themselves."""
-        return self._kept_by_workers and update.transport.get("type") == "shared_memory"
+        by_workers = self._kept_by_workers and not self._stager.swaps
+        return by_workers and update.transport.get("type") == "shared_memory"
 
     async def prepare(self, update: WeightUpdate, staged: StagedFile | None) -> int | None:
         """Load a version beside what is served, where workers can; returns its bytes, or None where they can't. What is

@@ -79,6 +79,10 @@ class Qwen3VLMoe(Qwen3VLFamily, Qwen3Moe):
         """Gates always add up to 1."""
         return super().fields_from_hf(hf) | {"normalize_gates": True}
 
+    def fields_to_hf(self, config: ModelConfig) -> dict[str, Any]:
+        """Write what released checkpoints have, too: vLLM reads it."""
+        return super().fields_to_hf(config) | {"norm_topk_prob": True}
+
     def checkpoint_tensors(self, parameter: str, config: ModelConfig) -> list[CheckpointTensor]:
         """Checkpoints hold all experts of a layer in one tensor."""
         if ".mlp.experts." in parameter:

@@ -86,6 +86,14 @@ class ImageProcessor:
         repeated = np.broadcast_to(cut[:, :, :, :, :, None], (*cut.shape[:5], self.times, side, side))
         return Grid(1, rows, columns), np.ascontiguousarray(repeated).reshape(rows * columns, self.numbers)
 
+    def pixels(self, grid: Grid, patches: Floats) -> Floats:
+        """Join the patches of a still image again: (channels, height, width) of normalized numbers."""
+        channels, side, merge = len(self.mean), self.patch, self.merge
+        blocks = (grid.rows // merge, grid.columns // merge, merge, merge, channels, self.times, side, side)
+        first = patches.reshape(blocks)[:, :, :, :, :, 0]
+        whole = first.transpose(4, 0, 2, 5, 1, 3, 6)
+        return np.ascontiguousarray(whole).reshape(channels, grid.rows * side, grid.columns * side)
+
     def _levels(self) -> list[Floats]:
         """For each channel, the normalized number of each of its 256 levels."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)

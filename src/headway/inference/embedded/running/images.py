@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.running.paged import StepLayout
-from headway.inference.embedded.scheduling.sequence import Sequence, ServedImage
+from headway.inference.embedded.scheduling.sequence import Sequence
+from headway.inference.images import ServedImage
 from headway.models.packed import Features, ImageTokens, Spans
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.costs import MOST_FEATURE_BYTES, MOST_PATCHES

@@ -7,22 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.images import Grid, ImageUse, content_ids
+from headway.core.images import content_ids
 from headway.core.protocol import FinishReason, SamplingParams, chunk_tokens
-from headway.core.streams import Floats
 from headway.inference.engine import TopLogprobs
+from headway.inference.images import ServedImage
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
-
-@dataclass(frozen=True, slots=True)
-class ServedImage:
-    """An image of a request, ready for the tower."""
-
-    use: ImageUse
-    grid: Grid
-    patches: Floats
 
 
 @dataclass(slots=True, eq=False)

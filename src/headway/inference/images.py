@@ -5,14 +5,19 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 from headway.core.errors import HeadwayError
-from headway.core.images import MOST_IMAGES, RequestImage, image_digest
+from headway.core.images import MOST_IMAGES, Grid, ImageUse, RequestImage, image_digest
 from headway.core.openai import RequestError
 from headway.core.protocol import GenerateRequest
-from headway.inference.embedded.scheduling.sequence import ServedImage
+from headway.core.streams import Floats
+from headway.models.config import ModelConfig
+from headway.models.vision.config import VisionConfig
 from headway.models.vision.places import feature_count
-from headway.models.vision.reader import ImageReader
+from headway.models.vision.processor import ImageProcessor, has_processor, load_processor
+from headway.models.vision.reader import ImageReader, image_reader
 
 IMAGES = "images"
 """The field that a refusal names; with status 409, the client is to send the bytes."""
@@ -21,12 +26,23 @@ _THREADS = 2
 """Images that are decoded at a time: each needs memory of many times its size."""
 
 
-class RequestImages:
-    """Reads the images of requests in a bounded pool, and keeps their bytes for requests that name them alone. These
-    are known by the salt of the cache, so that nobody learns what others have sent."""
+@dataclass(frozen=True, slots=True)
+class ServedImage:
+    """An image of a request, ready for the tower."""
 
-    def __init__(self, reader: ImageReader, placeholder: int, most_bytes: int = _KEPT_BYTES) -> None:
-        self._reader, self._placeholder, self._most_bytes = reader, placeholder, most_bytes
+    use: ImageUse
+    grid: Grid
+    patches: Floats
+
+
+class RequestImages:
+    """Reads the images of requests, at most `most` of each, in a bounded pool, and keeps their bytes for requests that
+    name them alone. These are known by the salt of the cache, so that nobody learns what others have sent."""
+
+    def __init__(
+        self, reader: ImageReader, placeholder: int, most: int = MOST_IMAGES, most_bytes: int = _KEPT_BYTES
+    ) -> None:
+        self._reader, self._placeholder, self._most, self._most_bytes = reader, placeholder, most, most_bytes
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[str | None, str], bytes] = OrderedDict()
@@ -36,6 +52,10 @@ class RequestImages:
         """Decode a request's images. Raises RequestError: with status 409 where the bytes of one are not here."""
         self._check_places(request.token_ids, request.images)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._read, request)
+
+    @property
+    def processor(self) -> ImageProcessor:
+        return self._reader.processor
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -78,8 +98,8 @@ class RequestImages:
 
     def _check_places(self, token_ids: Sequence[int], images: Sequence[RequestImage]) -> None:
         """Raise RequestError where images are too many, or their tokens are no placeholders, or not in order."""
-        if len(images) > MOST_IMAGES:
-            raise RequestError(f"{len(images)} images are too many: at most {MOST_IMAGES} are taken", IMAGES)
+        if len(images) > self._most:
+            raise RequestError(f"{len(images)} images are too many: at most {self._most} are taken", IMAGES)
         end = 0
         for image in images:
             tokens = token_ids[image.at : image.at + image.tokens] if image.at >= end else []
@@ -87,3 +107,10 @@ class RequestImages:
             if image.tokens < 1 or len(tokens) != image.tokens or set(tokens) != {self._placeholder}:
                 raise RequestError(f"an image is at token {image.at}, where its placeholders are not", IMAGES)
             end = image.at + image.tokens
+
+
+def request_images(config: ModelConfig, folder: Path | None, most: int = MOST_IMAGES) -> RequestImages | None:
+    """Make the reader of images for a model; None where it does not see, or its folder has no image processor."""
+    if folder is None or not isinstance(config, VisionConfig) or not has_processor(folder):
+        return None
+    return RequestImages(image_reader(load_processor(folder)), config.image_token, most)
