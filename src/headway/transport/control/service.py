@@ -6,6 +6,7 @@ are there. Every route demands the run's token.
 
 import asyncio
 import re
+import ssl
 import time
 import uuid
 from collections.abc import Callable
@@ -24,9 +25,12 @@ from headway.transport.control.meeting import Meeting
 from headway.transport.control.members import Members, RefusedError
 from headway.transport.control.status import read_status
 from headway.transport.control.tokens import is_bearer
+from headway.transport.http_thread import HttpThread
 
 MAX_BODY = 4 << 20
 _EXPIRE_SECONDS = 1.0
+_WAKES_PER_SECOND = 20.0
+"""Runs of some dozens of members ask less often, and are answered at once; hundreds may wait for 50 ms."""
 _REQUESTS_SECONDS = 0.25
 """Time for which what was asked of the run is not looked up again: hundreds of members beat several times in it."""
 _SETTINGS = ("rl", "trainer", "orchestrator", "inference")
@@ -45,7 +49,7 @@ class _Requests(NamedTuple):
 
 
 class ControlService:
-    """The routes around one run folder. `app` is served by whoever owns the run."""
+    """The routes around one run folder. The owner of the run calls `serve`."""
 
     def __init__(self, paths: RunPaths, token: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._paths, self._token, self._clock = paths, token, clock
@@ -78,6 +82,10 @@ class ControlService:
             ]
         )
         self.app.cleanup_ctx.append(self._expiring)
+
+    def serve(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> HttpThread:
+        """Serve from a thread until that is closed. Raises HeadwayError when it cannot listen there."""
+        return HttpThread(self.app, host, port, "control", tls, _WAKES_PER_SECOND)
 
     def expire(self) -> None:
         """Take out members whose leases are over."""
