@@ -5,7 +5,7 @@
 The service is the real one, in a process of its own, over a real socket. Members are simulated by one process: each has
 a connection that it keeps, and sends heartbeats at the real pace. An orchestrator watches all the while, and someone
 asks for the status every second. No answer may lack a member that had joined when it was asked for, or have one that
-had left; every version must be seen.
+had left; every version must be seen, and every rank must be told where batches are.
 """
 
 import argparse
@@ -24,20 +24,20 @@ import msgspec
 import psutil
 
 from headway.config.shared import RunSettings
-from headway.core.control import HEARTBEAT_SECONDS, Member, Role, RunState, RunStatus
+from headway.core.control import HEARTBEAT_SECONDS, Member, RunState, RunStatus
 from headway.core.protocol import WeightUpdate
 from headway.monitor.runs import create_run
 from headway.transport.control.service import ControlService
-from headway.transport.http_thread import HttpThread
 
 TOKEN = "benchmark"
+ROLLOUTS = "tcp://10.0.0.1:5555"
 MOST_CPU, MOST_MEMORY_MB = 0.10, 300.0
 
 
 def serve(folder: Path) -> None:
     """Be the service until killed; prints its port."""
     service = ControlService(create_run(RunSettings(name="run", output_dir=folder), "rl"), TOKEN)
-    print(HttpThread(service.app, "127.0.0.1", 0, "control").port, flush=True)
+    print(service.serve("127.0.0.1", 0).port, flush=True)
     sys.stdin.read()
 
 
@@ -66,7 +66,8 @@ class Crowd:
         end = time.monotonic() + seconds
         self.around.add(member.name)
         while time.monotonic() < end:
-            await self.beat(member)
+            state = await self.beat(member)
+            assert state.rollouts == (ROLLOUTS if member.role == "trainer" else ""), state
             self.inside.add(member.name)
             await asyncio.sleep(pace)
         self.inside.discard(member.name)
@@ -99,6 +100,11 @@ class Crowd:
             self.wrong += 1
             print(f"lacking: {sorted(least - seen)[:5]}, too many: {sorted(seen - most)[:5]}", file=sys.stderr)
 
+    async def set_rollouts(self) -> None:
+        self.calls += 1
+        async with self._session.put(f"{self._url}/v1/rollouts", data=msgspec.json.encode(ROLLOUTS)) as reply:
+            assert reply.status == 200
+
     async def announce(self, version: int) -> None:
         self.calls += 1
         update = WeightUpdate(version, f"f{version}", {"type": "http", "urls": ["http://10.0.0.1:1"] * 8})
@@ -111,6 +117,7 @@ async def measure(url: str, process: psutil.Process, options: argparse.Namespace
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
         crowd, rng, members = Crowd(url, session), random.Random(0), members_of(options)
         began, busy = time.monotonic(), _cpu(process)
+        await crowd.set_rollouts()
         lives = [asyncio.create_task(crowd.live(member, options.seconds, rng)) for member in members]
         announced, looked, versions, peak = 0, 0, set[int](), 0
         while not all(life.done() for life in lives):
@@ -128,23 +135,21 @@ async def measure(url: str, process: psutil.Process, options: argparse.Namespace
             await asyncio.sleep(HEARTBEAT_SECONDS["orchestrator"])
         for life in lives:
             life.result()
-        wall, spent = time.monotonic() - began, _cpu(process) - busy
+        wall, spent, calls = time.monotonic() - began, _cpu(process) - busy, crowd.calls
         await crowd.watch(members)
         await crowd.look()
         return {
-            "members": len(members), "calls": crowd.calls, "seconds": wall, "core_share": spent / wall,
-            "memory_mb": peak / 2**20, "engines_at_most": crowd.most, "answers": crowd.answers,
-            "wrong_answers": crowd.wrong, "versions": len(versions), "machine_load": os.getloadavg()[0],
+            "members": len(members), "calls": calls, "seconds": wall, "core_share": spent / wall,
+            "cpu_seconds_per_1000_calls": 1000 * spent / calls, "memory_mb": peak / 2**20,
+            "engines_at_most": crowd.most, "answers": crowd.answers, "wrong_answers": crowd.wrong,
+            "versions": len(versions), "machine_load": os.getloadavg()[0],
         }  # fmt: skip
 
 
 def members_of(options: argparse.Namespace) -> list[Member]:
-    roles: list[tuple[Role, int]] = [("engine", options.engines), ("trainer", options.ranks)]
-    return [
-        Member(f"{role}-{n}", role, f"host{n}", 1.0, "http://10.0.0.7:8000" if role == "engine" else "")
-        for role, count in roles
-        for n in range(count)
-    ]
+    engines = [Member(f"engine-{n}", "engine", f"host{n}", 1.0, "http://10.0.0.7:8000") for n in range(options.engines)]
+    ranks = [Member(f"trainer-{n}", "trainer", f"host{n}", 1.0) for n in range(1, options.ranks)]
+    return [*engines, Member("trainer", "trainer", "host0", 1.0, checkpoints=[2, 4]), *ranks]
 
 
 def _cpu(process: psutil.Process) -> float:

@@ -52,12 +52,32 @@ def test_each_role_hears_what_it_has_to_know(service: Service, tmp_path: Path) -
     assert (state.update, state.engines, state.checkpoints) == (update, {"a": "http://10.0.0.7:8000"}, [4, 8])
     assert folder.latest() == client.latest() == update and folder.checkpoints() == [4, 8]
     folder.set_rollouts("tcp://0.0.0.0:5555")
+    service.clock.now += 1
     assert client.beat(trainer).rollouts == "tcp://0.0.0.0:5555"
     client.stop()
+    assert client.beat(trainer).stop and client.beat(engine("a")).stop, "who asks the service is heard at once"
     folder.finish()
+    service.clock.now += 1
     state = client.beat(trainer)
     assert state.stop and state.finished and not state.ended
     assert client.settings("trainer") == b"max_steps = 7\n"
+
+
+def test_heartbeats_of_many_look_up_requests_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, looked, real = service.client(), [0], FolderControl.stop_asked
+
+    def count(folder: FolderControl) -> bool:
+        looked[0] += 1
+        return real(folder)
+
+    monkeypatch.setattr(FolderControl, "stop_asked", count)
+    for n in range(10):
+        client.beat(engine(f"e{n}"))
+        client.beat(Member(f"trainer-{n}", "trainer", "h2", 1.0))
+    assert looked == [1]
+    FolderControl(service.paths).ask_to_stop()
+    service.clock.now += 1
+    assert client.beat(engine("e0")).stop and looked == [2]
 
 
 def test_a_joined_process_reads_what_it_heard_last_and_resolves_wildcards(service: Service, tmp_path: Path) -> None:

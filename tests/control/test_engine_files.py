@@ -54,6 +54,32 @@ def test_files_are_read_once(engines: EngineFiles, clock: Clock, monkeypatch: py
     assert engines.urls() == {"a": "http://a:1"}
 
 
+def test_a_change_reads_only_the_files_that_changed(engines: EngineFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        engines.add(name, f"http://{name}:1", 1)
+    engines.urls()
+    read: list[str] = []
+    real = Path.read_bytes
+
+    def note(path: Path) -> bytes:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", note)
+    engines.add("d", "http://d:1", 1)
+    engines.remove("a")
+    engines.add("b", "http://b:2", 1)
+    assert engines.urls() == {"b": "http://b:2", "c": "http://c:1", "d": "http://d:1"}
+    assert read == ["b.json", "d.json"]
+
+
+def test_an_engine_that_leaves_and_comes_back_elsewhere_is_read_again(engines: EngineFiles) -> None:
+    for port in range(20):  # a file system may give the new file the number of the one that is gone
+        engines.remove("a")
+        engines.add("a", f"http://a:{port}", 1)
+        assert engines.urls() == {"a": f"http://a:{port}"}
+
+
 def test_a_change_in_the_same_tick_of_the_disks_clock_is_seen(
     engines: EngineFiles, tmp_path: Path, clock: Clock
 ) -> None:

@@ -18,7 +18,6 @@ from headway.transport.control.folder import SERVICE_FILE
 from headway.transport.control.service import ControlService
 from headway.transport.control.tokens import find_token
 from headway.transport.http_client import check_trusted
-from headway.transport.http_thread import HttpThread
 from headway.transport.tls import scheme, server_context
 
 LEAVE_SECONDS = 15.0
@@ -67,7 +66,7 @@ class RunHost:
         assert token is not None
         self._service = ControlService(paths, token)
         context = server_context(tls, settings.host)
-        self._thread = HttpThread(self._service.app, settings.host, settings.port, "control", context)
+        self._thread = self._service.serve(settings.host, settings.port, context)
         self._file = paths.control / SERVICE_FILE
         self.url = f"{scheme(context)}://{_name(settings.host)}:{self._thread.port}"
         if context is not None:

@@ -1,5 +1,6 @@
 """The engines of a run: a file for each, in a folder that processes of several hosts may share."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -20,13 +21,14 @@ class _Joined(msgspec.Struct):
 
 
 class EngineFiles:
-    """Adds, removes and lists engines. An orchestrator lists them several times a second, and of hundreds that takes
-    milliseconds; so files are read again only after the folder has changed."""
+    """Adds, removes and lists engines. An orchestrator lists them several times a second, and to read hundreds of files
+    takes 20 ms; so the folder is listed again only after it has changed, and then only files that are new are read."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
         self._changed: tuple[_Stamp | None, float] = None, 0.0
         self._settled: tuple[_Stamp | None, dict[str, str]] | None = None
+        self._known: dict[str, tuple[_Stamp, str]] = {}
 
     def add(self, name: str, url: str, pid: int) -> None:
         """Put an engine into the list. The list outlives no crash of the host, and neither do its engines."""
@@ -63,10 +65,31 @@ class EngineFiles:
         return about.st_ino, about.st_mtime_ns
 
     def _read(self) -> dict[str, str]:
-        found = {}
-        for file in sorted(self._folder.glob("*.json")):
+        """List the folder. A file that an engine writes again is another one, so its stamp tells of every change."""
+        known: dict[str, tuple[_Stamp, str]] = {}
+        for name, stamp in self._file_stamps():
+            before = self._known.get(name)
+            if before is not None and before[0] == stamp:
+                known[name] = before
+                continue
             try:
-                found[file.stem] = msgspec.json.decode(file.read_bytes(), type=_Joined).url.rstrip("/")
+                content = (self._folder / name).read_bytes()
+                known[name] = stamp, msgspec.json.decode(content, type=_Joined).url.rstrip("/")
             except (OSError, msgspec.DecodeError):
                 continue  # it is leaving, or someone else's; an engine writes its file whole
-        return found
+        self._known = known
+        return {name.removesuffix(".json"): url for name, (_, url) in known.items()}
+
+    def _file_stamps(self) -> list[tuple[str, _Stamp]]:
+        """Return the names of the engines' files and what changes when one is written again, in the order of names."""
+        found = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                if not entry.name.endswith(".json"):
+                    continue
+                try:
+                    about = entry.stat()
+                except FileNotFoundError:
+                    continue  # it left meanwhile
+                found.append((entry.name, (about.st_ino, about.st_mtime_ns)))
+        return sorted(found)

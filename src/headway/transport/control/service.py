@@ -6,10 +6,11 @@ are there. Every route demands the run's token.
 
 import asyncio
 import re
+import ssl
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -24,17 +25,31 @@ from headway.transport.control.meeting import Meeting
 from headway.transport.control.members import Members, RefusedError
 from headway.transport.control.status import read_status
 from headway.transport.control.tokens import is_bearer
+from headway.transport.http_thread import HttpThread
 
 MAX_BODY = 4 << 20
 _EXPIRE_SECONDS = 1.0
+_WAKES_PER_SECOND = 20.0
+"""Runs of some dozens of members ask less often, and are answered at once; hundreds may wait for 50 ms."""
+_REQUESTS_SECONDS = 0.25
+"""Time for which what was asked of the run is not looked up again: hundreds of members beat several times in it."""
 _SETTINGS = ("rl", "trainer", "orchestrator", "inference")
 _ADDRESS = re.compile(r"tcp://[\w.:\[\]*-]+:\d{1,5}")
 _CHECKED_URL = re.compile(r"https?://[\w.:\[\]-]+")
 Body = TypeVar("Body")
 
 
+class _Requests(NamedTuple):
+    """Requests to engines and trainers in files of the folder, and the time at which those were read."""
+
+    read: float
+    stop: bool
+    finished: bool
+    rollouts: str
+
+
 class ControlService:
-    """The routes around one run folder. `app` is served by whoever owns the run."""
+    """The routes around one run folder. The owner of the run calls `serve`."""
 
     def __init__(self, paths: RunPaths, token: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._paths, self._token, self._clock = paths, token, clock
@@ -42,6 +57,7 @@ class ControlService:
         self._files = CollectedFiles(paths)
         self.members = Members()
         self._meeting = Meeting()
+        self._requests: _Requests | None = None
         self._id = uuid.uuid4().hex
         self.stop = False
         """Set when the owner of the run stops it; a request of someone else is a file in the folder."""
@@ -66,6 +82,10 @@ class ControlService:
             ]
         )
         self.app.cleanup_ctx.append(self._expiring)
+
+    def serve(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> HttpThread:
+        """Serve from a thread until that is closed. Raises HeadwayError when it cannot listen there."""
+        return HttpThread(self.app, host, port, "control", tls, _WAKES_PER_SECOND)
 
     def expire(self) -> None:
         """Take out members whose leases are over."""
@@ -110,15 +130,25 @@ class ControlService:
             self._folder.add_engine(member.name, member.url)
         if member.role == "trainer":
             self._folder.report_checkpoints(member)
-        return _reply(msgspec.structs.replace(self._state(member.role), service=self._id))
+        return _reply(self._state(member.role))
 
     def _state(self, role: Role) -> RunState:
-        stop, folder = self.stop or self._folder.stop_asked(), self._folder
+        folder = self._folder
+        if role == "orchestrator":  # there is one, and it hears of a version as soon as it asks
+            stop = self.stop or folder.stop_asked()
+            return RunState(
+                stop, False, self.ended, "", folder.latest(), folder.engines(), folder.checkpoints(), self._id
+            )
+        asked = self._read_requests()
         if role == "engine":
-            return RunState(stop, ended=self.ended)
-        if role == "trainer":
-            return RunState(stop, folder.finished(), self.ended, folder.rollouts() or "")
-        return RunState(stop, False, self.ended, "", folder.latest(), folder.engines(), folder.checkpoints())
+            return RunState(self.stop or asked.stop, ended=self.ended, service=self._id)
+        return RunState(self.stop or asked.stop, asked.finished, self.ended, asked.rollouts, service=self._id)
+
+    def _read_requests(self) -> _Requests:
+        now, folder = self._clock(), self._folder
+        if self._requests is None or now - self._requests.read >= _REQUESTS_SECONDS:
+            self._requests = _Requests(now, folder.stop_asked(), folder.finished(), folder.rollouts() or "")
+        return self._requests
 
     async def _delete_member(self, request: web.Request) -> web.Response:
         name, started = request.match_info["name"], float(request.query.get("started", "nan"))
@@ -158,14 +188,17 @@ class ControlService:
         if not _ADDRESS.fullmatch(address):
             raise ValueError("an address is tcp://HOST:PORT")
         self._folder.set_rollouts(address)
+        self._requests = None
         return _reply({})
 
     async def _post_stop(self, _request: web.Request) -> web.Response:
         self._folder.ask_to_stop()
+        self._requests = None
         return _reply({})
 
     async def _post_finish(self, _request: web.Request) -> web.Response:
         self._folder.finish()
+        self._requests = None
         return _reply({})
 
     async def _get_settings(self, request: web.Request) -> web.Response:
