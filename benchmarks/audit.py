@@ -28,7 +28,7 @@ sys.path.insert(0, str(PARTS))
 from clean import CLEAN, MODELS, Example  # noqa: E402 - the folder above is where it lies
 from hacks import HACKS, demonstrations  # noqa: E402
 
-from headway.core.processes import usable_cores  # noqa: E402
+from headway.base.processes import usable_cores  # noqa: E402
 from headway.core.runs import RunPaths  # noqa: E402
 from headway.monitor.audit.report import Audit, audit_run  # noqa: E402
 from lanes import Case, Outcome, run_cases  # noqa: E402

@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
+from headway.base.processes import die_with_parent_environment, usable_cores
 from headway.config.shared import PlacementSettings
-from headway.core.processes import die_with_parent_environment, usable_cores
 from headway.core.runs import RunPaths
 from headway.launch.placement import place
 

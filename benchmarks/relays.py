@@ -31,7 +31,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from headway.core.processes import free_port
+from headway.base.processes import free_port
 from headway.swarm.messages.keys import SigningKey
 from headway.swarm.messages.limits import Limits
 from headway.swarm.weights.download import Downloader, Mirrors, Share

@@ -1,6 +1,6 @@
 """A check whether the browser environment can use a real Chromium on this machine."""
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.envs.browser.chromium import find_chromium
 from headway.sandboxes.kinds import available_kinds
 from headway.sandboxes.local.cgroups import Cgroups

@@ -13,6 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "headway"
 FLOORS = [
+    {"base"},
     {"core"},
     {"config", "models", "rendering", "transport", "monitor", "sandboxes"},
     {"envs", "algorithms"},
@@ -89,8 +90,9 @@ def test_the_package_itself_imports_no_room() -> None:
     assert not any(room_of(imported) for imported in imports()["headway"])
 
 
-def test_core_has_no_torch() -> None:
-    core = {module: imports()[module] for module in MODULES if room_of(module) == "core"}
+@pytest.mark.parametrize("room", ["base", "core"])
+def test_it_has_no_torch(room: str) -> None:
+    core = {module: imports()[module] for module in MODULES if room_of(module) == room}
     wrong = [module for module, imported in core.items() if any(name.split(".")[0] == "torch" for name in imported)]
     assert core and not wrong
 

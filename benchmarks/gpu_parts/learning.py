@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 

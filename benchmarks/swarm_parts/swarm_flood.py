@@ -30,7 +30,7 @@ import aiohttp
 import torch
 from swarm_workers import Worker, load_trusted
 
-from headway.core.processes import free_port
+from headway.base.processes import free_port
 from headway.core.protocol import SamplingParams
 from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.tiny import resolve_model

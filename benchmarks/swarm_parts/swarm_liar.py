@@ -16,9 +16,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
+from headway.base.files import atomic_directory
 from headway.core.episodes import Episode, Node
-from headway.core.errors import HeadwayError
-from headway.core.files import atomic_directory
 from headway.launch.contribute import ContributeOptions, Contributor, LocalEngine
 from headway.models.checkpoints.folders import read_tensors
 from headway.swarm.messages.orders import WorkOrder

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from headway.core.processes import free_port  # noqa: E402
+from headway.base.processes import free_port  # noqa: E402
 from headway.core.records import read_rollouts  # noqa: E402
 from headway.core.runs import RunPaths  # noqa: E402
 from headway.swarm.messages.keys import SigningKey  # noqa: E402

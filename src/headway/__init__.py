@@ -21,7 +21,7 @@ _PLACES = {
     "reward": "headway.envs.base",
     "metric": "headway.envs.base",
     "tool": "headway.envs.base",
-    "HeadwayError": "headway.core.errors",
+    "HeadwayError": "headway.base.errors",
 }
 """Names of the Python interface, and the modules that they are of."""
 

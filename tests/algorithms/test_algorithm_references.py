@@ -16,10 +16,10 @@ from headway.algorithms.opsd import Opsd
 from headway.algorithms.reference import ReferenceModel, parse_prompt_logprobs
 from headway.algorithms.registry import make_algorithm
 from headway.algorithms.sft import Sft
+from headway.base.errors import HeadwayError, UsageError
 from headway.config import algorithms as settings_of
 from headway.config.algorithms import ReferenceSettings
 from headway.core.episodes import Episode, Node, Task, Trace
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message
 from headway.core.protocol import GenerateRequest
 from headway.envs.samples import episode_samples

@@ -2,9 +2,9 @@
 
 import pytest
 
+from headway.base.errors import UsageError
 from headway.config.loader import load_settings
 from headway.config.orchestrator import OrchestrateSettings
-from headway.core.errors import UsageError
 
 ENV = ["--orchestrator.envs", '[{id = "reverse-text"}]']
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import headway
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 import headway
 from headway.api import start
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 
 SMALL: dict[str, Any] = {
     "max_steps": 3,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from headway.api.source import module_source
-from headway.core.errors import UsageError
-from headway.core.imports import load_object
+from headway.base.errors import UsageError
+from headway.base.imports import load_object
 
 IMPORTS = """
 import math as m, threading

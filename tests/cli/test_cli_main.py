@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from headway.base.errors import CRASHED, HeadwayError, UsageError
 from headway.cli import main as cli
-from headway.core.errors import CRASHED, HeadwayError, UsageError
 
 HEAVY = ("torch", "pydantic", "aiohttp", "numpy", "msgspec", "rich", "transformers")
 

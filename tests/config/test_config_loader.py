@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from headway.base.errors import UsageError
 from headway.config import renamed
 from headway.config.commands import COMMAND_SETTINGS
 from headway.config.flags import locate
@@ -11,7 +12,6 @@ from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
 from headway.config.schema import Kind
 from headway.config.trainer import AdamW, Muon
-from headway.core.errors import UsageError
 
 
 def layer(folder: Path, name: str, text: str) -> list[str]:

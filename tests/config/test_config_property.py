@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from headway.base.errors import UsageError
 from headway.config.base import Settings
 from headway.config.flags import dotted_names
 from headway.config.loader import load_settings, write_settings
 from headway.config.rl import RlSettings
 from headway.config.schema import Kind
 from headway.config.toml import dump
-from headway.core.errors import UsageError
 
 PATIENT = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """The same examples every time, however slow the machine is."""

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from headway.base.errors import UsageError
 from headway.config.commands import process_settings
 from headway.config.host import HostSettings
 from headway.config.loader import load_settings
 from headway.config.orchestrator import OrchestrateSettings
 from headway.config.rl import RlSettings
 from headway.config.trainer import TrainSettings
-from headway.core.errors import UsageError
 
 TEACHER = "--orchestrator.algorithm.teacher.base_url"
 ENVS = '[{id = "a"}, {id = "b", group_size = 1}]'

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from control_helpers import TOKEN, Service
 
+from headway.base.errors import UsageError
 from headway.cli import main
 from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
 from headway.config.shared import HttpWeights, ZmqRollouts
 from headway.core.control import Member
-from headway.core.errors import UsageError
 from headway.launch.deployments.slurm import batch_script
 from headway.launch.hosts import parse_roles, with_network_transports
 from headway.launch.joining import join

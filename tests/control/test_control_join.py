@@ -11,7 +11,7 @@ import psutil
 import pytest
 from control_helpers import SMALL_RUN
 
-from headway.core.processes import free_port
+from headway.base.processes import free_port
 from headway.core.runs import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

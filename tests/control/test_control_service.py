@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from control_helpers import ROUTES, TOKEN, Service, check_malformed, decoded, malformed
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.control import LEASE_SECONDS, Member
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.monitor.tail import LineTail

@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 from control_helpers import TOKEN
 
+from headway.base.errors import UsageError
 from headway.cli import main
 from headway.config.shared import HttpWeights, TlsSettings
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.transport import tls
 from headway.transport.control.client import ControlClient

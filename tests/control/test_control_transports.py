@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import HttpWeights, ZmqRollouts
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.transport.rollouts import make_receiver, make_sender
 from headway.transport.weights import http

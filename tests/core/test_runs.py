@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from headway.base.errors import UsageError
 from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
 from headway.config.sft import SftSettings
 from headway.config.shared import RunSettings
 from headway.config.trainer import TrainSettings
-from headway.core.errors import UsageError
 from headway.monitor.dry_run import write_dry_run
 from headway.monitor.runs import create_run, join_run, open_run
 

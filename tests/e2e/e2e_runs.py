@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from headway.core.errors import STOPPED
+from headway.base.errors import STOPPED
 from headway.core.runs import RunPaths
 from headway.envs.bundled import reverse_text
 

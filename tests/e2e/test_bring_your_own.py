@@ -14,14 +14,14 @@ from e2e_runs import EXAMPLES, Run, headway
 
 from headway.algorithms.base import Group, Rollout
 from headway.algorithms.registry import make_algorithm
+from headway.base.errors import HeadwayError, PermanentError, UsageError
+from headway.base.imports import load_object
 from headway.config.algorithms import CustomAdvantage, CustomAlgorithm
 from headway.config.loader import load_settings
 from headway.config.orchestrator import CustomCurriculum, CustomSampler
 from headway.config.rl import RlSettings
 from headway.config.trainer import CustomLoss, CustomOptimizer, CustomSchedule
 from headway.core.episodes import Episode, Task, Trace
-from headway.core.errors import HeadwayError, PermanentError, UsageError
-from headway.core.imports import load_object
 from headway.core.runs import RunPaths
 from headway.envs.registry import load_environment
 from headway.models.registry import load_family

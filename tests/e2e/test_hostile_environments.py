@@ -9,7 +9,7 @@ import psutil
 import pytest
 from e2e_runs import LOTTERY, Run, start
 
-from headway.core.errors import STOPPED
+from headway.base.errors import STOPPED
 from headway.core.records import read_rollouts, recorded_steps
 from headway.core.runs import RunPaths
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from e2e_runs import Run, start
 
-from headway.core.errors import STOPPED
+from headway.base.errors import STOPPED
 from headway.core.runs import RunPaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.adapters import require
 from headway.envs.adapters import verifiers as verifiers_adapter

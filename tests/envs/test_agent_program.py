@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.core.errors import UsageError
-from headway.core.imports import load_object
+from headway.base.errors import UsageError
+from headway.base.imports import load_object
 from headway.envs.agents import program as program_module
 from headway.envs.agents.agent import AgentProgram, AgentRun
 from headway.envs.agents.program import run_program

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.episodes import Task
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.images import MessageImage
 from headway.core.messages import Message, ToolCall
 from headway.envs.browser import cdp

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task, Trace
-from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.base import Environment
 from headway.envs.bundled import (

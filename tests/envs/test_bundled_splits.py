@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.bundled.arithmetic import evaluate, last_number, random_expression
 from headway.envs.bundled.problems import distinct, in_split, random_word
 

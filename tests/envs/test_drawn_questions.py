@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.bundled import charts, screens
 from headway.envs.bundled.charts import Charts

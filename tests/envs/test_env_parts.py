@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 from pool_environments import Echo, Tools
 
-from headway.core import imports
+from headway.base import imports
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.episodes import Task, Trace
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message, ToolCall, as_messages
 from headway.envs.base import SingleTurn, reward
 from headway.envs.policy import ScriptedPolicy

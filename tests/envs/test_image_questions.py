@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.images import data_url
 from headway.envs.bundled.image_questions import ImageQuestions, last_number
 from headway.envs.registry import load_environment

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs import judge as judges
 from headway.envs.judge import Judge, read_score
 from headway.envs.policy import EpisodeFailure

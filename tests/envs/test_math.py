@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("math_verify", reason="needs the extra math")
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.bundled import math as math_environment
 from headway.envs.bundled.math import Math, is_correct
 

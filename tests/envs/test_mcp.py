@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from headway.base.errors import UsageError
+from headway.base.processes import free_port
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
-from headway.core.processes import free_port
 from headway.envs.base import EpisodeFailure, State, reward
 from headway.envs.mcp import boxed
 from headway.envs.mcp.environment import McpToolUse

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine, serving, tiny_model
 
+from headway.base.errors import HeadwayError
 from headway.config.orchestrator import EnvSettings, WorkerSettings
 from headway.core.episodes import EpisodeRequest, Task
-from headway.core.errors import HeadwayError
 from headway.envs.workers.pool import EnvPool
 
 ENVIRONMENTS = Path(__file__).parent / "pool_environments.py"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.policy import ScriptedPolicy
 from headway.envs.rewards import score

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hub_server import TOKEN, Hub
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.hub import MODEL_FILES, HubId, parse_hub_id, pinned, push
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.hub import MODEL_FILES, HubId, parse_hub_id, pinned, push
 from headway.core.rows import read_rows
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer

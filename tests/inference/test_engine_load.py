@@ -13,8 +13,8 @@ from engine_common import make_model, make_service, prompt, request, until
 from engine_serving import EmbeddedServer, start_server
 from safetensors.torch import load_file, save_file
 
+from headway.base.errors import HeadwayError
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.load import load_service, size_engine
 from headway.inference.engine import BusyError

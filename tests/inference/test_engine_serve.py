@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from engine_common import publish
 
+from headway.base.errors import UsageError
 from headway.config.shared import RunSettings
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.inference.serve import check_address
 from headway.models.checkpoints.folders import load_model

@@ -9,7 +9,7 @@ from engine_common import publish
 from engine_serving import VllmServer
 from torch import nn
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.vllm.loaded import LoadedProof
 from headway.models.checkpoints.folders import load_model

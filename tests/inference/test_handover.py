@@ -13,10 +13,10 @@ from aiohttp import web
 from engine_common import MOE, as_prompt, make_model, prompt, publish
 from engine_serving import TOKEN, EmbeddedServer, start_server
 
+from headway.base.errors import UsageError
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import PlacementSettings
 from headway.core.episodes import EpisodeRequest, Task
-from headway.core.errors import UsageError
 from headway.core.protocol import GenerateRequest, GenerateResponse, SamplingParams
 from headway.core.routing import EngineView, rank_by_role
 from headway.envs.engines import Engines, EngineSampler

@@ -15,7 +15,7 @@ from aiohttp import web
 from engine_common import make_model, make_service, prompt, request, until, with_service
 from engine_serving import WEATHER, EmbeddedServer
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.inference.embedded.service import EmbeddedService
 from headway.inference.engine import FailedError
 from headway.inference.server import ServerContext, build_app

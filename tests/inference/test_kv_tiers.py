@@ -9,8 +9,8 @@ import torch
 from engine_common import LLAMA, MOE, QWEN3, make_engine, make_model, mismatch, prompt, request, run_all
 from pydantic import ValidationError
 
+from headway.base.errors import UsageError
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.core.errors import UsageError
 from headway.core.prefixes import PrefixSummary
 from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
 from headway.inference.embedded.running.block_files import BlockFiles

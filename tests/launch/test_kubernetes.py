@@ -17,10 +17,10 @@ from jsonschema import Draft202012Validator, ValidationError
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
+from headway.base.errors import UsageError
 from headway.cli import main
 from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
 from headway.launch.deployments.kubernetes import preview, to_yaml
 from headway.launch.deployments.kubernetes.manifests import run_objects, secret
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from headway.base.errors import UsageError
 from headway.config.inference import InferenceSettings
 from headway.config.shared import PlacementSettings
-from headway.core.errors import UsageError
 from headway.launch.placement import gpus_per_engine, place
 
 

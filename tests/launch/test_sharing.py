@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.base.errors import UsageError
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.launch.memory import (
     GIB,

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway.core.errors import DamagedError, HeadwayError, PermanentError, UsageError
+from headway.base.errors import DamagedError, HeadwayError, PermanentError, UsageError
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.models.attention import PackedPlan
 from headway.models.ops.attention import group_by_length
 from headway.models.packed import AttentionLayer

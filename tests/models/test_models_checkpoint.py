@@ -8,7 +8,7 @@ import torch
 from models_common import packed_logits, random_model, random_tokens, small
 from safetensors.torch import load_file, save_file
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, read_tensors, save_checkpoint
 from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors

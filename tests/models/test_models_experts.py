@@ -7,7 +7,7 @@ import torch
 from models_common import random_model, random_tokens, run_packed, small
 from torch.nn import functional as F
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models import ops
 from headway.models.attention import PackedPlan
 from headway.models.checkpoints.folders import load_model, save_checkpoint

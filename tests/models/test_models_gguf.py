@@ -11,8 +11,8 @@ import torch
 from models_common import packed_logits, random_model, random_tokens, small
 from torch import Tensor
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli.convert import run
-from headway.core.errors import HeadwayError, UsageError
 from headway.models.checkpoints.folders import load_model, read_tensors
 from headway.models.checkpoints.gguf import _INNER, _OUTER, convert_gguf
 from headway.models.checkpoints.tensors import hf_tensors

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.base.errors import UsageError
 from headway.config.shared import LoraSettings
-from headway.core.errors import UsageError
 from headway.models.adapters.lora import bank_of, reserve_adapters
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model

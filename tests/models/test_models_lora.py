@@ -9,8 +9,8 @@ import torch
 from models_common import hf_logits, hf_model, packed_logits, random_model, random_tokens, small
 from torch import Tensor
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError, UsageError
 from headway.models.adapters.lora import (
     adapter_tensors,
     adapters_of,

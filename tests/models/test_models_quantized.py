@@ -9,7 +9,7 @@ from models_common import random_model, small
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.models.checkpoints.folders import SINGLE, load_model, read_tensors, save_checkpoint
 from headway.models.checkpoints.quantized import unpack_fp8, unpack_mxfp4
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.checkpoints.folders import load_model
 from headway.models.registry import load_config
 from headway.models.tiny import BUILT_IN, resolve_model, save_built_in

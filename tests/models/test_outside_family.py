@@ -14,9 +14,9 @@ import torch
 from models_common import perturb_norms, random_tokens, run_packed
 from outside_family import SinkMoe, SinkMoeConfig
 
+from headway.base.errors import UsageError
 from headway.cli.main import run as run_command
 from headway.config.inference import ServeSettings
-from headway.core.errors import UsageError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths

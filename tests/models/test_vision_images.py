@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.images import image_digest
 from headway.models.vision.config import TowerConfig
 from headway.models.vision.decoding import ImageError, ImageLimits, decode_image

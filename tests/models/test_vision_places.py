@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.images import Grid, TokenImages, join_images
 from headway.core.samples import Sample
 from headway.core.wire import decode, encode

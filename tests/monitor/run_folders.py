@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headway.base.files import write_atomic
 from headway.core.episodes import Episode, EpisodeError, Node, Task, Trace
-from headway.core.files import write_atomic
 from headway.core.images import MessageImage
 from headway.core.messages import Message, Tool, ToolCall
 from headway.core.records import TrainedLogprobs, TrainedSample

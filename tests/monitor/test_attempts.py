@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import RunSettings
-from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
 from headway.monitor.attempts import recorded_attempt
 from headway.monitor.runs import create_run

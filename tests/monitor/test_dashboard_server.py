@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from run_folders import HOSTILE, add_step, make_run, rollout, write_rollouts
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli.dash import parse
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.image_files import ImageFiles
 from headway.core.images import image_digest
 from headway.monitor.dashboard import start_in_thread

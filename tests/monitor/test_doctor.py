@@ -8,8 +8,8 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
+from headway.base.errors import UsageError
 from headway.cli import doctor
-from headway.core.errors import UsageError
 from headway.monitor.doctor import machine, packages
 from headway.monitor.doctor.deployment import HostFacts, check_clocks, check_facts, parse_address
 from headway.monitor.doctor.finding import Finding

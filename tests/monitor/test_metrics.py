@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import TrackingSettings, WandbSettings
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter, read_metrics
 from headway.monitor.progress import progress

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.plot import plot_runs
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.errors import PermanentError
+from headway.base.errors import PermanentError
 from headway.core.runs import RunPaths
 from headway.envs.packages.versions import CodeVersion
 from headway.orchestrator.environment_record import (

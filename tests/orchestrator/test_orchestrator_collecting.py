@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from headway.algorithms.base import Algorithm, Group, Rollout
 from headway.algorithms.rae import Rae
 from headway.algorithms.registry import make_algorithm
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli import rollouts as rollouts_command
 from headway.config.algorithms import Grpo
 from headway.config.orchestrator import CertainRunFilter, FilterSettings, RareTokenFilter
 from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Node, Task, Trace
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message, Tool
 from headway.core.packing import Cost, make_batch
 from headway.core.protocol import SamplingParams

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from engine_script import ScriptedEngine
 
+from headway.base.errors import UsageError
 from headway.cli import eval as eval_command
 from headway.cli.main import run as headway
-from headway.core.errors import UsageError
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 
 

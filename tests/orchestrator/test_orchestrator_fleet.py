@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.orchestrator.fleet.engine import STRIKES

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from engine_script import ScriptedEngine
 
+from headway.base.errors import STOPPED
 from headway.config.shared import RolloutTransport, RunSettings, ZmqRollouts
-from headway.core.errors import STOPPED
 from headway.core.protocol import WeightUpdate
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.base.errors import UsageError
 from headway.config import orchestrator as settings_of
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Task
-from headway.core.errors import UsageError
 from headway.orchestrator.dispatch import curriculum as curricula
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.concurrency import Control, Load, start, steer

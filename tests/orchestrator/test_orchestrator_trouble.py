@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from orchestrator_simulation import Plan, SimWorkers, World, build, calm_plan, live
 
+from headway.base.errors import HeadwayError
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest
-from headway.core.errors import HeadwayError
 from headway.core.records import RolloutRecord
 from headway.orchestrator.health import ENGINE_PATIENCE_SECONDS
 from headway.orchestrator.untrained import KEPT

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from engine_script import ScriptedEngine
 
+from headway.base.errors import UsageError
 from headway.cli.main import run as headway
 from headway.core.episodes import Episode, EpisodeError, Task, Trace
-from headway.core.errors import UsageError
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.orchestrator.task_sets import TaskRate, select_tasks, task_rate, write_task_set
 

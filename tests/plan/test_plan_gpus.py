@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.base.errors import UsageError
+from headway.base.gpus import GPUS
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
-from headway.core.gpus import GPUS
 from headway.models.config import ModelConfig
 from headway.models.costs import StepFlops
 from headway.models.registry import config_from_hf

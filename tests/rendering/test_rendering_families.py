@@ -3,7 +3,7 @@
 import pytest
 from family_tokens import BRIDGES_TOOL, BRIDGES_USER, FAMILIES, family_tokenizer
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.messages import Message, Tool
 from headway.models.tiny_tokenizer import tiny_tokenizer
 from headway.rendering.external import ExternalRenderer

@@ -5,7 +5,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.messages import Message, Tool
 from headway.models.tiny_tokenizer import CHAT_TEMPLATE, TEMPLATE_MARK, save_tiny_tokenizer
 from headway.rendering.chatml import ChatMLRenderer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.served import model_of_servers
 from headway.rendering.tokenizer import tokenizer_fingerprint

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.journal import Began, Event, Formed, JournalFile, Looked, Seen, Sent
 from headway.core.runs import RunPaths
 from headway.replay.command import choose_steps

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from orchestrator_simulation import Plan, World, live, parts
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Episode, Node, Task, Trace
-from headway.core.errors import UsageError
 from headway.core.journal import Arrived, Discarded, Opened, read_journal
 from headway.core.runs import RunPaths
 from headway.core.streams import streams_of

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from sandbox_kinds import needs_bubblewrap
 
+from headway.base.errors import UsageError
 from headway.cli.rollouts import trace_lines
-from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.bundled.code import Code
 from headway.envs.bundled.terminal import Terminal

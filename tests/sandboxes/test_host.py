@@ -15,8 +15,8 @@ import pytest
 from leftovers import leftovers, swept_clean
 from sandbox_kinds import needs_bubblewrap, start_host
 
+from headway.base.errors import UsageError
 from headway.cli.main import run
-from headway.core.errors import UsageError
 from headway.sandboxes.kinds import make_backend
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.remote.snapshots import SnapshotStore, digest

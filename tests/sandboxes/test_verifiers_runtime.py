@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sandbox_kinds import needs_bubblewrap
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.sandboxes.local.bubblewrap import Bubblewrap
 from headway.sandboxes.recipe import Recipe
 from headway.sandboxes.sandbox import SandboxError

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from test_swarm_weights import RUN_KEY, Server, files_in, serving
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter, merge_adapter
 from headway.models.attention import PackedPlan

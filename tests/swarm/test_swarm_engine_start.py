@@ -7,7 +7,7 @@ import pytest
 from swarm_run import CONTEXT, make_swarm
 from test_swarm_weights import RUN_KEY, serving
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.launch import contribute
 from headway.launch.contribute import ContributeOptions, Contributor, EngineStartError
 from headway.models.checkpoints.folders import read_tensors

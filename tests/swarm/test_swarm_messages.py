@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.protocol import SamplingParams
 from headway.swarm.messages.canonical import InvalidMessageError, decode, encode
 from headway.swarm.messages.keys import Signed, SigningKey, open_signed

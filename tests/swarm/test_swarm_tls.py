@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from headway.base.errors import UsageError
 from headway.config.shared import TlsSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
-from headway.core.errors import UsageError
 from headway.core.protocol import SamplingParams
 from headway.orchestrator.run import open_session
 from headway.swarm.messages.api import SwarmTerms

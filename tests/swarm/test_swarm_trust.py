@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headway.base.errors import DamagedError, UsageError
 from headway.cli import main
-from headway.core.errors import DamagedError, UsageError
 from headway.swarm.messages.keys import SigningKey
 from headway.swarm.messages.limits import Limits
 from headway.swarm.messages.verdict import Verdict

@@ -10,8 +10,8 @@ import pytest
 import torch
 from swarm_run import Swarm, make_swarm
 
+from headway.base.errors import UsageError
 from headway.core.episodes import EpisodeError
-from headway.core.errors import UsageError
 from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from swarm_run import CONTEXT, Swarm, make_swarm
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Episode, EpisodeRequest
-from headway.core.errors import UsageError
 from headway.envs.tree import Prompt, Reply
 from headway.launch.contribute import ContributeOptions, Contributor
 from headway.models.checkpoints.tensors import hf_tensors

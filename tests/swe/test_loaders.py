@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.swe.loaders import load_tasks, read_tasks
 from headway.envs.swe.swe import Swe
 

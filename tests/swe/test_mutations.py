@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.swe.make.mutations import KINDS, check_kinds, mutations, plant
 
 SOURCE = b'''"""Module."""

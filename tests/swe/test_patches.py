@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.swe.patches import apply_patch, make_patch, touched
 
 LINE = st.text(st.sampled_from("ab -+@\\\f\t"), max_size=6)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sandbox_kinds import lay_out, needs_container
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.policy import ScriptedPolicy
 from headway.envs.swe import images

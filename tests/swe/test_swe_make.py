@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from sandbox_kinds import needs_bubblewrap
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli import main
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.policy import ScriptedPolicy
 from headway.envs.swe.archives import File

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.swe.archives import File, pack, read_source, unpack
 from headway.envs.swe.patches import make_patch
 from headway.envs.swe.tasks import Repository, SweTask, TaskFolder, broken_files, hidden_files

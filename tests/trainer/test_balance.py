@@ -8,7 +8,7 @@ import pytest
 import torch
 from trainer_helpers import counts_of, rich_micro_batch, small_settings, vocab_of
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.registry import register_family

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_helpers import LiveMemory, rich_batch, run_paths, run_ranks, small_settings
 
+from headway.base.errors import UsageError
 from headway.config.trainer import TrainSettings
-from headway.core.errors import UsageError
 from headway.models.checkpoints.folders import load_model, read_tensors
 from headway.models.config import ModelConfig
 from headway.models.registry import load_config

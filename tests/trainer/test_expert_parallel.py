@@ -12,9 +12,9 @@ import pytest
 import torch
 from trainer_helpers import counts_of, rich_batch, rich_micro_batch, run_ranks, small_settings, vocab_of
 
+from headway.base.errors import UsageError
 from headway.config.trainer import TrainSettings
 from headway.core.batches import Batch, MicroBatch
-from headway.core.errors import UsageError
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.registry import register_family

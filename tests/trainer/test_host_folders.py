@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_helpers import run_paths, run_ranks, small_settings
 
-from headway.core.errors import PermanentError
+from headway.base.errors import PermanentError
 from headway.core.runs import CHECKPOINT_MARKER
 from headway.trainer.checkpoints import Checkpoints
 from headway.trainer.parallel.ranks import joined

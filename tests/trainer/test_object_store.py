@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from trainer_helpers import checkpoint_tensors, small_settings
 
+from headway.base.processes import free_port
+from headway.base.storage import Storage, StorageError
 from headway.config.shared import RunSettings
-from headway.core.processes import free_port
-from headway.core.storage import Storage, StorageError
 from headway.monitor.runs import join_elsewhere
 from headway.trainer.rl import train
 

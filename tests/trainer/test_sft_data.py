@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.packing import Cost, plan_packing
 from headway.core.rows import Row, files_in, read_rows
 from headway.models.tiny_tokenizer import save_tiny_tokenizer

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from PIL import Image
 from trainer_helpers import small_settings
 
+from headway.base.errors import HeadwayError
 from headway.core.batches import ComponentCounts
-from headway.core.errors import HeadwayError
 from headway.core.image_files import ImageFiles
 from headway.core.images import MOST_IMAGE_BYTES, MOST_IMAGES
 from headway.core.messages import image_part

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from headway.base.errors import STOPPED, HeadwayError, UsageError
 from headway.cli import main as cli
 from headway.config.loader import load_settings
 from headway.config.sft import SftSettings
-from headway.core.errors import STOPPED, HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.models.checkpoints.folders import read_tensors
 from headway.monitor.metrics import read_metrics

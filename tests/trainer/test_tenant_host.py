@@ -17,10 +17,10 @@ import pytest
 from test_tenants import FOUR, alone, batches_of, make_batch, same, tenant_settings
 from torch import Tensor
 
+from headway.base.errors import UsageError
 from headway.config.host import HostSettings
 from headway.config.trainer import TrainSettings
 from headway.core.batches import Batch
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.core.tenants import HostStatus, TenantJoin, TenantStatus
 from headway.core.wire import encode

@@ -12,10 +12,10 @@ import torch
 from test_tenant_host import JOIN, LiveHost, own_settings, steps_of, torch_load, train_by_hand, when
 from test_tenants import alone, batches_of, same
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.loader import load_settings
 from headway.config.sft import SftSettings
 from headway.core.batches import MicroBatch
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
 from headway.envs.bundled import grid

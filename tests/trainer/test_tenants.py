@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_helpers import counts_of, rich_micro_batch, small_settings, vocab_of
 
+from headway.base.errors import DamagedError, UsageError
 from headway.config.trainer import TrainSettings
-from headway.core.errors import DamagedError, UsageError
 from headway.models.adapters.lora import adapter_tensors, read_adapter
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.state import build_state

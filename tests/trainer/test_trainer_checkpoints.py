@@ -12,8 +12,8 @@ import pytest
 import torch
 from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_settings, spool
 
+from headway.base.files import write_atomic
 from headway.config.trainer import CheckpointSettings
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.trainer.checkpoints import Checkpoints, superseded
 from headway.trainer.parallel.ranks import joined

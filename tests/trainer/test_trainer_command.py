@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headway.core.errors import STOPPED
+from headway.base.errors import STOPPED
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 

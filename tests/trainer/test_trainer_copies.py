@@ -8,11 +8,11 @@ import fsspec
 import pytest
 from trainer_helpers import checkpoint_tensors, small_settings
 
+from headway.base.errors import PermanentError
+from headway.base.storage import MANIFEST, Storage
 from headway.config.shared import RunSettings
 from headway.config.trainer import TrainSettings
-from headway.core.errors import PermanentError
 from headway.core.runs import RunPaths
-from headway.core.storage import MANIFEST, Storage
 from headway.monitor.runs import create_run, join_elsewhere
 from headway.trainer.rl import train
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_helpers import small_settings
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.ranks import joined
 

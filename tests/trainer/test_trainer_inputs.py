@@ -7,8 +7,8 @@ import pytest
 import torch
 from trainer_helpers import counts_of, rich_micro_batch
 
+from headway.base.errors import HeadwayError
 from headway.core.batches import ComponentCounts, MicroBatch
-from headway.core.errors import HeadwayError
 from headway.models.checkpoints.folders import load_model
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model

@@ -16,10 +16,10 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from trainer_helpers import checkpoint_tensors, rich_batch, run_paths, small_settings, spool, vocab_of
 
+from headway.base.errors import DamagedError, HeadwayError, UsageError
 from headway.cli import export as export_command
 from headway.config.loader import write_settings
 from headway.config.shared import FilesystemRollouts
-from headway.core.errors import DamagedError, HeadwayError, UsageError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.core.wire import decode

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from headway.base.errors import UsageError
 from headway.config.trainer import (
     Aipo,
     Cispo,
@@ -25,7 +26,6 @@ from headway.config.trainer import (
     Tis,
 )
 from headway.core.batches import ComponentCounts
-from headway.core.errors import UsageError
 from headway.trainer.losses.base import LossInputs
 from headway.trainer.losses.components import LossTokens, total_loss
 from headway.trainer.losses.registry import make_loss

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 from torch import Tensor
 from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_settings, spool
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.inference import ServeSettings
 from headway.config.shared import ModelSettings
 from headway.config.trainer import ActivationSettings
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.models import transformers_config
 from headway.models.attention import PackedPlan

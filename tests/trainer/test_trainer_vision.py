@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from trainer_helpers import counts_of, run_ranks, small_settings
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
 from headway.core.batches import MicroBatch
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.images import Grid, TokenImages
 from headway.core.samples import Sample
 from headway.models.adapters.lora import adapters_of, apply_lora, save_adapter

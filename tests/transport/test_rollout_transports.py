@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headway.base.errors import DamagedError, HeadwayError
 from headway.config.shared import FilesystemRollouts, RolloutTransport, ZmqRollouts
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
-from headway.core.errors import DamagedError, HeadwayError
 from headway.core.runs import RunPaths
 from headway.core.samples import BranchKey
 from headway.core.streams import streams_of

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import make_receiver, make_sender

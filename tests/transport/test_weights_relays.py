@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import HttpWeights, PointToPointWeights, WeightTransport
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import http, make_receiver, make_sender, point_to_point

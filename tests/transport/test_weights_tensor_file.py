@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.transport.weights.filesystem import tensor_file
 from headway.transport.weights.shards import Shard
 

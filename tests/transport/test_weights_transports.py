@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights, WeightTransport
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import host_memory, make_receiver, make_sender, process_pairs, shared_memory

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from headway.algorithms.base import Algorithm, GroupRelative
+from headway.base.errors import PermanentError, UsageError
+from headway.base.imports import check_call, load_object, make_object
 from headway.config.algorithms import CustomAdvantage, CustomAlgorithm
-from headway.core.errors import PermanentError, UsageError
-from headway.core.imports import check_call, load_object, make_object
 
 
 class FunctionAdvantage(GroupRelative):

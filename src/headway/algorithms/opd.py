@@ -4,8 +4,8 @@ import asyncio
 
 from headway.algorithms.base import Algorithm, Group
 from headway.algorithms.reference import ReferenceModel
+from headway.base.errors import HeadwayError
 from headway.core.episodes import Trace
-from headway.core.errors import HeadwayError
 from headway.core.samples import Sample
 
 

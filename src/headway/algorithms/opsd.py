@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from headway.algorithms.base import Group
 from headway.algorithms.opd import Opd
 from headway.algorithms.reference import ReferenceModel
+from headway.base.errors import HeadwayError
 from headway.core.episodes import Task, Trace
-from headway.core.errors import HeadwayError
 from headway.core.messages import Message
 from headway.core.samples import Sample
 from headway.rendering.base import Renderer

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from headway.base.errors import HeadwayError
 from headway.config.algorithms import ReferenceSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.transport.inference import EngineError, InferenceClient
 

@@ -14,8 +14,8 @@ from headway.algorithms.reference import ReferenceModel
 from headway.algorithms.reinforce_pp import ReinforcePp
 from headway.algorithms.rloo import Rloo
 from headway.algorithms.sft import Sft
+from headway.base.errors import UsageError
 from headway.config import algorithms as settings_of
-from headway.core.errors import UsageError
 
 _NO_CONTEXT = Context()
 

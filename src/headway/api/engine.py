@@ -11,8 +11,8 @@ from typing import Any, Self, TypeVar, overload
 
 from pydantic import ValidationError
 
+from headway.base.errors import UsageError
 from headway.config.inference import ServeSettings
-from headway.core.errors import UsageError
 from headway.core.images import RequestImage
 from headway.core.messages import Message, as_messages
 from headway.core.protocol import GenerateRequest, SamplingParams

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from headway.core.errors import MESSAGE_PREFIX, STOPPED, HeadwayError, UsageError
+from headway.base.errors import MESSAGE_PREFIX, STOPPED, HeadwayError, UsageError
 from headway.core.records import RolloutRecord, read_rollouts, recorded_steps
 from headway.core.runs import RunPaths
 from headway.launch.remote import RemoteRun

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 PLAIN = (str, bytes, int, float, bool, type(None))
 

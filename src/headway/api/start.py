@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 
 from headway.api.run import Run
 from headway.api.source import module_source
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.config.loader import load_settings, write_settings
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.envs.base import Environment
 from headway.monitor.logs import next_log

@@ -1,6 +1,6 @@
 """`headway config`: resolved settings with their origin, and the reference of all settings."""
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 HELP = """\
 usage: headway config show COMMAND [@ settings.toml ...] [--setting value ...]

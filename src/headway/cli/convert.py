@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
 
 HELP = """\
 usage: headway convert MODEL.gguf OUT [--dtype float32|bfloat16]

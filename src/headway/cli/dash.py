@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli.options import OptionParser, port_number
-from headway.core.errors import HeadwayError, UsageError
 
 if TYPE_CHECKING:
     from headway.monitor.dashboard.server import Routes

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser, port_number
-from headway.core.errors import UsageError
 from headway.monitor.doctor.finding import Finding
 
 HELP = """\

@@ -8,8 +8,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli.options import OptionParser, environment_argument, join_environment_arguments
-from headway.core.errors import HeadwayError, UsageError
 
 if TYPE_CHECKING:
     from headway.core.episodes import Task
@@ -260,7 +260,7 @@ def _demos(name: str, options: Namespace) -> None:
     if options.output is None:
         sys.stdout.write(text)
         return
-    from headway.core.files import write_atomic
+    from headway.base.files import write_atomic
 
     write_atomic(options.output, text)
     print(f"{len(rows)} conversations in {options.output}")

@@ -4,9 +4,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli import eval as eval_command
 from headway.cli.options import OptionParser
-from headway.core.errors import HeadwayError, UsageError
 
 
 def run(name: str, argv: list[str]) -> int:

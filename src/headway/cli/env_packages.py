@@ -3,8 +3,8 @@
 from argparse import Namespace
 from pathlib import Path
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
 
 LOCK_NAME = "environments.lock"
 """Where `env add` writes by default: the current folder."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser, environment_argument, join_environment_arguments
-from headway.core.errors import UsageError
 
 if TYPE_CHECKING:
     from headway.config.orchestrator import EvalEnvSettings

@@ -4,12 +4,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from headway.base.devices import Dtype
     from headway.config.trainer import TrainSettings
-    from headway.core.devices import Dtype
     from headway.core.runs import RunPaths
 
 HELP = """\
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("run", metavar="RUN[@STEP]")
     parser.add_argument("out", metavar="OUT", nargs="?")
     options = parser.parse_args(argv)
-    from headway.core.storage import is_url
+    from headway.base.storage import is_url
     from headway.launch.fork import parse_checkpoint
 
     paths, step = parse_checkpoint(options.run)
@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
 
 def _store(settings: "TrainSettings", paths: "RunPaths", step: int, url: str) -> None:
     """Export to a folder that goes away, and copy that to `url`."""
-    from headway.core.storage import Storage
+    from headway.base.storage import Storage
     from headway.trainer.exports import export_checkpoint
 
     parent, _, name = url.rstrip("/").rpartition("/")
@@ -92,7 +92,7 @@ def _settings(paths: "RunPaths", dtype: str | None) -> "TrainSettings":
 
 def _computed_in(settings: "TrainSettings", paths: "RunPaths") -> "Dtype":
     """The precision in which the run computed: the export may be made where there is no GPU."""
-    from headway.core.devices import resolve_dtype
+    from headway.base.devices import resolve_dtype
     from headway.monitor.attempts import gpus_of
 
     device = settings.placement.device
@@ -102,7 +102,7 @@ def _computed_in(settings: "TrainSettings", paths: "RunPaths") -> "Dtype":
 
 
 def _push(folder: Path, repo: str, private: bool) -> None:
-    from headway.core.hub import push
+    from headway.base.hub import push
 
     print(push(folder, repo, private=private))
     adapter = folder.with_name(f"{folder.name}_adapter")

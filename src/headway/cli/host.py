@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import STOPPED, UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import STOPPED, UsageError
 
 if TYPE_CHECKING:
     from headway.core.tenants import HostStatus

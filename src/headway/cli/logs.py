@@ -1,7 +1,7 @@
 """`headway logs`: the logs of all processes of a run, in one view."""
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
 
 HELP = """\
 usage: headway logs RUN|URL [PROCESS] [-n 20] [-f]

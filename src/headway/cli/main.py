@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 
 from headway import __version__
-from headway.core.errors import CRASHED, MESSAGE_PREFIX, STOPPED, HeadwayError, UsageError
-from headway.core.processes import die_with_parent_if_asked
+from headway.base.errors import CRASHED, MESSAGE_PREFIX, STOPPED, HeadwayError, UsageError
+from headway.base.processes import die_with_parent_if_asked
 
 COMMANDS = {
     "Start here": {
@@ -136,7 +136,7 @@ def help_text() -> str:
 
 
 def _unknown_command(name: str) -> str:
-    from headway.core.suggestions import did_you_mean, nearest
+    from headway.base.suggestions import did_you_mean, nearest
 
     return f"no command {name!r}{did_you_mean(nearest(name, commands())) or '.'} See `headway --help`."
 

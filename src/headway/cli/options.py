@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 
 class OptionParser(argparse.ArgumentParser):

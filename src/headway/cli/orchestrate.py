@@ -1,7 +1,7 @@
 """`headway orchestrate`: the orchestrator of a run by itself."""
 
+from headway.base.errors import STOPPED
 from headway.cli.options import OptionParser
-from headway.core.errors import STOPPED
 
 HELP = """\
 usage: headway orchestrate @ CONFIG.toml [@ MORE.toml ...] [--section.setting VALUE ...]

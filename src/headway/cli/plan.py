@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.cli.options import OptionParser, split_settings
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -96,7 +96,7 @@ def _question(options: "Namespace", argv: list[str]) -> "Question":
         raise UsageError(f"--gpus must be 2 at least, one to train and one to serve (got {options.gpus})")
     name = options.gpu or (gpu_here() if options.gpus is not None else None)
     if options.gpus is not None and name is None:
-        from headway.core.gpus import GPUS
+        from headway.base.gpus import GPUS
 
         raise UsageError(f"--gpus needs --gpu, since this machine has none that is known; known are {', '.join(GPUS)}")
     workload = _workload(options, settings, past)

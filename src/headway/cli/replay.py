@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser, split_settings
-from headway.core.errors import UsageError
 
 HELP = """\
 usage: headway replay RUN [--from-step N] [--to-step M] [--no-train]

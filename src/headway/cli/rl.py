@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import STOPPED, UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import STOPPED, UsageError
 
 if TYPE_CHECKING:
     from headway.config.loader import Resolved

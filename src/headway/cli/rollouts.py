@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,8 +6,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli.options import OptionParser, port_number
-from headway.core.errors import HeadwayError, UsageError
 
 HELP = """\
 usage: headway sandboxes [--access FILE] [--host 127.0.0.1] [--port 8400] [--url URL] [options]

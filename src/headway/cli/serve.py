@@ -3,8 +3,8 @@
 from argparse import Namespace
 from pathlib import Path
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import UsageError
 
 HELP = """\
 usage: headway serve MODEL [--port 8000] [--host 127.0.0.1] [--dtype float32|bfloat16] [--device cpu|cuda]

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import STOPPED, UsageError
 from headway.cli.options import OptionParser
 from headway.cli.train import run_ranks
-from headway.core.errors import STOPPED, UsageError
 from headway.launch.joining import run_flags
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import asyncio
 import os
 from pathlib import Path
 
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser, port_number, public_key, server_url
-from headway.core.errors import UsageError
 
 HELP = """\
 usage: headway swarm serve RUN [--host ADDRESS] [--port N] [--relay URL ...] [--megabytes N]

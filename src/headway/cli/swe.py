@@ -7,8 +7,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import HeadwayError, UsageError
 
 HELP = """\
 usage: headway swe make [-o FOLDER] [--packages default] [--per-package 20] [options]

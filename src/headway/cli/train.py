@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from headway.base.errors import STOPPED, UsageError
 from headway.cli.options import OptionParser
-from headway.core.errors import STOPPED, UsageError
 from headway.launch.joining import run_flags
 
 if TYPE_CHECKING:

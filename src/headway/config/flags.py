@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.base.errors import UsageError
+from headway.base.suggestions import did_you_mean, nearest
 from headway.config.renamed import present_name
 from headway.config.schema import Kind, is_none_text
 from headway.config.tree import Tree, put, to_tree
-from headway.core.errors import UsageError
-from headway.core.suggestions import did_you_mean, nearest
 
 
 @dataclass

@@ -9,14 +9,14 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.config.base import Settings
 from headway.config.flags import parse_arguments, suggestion
 from headway.config.renamed import present_name, present_value
 from headway.config.schema import Kind
 from headway.config.toml import to_toml
 from headway.config.tree import DEFAULT, Leaf, Tree, defaults, leaves, merge, plain, to_tree
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
 
 S = TypeVar("S", bound=Settings)
 

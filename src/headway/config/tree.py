@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.base.errors import UsageError
 from headway.config.schema import Kind, is_none_text
-from headway.core.errors import UsageError
 
 DEFAULT = "default"
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from headway.core.files import write_atomic
+from headway.base.files import write_atomic
 from headway.core.images import MOST_IMAGE_BYTES, read_data_url
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")

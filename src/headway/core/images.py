@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.streams import Floats, Ints
 
 

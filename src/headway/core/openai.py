@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.messages import Message, Tool, as_messages
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.shapes import ReplyShape, ShapeError

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.core.episodes import Episode, Trace
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.samples import BranchKey, Sample
 from headway.core.streams import Floats

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
-from headway.core.hub import download, parse_hub_id
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
+from headway.base.hub import download, parse_hub_id
 
 SUFFIXES = (".jsonl", ".parquet")
 DATA_FILES = [f"*{suffix}" for suffix in SUFFIXES]

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 MAX_PENALTY, MAX_BIAS, MAX_BIASES = 2.0, 100.0, 1024
 _ANY_OBJECT = '{"type":"object"}'

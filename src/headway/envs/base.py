@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from headway.base.errors import UsageError
 from headway.config.context import ContextRule
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message, Messages, as_messages
 from headway.envs.policy import ContextLimit, EpisodeFailure, Policy
 from headway.envs.rewards import Reward, marked_rewards, metric, reward

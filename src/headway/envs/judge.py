@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.envs.policy import EpisodeFailure
 
 FIRST_PAUSE_SECONDS = 0.5

@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.imports import check_call, check_object, installed, load_object
-from headway.core.suggestions import did_you_mean, nearest
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.imports import check_call, check_object, installed, load_object
+from headway.base.suggestions import did_you_mean, nearest
 from headway.envs.base import Environment
 from headway.envs.bundled import ENVIRONMENTS
 from headway.envs.packages.folder import GROUP

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
+from headway.base.errors import UsageError
 from headway.core.episodes import AUDIT, MAX_REWARD, Task, Trace
-from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.policy import EpisodeFailure
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, get_args
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.policy import Policy
 from headway.sandboxes.meters import Meters, measured
 from headway.sandboxes.pool import SandboxPool

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.episodes import Task
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.rows import read_rows
 
 Split = Literal["train", "eval"]

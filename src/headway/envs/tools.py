@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, ov
 
 import msgspec
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.messages import Message, Tool, ToolCall
 from headway.envs.threads import call_in_thread
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.openai import RequestError as RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, FinishReason, GenerateRequest, WeightReply, WeightState, WeightUpdate

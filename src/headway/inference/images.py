@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.images import MOST_IMAGES, Grid, ImageUse, RequestImage, image_digest
 from headway.core.openai import RequestError
 from headway.core.protocol import GenerateRequest

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from aiohttp import web
 
+from headway.base.addresses import own_address
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.processes import is_loopback
 from headway.config.inference import ServeSettings
-from headway.core.addresses import own_address
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.processes import is_loopback
 from headway.core.runs import RunPaths
 from headway.inference.engine import Engine, UpdateError
 from headway.inference.server import ServerContext, build_app

@@ -9,10 +9,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from headway.algorithms.base import Context
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.imports import check_object
 from headway.config.rl import RlSettings
 from headway.config.trainer import CustomLoss
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.imports import check_object
 from headway.envs.packages.lock import LOCK_FILE, check_locked
 from headway.envs.registry import check_environment, top_module
 from headway.models.registry import load_config

@@ -12,13 +12,13 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
+from headway.base.devices import resolve_device, resolve_dtype
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.orchestrator import EnvSettings
 from headway.config.shared import LoraSettings, ModelSettings, PlacementSettings
-from headway.core.devices import resolve_device, resolve_dtype
 from headway.core.episodes import Episode
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
 from headway.envs.registry import known_environments
 from headway.envs.workers.pool import EnvPool
 from headway.inference.engine import Engine, UpdateError

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from headway.core.errors import UsageError
-from headway.core.files import atomic_directory
+from headway.base.errors import UsageError
+from headway.base.files import atomic_directory
 from headway.core.runs import RunPaths
 
 

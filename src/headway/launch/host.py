@@ -8,13 +8,13 @@ from contextlib import ExitStack
 import msgspec
 from rich.console import Console
 
+from headway.base.errors import HeadwayError
+from headway.base.files import write_atomic
+from headway.base.processes import free_port, usable_cores
 from headway.config.host import HostSettings
 from headway.config.inference import ServeSettings
 from headway.config.loader import write_settings
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
-from headway.core.processes import free_port, usable_cores
 from headway.core.runs import RunPaths
 from headway.launch.placement import Placement, gpus_per_engine, place, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec

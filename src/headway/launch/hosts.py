@@ -5,13 +5,13 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
+from headway.base.processes import is_loopback
 from headway.config.control import ControlSettings
 from headway.config.rl import RlSettings
 from headway.config.shared import HttpWeights, TlsSettings, ZmqRollouts
 from headway.core.control import Role
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
-from headway.core.processes import is_loopback
 from headway.core.runs import RunPaths
 from headway.launch.supervisor import STOP_GRACE
 from headway.transport.control.folder import SERVICE_FILE

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from headway.base.addresses import own_address
 from headway.config.loader import load_settings
 from headway.config.shared import SharedSettings
-from headway.core.addresses import own_address
 from headway.core.runs import RunPaths
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.supervisor import Supervisor

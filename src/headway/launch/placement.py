@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass
 from math import prod
 
+from headway.base.devices import query_gpus, resolve_device
+from headway.base.errors import UsageError
 from headway.config.inference import InferenceSettings
 from headway.config.shared import PlacementSettings
-from headway.core.devices import query_gpus, resolve_device
-from headway.core.errors import UsageError
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.core.errors import CRASHED, MESSAGE_PREFIX, STOPPED, DamagedError, PermanentError, UsageError
-from headway.core.processes import die_with_parent_environment
+from headway.base.errors import CRASHED, MESSAGE_PREFIX, STOPPED, DamagedError, PermanentError, UsageError
+from headway.base.processes import die_with_parent_environment
 from headway.monitor.logs import SUPERVISED, next_log
 
 

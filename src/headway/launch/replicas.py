@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headway.base.errors import UsageError
+from headway.base.processes import consecutive_ports, die_with_parent_command, free_port, usable_cores
 from headway.config.inference import ServeSettings
 from headway.config.loader import write_settings
-from headway.core.errors import UsageError
-from headway.core.processes import consecutive_ports, die_with_parent_command, free_port, usable_cores
 from headway.core.runs import RunPaths
 from headway.launch.joining import run_flags
 from headway.launch.placement import gpus_per_engine, place_engines, visible_gpus

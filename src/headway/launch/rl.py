@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
+from headway.base.processes import free_port, usable_cores
 from headway.config.commands import write_process_settings
 from headway.config.rl import RlSettings
 from headway.config.shared import TrackingSettings, WandbSettings
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
-from headway.core.processes import free_port, usable_cores
 from headway.core.routing import Role
 from headway.core.runs import RunPaths
 from headway.launch.hosts import ROLES, RunHost, role_of

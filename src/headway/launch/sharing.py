@@ -7,9 +7,9 @@ be full.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from headway.base.devices import query_gpus
+from headway.base.errors import UsageError
 from headway.config.rl import RlSettings
-from headway.core.devices import query_gpus
-from headway.core.errors import UsageError
 from headway.launch.memory import (
     Shares,
     engine_shares,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.launch.process import CrashLoopError, ManagedProcess
 
 logger = logging.getLogger(__name__)

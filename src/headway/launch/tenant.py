@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.rl import RlSettings
 from headway.config.shared import RunSettings
 from headway.config.trainer import TrainSettings
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.runs import open_run
 from headway.transport.control.tokens import TOKEN, TOKEN_FILE, find_token, write_token

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headway.core.addresses import own_address
+from headway.base.addresses import own_address
+from headway.base.errors import STOPPED, HeadwayError, PermanentError, UsageError
+from headway.base.processes import free_port
 from headway.core.control import GroupPlace, TrainerHost
-from headway.core.errors import STOPPED, HeadwayError, PermanentError, UsageError
-from headway.core.processes import free_port
 from headway.launch.process import RestartBudget
 from headway.trainer.parallel.group import POLL_SECONDS, end_ranks, exit_code, passing_on, start_ranks
 from headway.transport.control.client import WAIT_SECONDS, ControlClient, own_name

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.models import ops
 from headway.models.ops.attention import QKV, PackedSamples
 from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence, Spans

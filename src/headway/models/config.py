@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.rotary import DEFAULT_ROPE_THETA, RopeParameters, RopeScaling, rope_from_hf, rope_to_hf
 
 

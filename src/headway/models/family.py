@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import HF_NAMES, ModelConfig, fields_from_hf, fields_to_hf
 from headway.models.recurrent import RecurrentState
 from headway.models.rotary import DEFAULT_ROPE_THETA, RopeParameters

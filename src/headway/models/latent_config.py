@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"

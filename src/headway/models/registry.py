@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.core.errors import UsageError
-from headway.core.imports import load_object
+from headway.base.errors import UsageError
+from headway.base.imports import load_object
 from headway.models.config import ModelConfig
 from headway.models.families.afmoe import Afmoe
 from headway.models.families.any_transformers import AnyTransformers

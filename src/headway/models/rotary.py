@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 DEFAULT_ROPE_THETA = 10_000.0
 

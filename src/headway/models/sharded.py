@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 
 def is_sharded(tensor: Tensor) -> bool:

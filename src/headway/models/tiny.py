@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from headway.core.cache import cache_folder
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
-from headway.core.hub import MODEL_FILES, TOKENIZER_FILES, download, parse_hub_id
+from headway.base.cache import cache_folder
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
+from headway.base.hub import MODEL_FILES, TOKENIZER_FILES, download, parse_hub_id
 from headway.models import tiny_tokenizer as tokenizer
 from headway.models.adapters.merged import base_of, merged_checkpoint
 from headway.models.config import ModelConfig

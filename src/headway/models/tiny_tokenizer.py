@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from headway.core.files import write_atomic
+from headway.base.files import write_atomic
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.family import Family
 from headway.models.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway import __version__
-from headway.core.devices import query_gpus
-from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
+from headway.base.devices import query_gpus
+from headway.base.errors import HeadwayError
+from headway.base.files import write_atomic
 from headway.core.runs import RunPaths
 
 State = Literal["starting", "running", "finished", "failed", "stopped"]

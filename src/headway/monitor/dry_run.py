@@ -5,14 +5,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from headway.base.hub import MODEL_FILES, pinned
+from headway.base.imports import absolute_path
 from headway.config.commands import write_process_settings
 from headway.config.loader import write_settings
 from headway.config.orchestrator import EnvSettings
 from headway.config.rl import RlSettings
 from headway.config.sft import SftSettings
 from headway.config.shared import SharedSettings
-from headway.core.hub import MODEL_FILES, pinned
-from headway.core.imports import absolute_path
 from headway.core.rows import DATA_FILES
 from headway.core.runs import RunPaths
 from headway.monitor.runs import create_run

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.runs import RunPaths
 
 SUPERVISED = "HEADWAY_LOG"

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
+from headway.base.errors import HeadwayError
+from headway.base.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.monitor.tail import LineTail
 

@@ -5,8 +5,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from headway import __version__
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import sync_directory
 from headway.config.shared import RunSettings
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import sync_directory
 from headway.core.runs import RunPaths
 
 FIRST_RANK_SECONDS = 120.0

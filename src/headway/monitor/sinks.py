@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.extras import install_command
 from headway.config.shared import TrackingSettings
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.extras import install_command
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import Sink
 from headway.monitor.prometheus import PrometheusSink

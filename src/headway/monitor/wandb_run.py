@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.extras import install_command
+from headway.base.files import write_atomic
 from headway.config.shared import WandbSettings
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.extras import install_command
-from headway.core.files import write_atomic
 from headway.core.records import RolloutRecord, read_rollouts
 from headway.core.runs import RunPaths
 from headway.monitor.dashboard.summary import read_settings

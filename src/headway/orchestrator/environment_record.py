@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headway.core.errors import PermanentError
-from headway.core.files import write_atomic
+from headway.base.errors import PermanentError
+from headway.base.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.envs.packages.versions import CodeVersion
 

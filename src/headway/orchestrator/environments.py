@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from headway.algorithms.base import Algorithm, Context
 from headway.algorithms.registry import make_algorithm
+from headway.base.errors import PermanentError, UsageError
 from headway.config.orchestrator import EnvSettings, EvalEnvSettings, OrchestratorSettings, SamplingSettings
 from headway.core.episodes import Task
-from headway.core.errors import PermanentError, UsageError
 from headway.core.protocol import SamplingParams
 from headway.envs.workers.pool import EnvPool
 from headway.orchestrator.dispatch.curriculum import make_curriculum

@@ -10,9 +10,9 @@ from typing import Literal
 
 import msgspec
 
+from headway.base.files import write_atomic
 from headway.config.orchestrator import EvalSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
-from headway.core.files import write_atomic
 from headway.core.protocol import SamplingParams
 from headway.orchestrator.dispatch.dispatcher import EngineRouter, EpisodeRunner, Launch, random_id
 from headway.orchestrator.scores import summarize, task_record

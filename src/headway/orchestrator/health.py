@@ -3,8 +3,8 @@
 from collections import Counter, deque
 from collections.abc import Callable
 
+from headway.base.errors import HeadwayError, PermanentError
 from headway.core.episodes import Episode
-from headway.core.errors import HeadwayError, PermanentError
 
 WINDOW = 256
 ENGINE_PATIENCE_SECONDS = 900.0

@@ -13,10 +13,10 @@ from pathlib import Path
 import aiohttp
 
 from headway.algorithms.base import Context
+from headway.base.errors import UsageError
 from headway.config.orchestrator import OrchestrateSettings
 from headway.config.shared import TrackingSettings
 from headway.core.control import RunControl
-from headway.core.errors import UsageError
 from headway.core.journal import JournalFile
 from headway.core.packing import Cost
 from headway.core.records import RolloutRecord, write_untrained

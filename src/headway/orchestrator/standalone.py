@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Literal
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.orchestrator import EvalEnvSettings, SamplingSettings
-from headway.core.errors import HeadwayError, UsageError
 from headway.orchestrator.dispatch.dispatcher import Dispatcher
 from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.evaluation import EvaluationWork, Round

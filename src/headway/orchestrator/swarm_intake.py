@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from headway.base.errors import HeadwayError
 from headway.core.episodes import Episode
-from headway.core.errors import HeadwayError
 from headway.core.journal import Arrived, Discarded
 from headway.orchestrator.dispatch.groups import OpenGroup
 from headway.orchestrator.dispatch.staleness import too_old

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.core.episodes import Episode, Task
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
 from headway.orchestrator.tally import passed
 
 

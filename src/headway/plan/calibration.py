@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from headway.base.cache import cache_folder
+from headway.base.devices import resolve_device
+from headway.base.files import write_atomic
+from headway.base.processes import usable_cores
 from headway.config.rl import RlSettings
-from headway.core.cache import cache_folder
-from headway.core.devices import resolve_device
-from headway.core.files import write_atomic
-from headway.core.processes import usable_cores
 from headway.launch.placement import visible_gpus
 from headway.models.tiny import resolve_model
 from headway.plan.host import measure_host

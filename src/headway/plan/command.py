@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from headway.base.devices import query_gpus
+from headway.base.errors import UsageError
+from headway.base.gpus import GPUS
+from headway.base.processes import usable_cores
 from headway.config.rl import RlSettings
-from headway.core.devices import query_gpus
-from headway.core.errors import UsageError
-from headway.core.gpus import GPUS
-from headway.core.processes import usable_cores
 from headway.models.config import ModelConfig
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model

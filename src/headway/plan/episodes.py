@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Trace
-from headway.core.errors import UsageError
 from headway.core.records import RolloutRecord, read_rollouts, recorded_steps
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics

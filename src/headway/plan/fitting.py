@@ -6,8 +6,8 @@ from statistics import fmean, median
 
 import msgspec
 
+from headway.base.errors import UsageError
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 from headway.plan.episodes import Workload

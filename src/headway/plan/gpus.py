@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headway.base.errors import UsageError
+from headway.base.gpus import GPUS, Gpu
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
-from headway.core.gpus import GPUS, Gpu
 from headway.launch.memory import Shares, engine_shares, trainer_shares
 from headway.launch.placement import gpus_per_engine
 from headway.launch.sharing import MARGIN

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from headway.core.processes import die_with_parent_environment
+from headway.base.processes import die_with_parent_environment
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 

@@ -13,13 +13,13 @@ from statistics import median
 
 import msgspec
 
+from headway.base.devices import resolve_dtype
+from headway.base.errors import HeadwayError
+from headway.base.files import write_atomic
+from headway.base.processes import die_with_parent_environment
 from headway.config.commands import process_settings
 from headway.config.loader import write_settings
 from headway.config.rl import RlSettings
-from headway.core.devices import resolve_dtype
-from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
-from headway.core.processes import die_with_parent_environment
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.runs import RunPaths
 from headway.launch.placement import visible_gpus

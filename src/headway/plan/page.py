@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from headway.base.devices import resolve_device
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
-from headway.core.devices import resolve_device
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.runs import RunPaths
 from headway.launch.placement import visible_gpus
 from headway.monitor.dashboard.api import Handler, Query

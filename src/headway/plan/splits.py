@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from headway.base.errors import UsageError
+from headway.base.gpus import Gpu
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
-from headway.core.gpus import Gpu
 from headway.launch.memory import gib
 from headway.launch.placement import gpus_per_engine
 from headway.launch.sharing import REMEDIES

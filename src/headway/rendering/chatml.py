@@ -8,7 +8,7 @@ from typing import Literal
 
 from tokenizers import Tokenizer
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.messages import Message, Tool
 from headway.rendering.base import History, Rendered, Segment, TokenIds, TokenizerRenderer, Tools
 from headway.rendering.replies import parse_reply

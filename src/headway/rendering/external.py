@@ -6,8 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headway.core.errors import HeadwayError
-from headway.core.extras import install_command
+from headway.base.errors import HeadwayError
+from headway.base.extras import install_command
 from headway.core.messages import Message, ToolCall
 from headway.rendering.base import History, Rendered, Segment, TokenIds, TokenizerRenderer, Tools, template_message
 from headway.rendering.replies import call_id

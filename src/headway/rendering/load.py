@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.imports import installed, make_object
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.imports import installed, make_object
 from headway.core.messages import Message, Tool, ToolCall
 from headway.models.registry import families, find_family, load_config, load_family
 from headway.models.tiny_tokenizer import TEMPLATE_MARK

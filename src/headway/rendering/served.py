@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.rendering.tokenizer import tokenizer_fingerprint
 from headway.transport.inference import EngineError, InferenceClient
 

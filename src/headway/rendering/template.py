@@ -10,7 +10,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.messages import Message
 from headway.rendering.base import History, Rendered, Segment, TokenIds, TokenizerRenderer, Tools, template_message
 from headway.rendering.replies import parse_reply

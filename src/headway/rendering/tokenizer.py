@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.images import MOST_IMAGES, ImageUse, MessageImage
 from headway.core.messages import Message, count_images
 from headway.models.vision.config import VisionConfig

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from headway.algorithms.base import Algorithm, Context
 from headway.algorithms.registry import make_algorithm
+from headway.base.errors import UsageError
 from headway.config.orchestrator import CustomSampler, EnvSettings, OrchestrateSettings
 from headway.core.batches import Batch
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.packing import Cost, make_batch
 from headway.core.runs import RunPaths
 from headway.orchestrator.dispatch.sources import Source

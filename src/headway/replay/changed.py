@@ -5,11 +5,11 @@ from pathlib import Path
 
 from headway.algorithms.base import Algorithm, Group, Rollout
 from headway.algorithms.registry import make_algorithm
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.loader import load_settings
 from headway.config.orchestrator import OrchestratorSettings
 from headway.config.rl import RlSettings
 from headway.core.batches import Batch
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.packing import make_batch
 from headway.core.runs import RunPaths
 from headway.core.samples import Sample

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from headway.base.devices import resolve_device
+from headway.base.errors import UsageError
 from headway.config.commands import write_process_settings
 from headway.config.loader import load_settings
 from headway.config.rl import RlSettings
-from headway.core.devices import resolve_device
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.launch.fork import fork_run
 from headway.launch.placement import visible_gpus

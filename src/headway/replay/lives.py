@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.journal import FORMAT, Began, Event, Formed, Input, JournalContent, Seen, Sent, read_journal
 from headway.core.runs import RunPaths
 

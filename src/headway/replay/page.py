@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.monitor.dashboard.api import Handler, Query
 from headway.monitor.dashboard.catalog import RunData
 from headway.replay.lives import read_history

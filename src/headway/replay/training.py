@@ -4,11 +4,11 @@ import sys
 import time
 from pathlib import Path
 
+from headway.base.errors import HeadwayError
+from headway.base.processes import usable_cores
 from headway.config.rl import RlSettings
 from headway.config.shared import FilesystemRollouts, FilesystemWeights
 from headway.core.batches import Batch
-from headway.core.errors import HeadwayError
-from headway.core.processes import usable_cores
 from headway.core.runs import RunPaths
 from headway.launch.placement import gpus_per_engine, place, visible_gpus
 from headway.launch.process import ManagedProcess, ProcessSpec

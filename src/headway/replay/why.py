@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.journal import (
     Arrived,
     Cancelled,

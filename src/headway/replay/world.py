@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
+from headway.base.errors import HeadwayError
 from headway.core.episodes import Episode, EpisodeRequest
-from headway.core.errors import HeadwayError
 from headway.core.journal import Began, Event, Input, Opened, Steered
 from headway.core.protocol import WeightReply, WeightUpdate
 from headway.core.records import RolloutRecord

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from headway.core.imports import load_object
+from headway.base.imports import load_object
 from headway.sandboxes.backend import Backend
 from headway.sandboxes.sandbox import SandboxUnavailableError
 

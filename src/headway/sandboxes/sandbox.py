@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.sandboxes.meters import meters
 from headway.sandboxes.output import Captured
 

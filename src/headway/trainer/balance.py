@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.base.errors import UsageError
 from headway.config.trainer import ExpertSettings
-from headway.core.errors import UsageError
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import ExpertRouter, sparse_mlp_of
 from headway.models.ops.routed_experts import expert_counts

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from headway.base.errors import DamagedError, HeadwayError, PermanentError, UsageError
+from headway.base.files import write_atomic
 from headway.config.trainer import CheckpointSettings, TrainSettings
-from headway.core.errors import DamagedError, HeadwayError, PermanentError, UsageError
-from headway.core.files import write_atomic
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.models.config import ModelConfig
 from headway.models.registry import config_to_hf

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from headway.core.errors import HeadwayError, PermanentError
+from headway.base.errors import HeadwayError, PermanentError
+from headway.base.storage import DamagedCopyError, Manifest, Storage
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
-from headway.core.storage import DamagedCopyError, Manifest, Storage
 from headway.trainer.parallel.folders import TENSORS
 from headway.trainer.parallel.gather import gather_values
 

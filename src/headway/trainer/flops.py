@@ -2,7 +2,7 @@
 
 import torch
 
-from headway.core.gpus import GPUS
+from headway.base.gpus import GPUS
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.core.batches import COMPONENTS, ComponentCounts, MicroBatch
-from headway.core.errors import HeadwayError
 from headway.core.streams import streams_of
 from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig

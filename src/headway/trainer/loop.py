@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from headway.base.errors import PermanentError
+from headway.base.files import write_atomic
 from headway.config.trainer import TrainSettings
-from headway.core.errors import PermanentError
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
 from headway.trainer.checkpoints import Checkpoints

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
 from headway.config.sft import SftSettings
 from headway.core.batches import ComponentCounts, MicroBatch
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
 from headway.core.image_files import ImageFiles
 from headway.core.images import LoadImage
 from headway.core.rows import read_rows

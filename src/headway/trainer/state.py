@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from headway.base.devices import resolve_dtype
 from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
-from headway.core.devices import resolve_dtype
 from headway.models.adapters.lora import adapters_of, apply_lora, init_adapters
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.transport.tls import CA_FILE, client_context
 
 

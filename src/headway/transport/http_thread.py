@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 T = TypeVar("T")
 

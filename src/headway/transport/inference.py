@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 import msgspec
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import (
     FRAMES,
     MSGPACK,

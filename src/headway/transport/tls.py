@@ -7,9 +7,9 @@ from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 
+from headway.base.errors import UsageError
+from headway.base.processes import is_loopback
 from headway.config.shared import TlsSettings
-from headway.core.errors import UsageError
-from headway.core.processes import is_loopback
 
 CA_FILE = "HEADWAY_CA_FILE"
 """Set to the certificate of the authority that signed the run's own, where that is not a public one."""

@@ -14,8 +14,8 @@ from threading import Thread
 import msgspec
 import pytest
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.cli.main import run
-from headway.core.errors import HeadwayError, UsageError
 from headway.envs.packages import add
 from headway.envs.packages.add import add_package
 from headway.envs.packages.folder import read_package

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from proof_helpers import Updates
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.updates.probe import check_probe

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.base.errors import UsageError
+from headway.base.processes import consecutive_ports, free_port
 from headway.config.shared import RunSettings
-from headway.core.errors import UsageError
-from headway.core.processes import consecutive_ports, free_port
 from headway.launch.placement import place_engines
 from headway.launch.replicas import find_router, plan_addresses
 from headway.monitor.runs import create_run

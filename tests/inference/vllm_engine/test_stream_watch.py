@@ -8,7 +8,7 @@ import torch
 from forgetful_workers import ForgetfulWorker
 from torch import Tensor, nn
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.inference.vllm.arguments import EXTENSION, check_arguments
 from headway.inference.vllm.watch import StreamWatch
 

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from vllm_families import FAMILIES
 from vllm_harness import TIED, make
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import (
     FilesystemWeights,
@@ -31,7 +32,6 @@ from headway.config.shared import (
     SharedMemoryWeights,
     WeightTransport,
 )
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.openai import RequestError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.runs import RunPaths

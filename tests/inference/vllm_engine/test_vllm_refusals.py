@@ -8,9 +8,9 @@ import pytest
 import torch
 from vllm_harness import TIED, make
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import PlacementSettings
-from headway.core.errors import HeadwayError, UsageError
 from headway.inference.vllm import load
 from headway.models.checkpoints.folders import save_checkpoint
 

@@ -27,8 +27,8 @@ from family_case import (
 )
 from torch import Tensor
 
+from headway.base.errors import UsageError
 from headway.config.shared import LoraSettings
-from headway.core.errors import UsageError
 from headway.models.adapters.lora import adapters_of, apply_lora, merge_adapter
 from headway.models.checkpoints.folders import load_model, read_tensors, save_checkpoint
 from headway.models.config import ModelConfig

@@ -4,8 +4,8 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
 
 
 def require(module: str, package: str, extra: str, exactly: str | None = None) -> ModuleType:

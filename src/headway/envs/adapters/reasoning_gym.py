@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from headway.base.errors import UsageError
+from headway.base.suggestions import did_you_mean, nearest
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message
-from headway.core.suggestions import did_you_mean, nearest
 from headway.envs.adapters import require
 from headway.envs.base import SingleTurn, reward
 from headway.envs.bundled.problems import Row, demonstration, opening

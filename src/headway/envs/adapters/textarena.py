@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from headway.base.errors import UsageError
+from headway.base.imports import load_object
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
-from headway.core.imports import load_object
 from headway.core.messages import Message, Messages
 from headway.envs.adapters import require
 from headway.envs.base import Game, State

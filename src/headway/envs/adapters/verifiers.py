@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.envs.adapters import require
 from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, EpisodeFailure, Policy

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from headway.base.errors import UsageError
+from headway.base.imports import load_object
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
-from headway.core.imports import load_object
 from headway.envs.agents.program import run_program
 from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, EpisodeFailure, Policy

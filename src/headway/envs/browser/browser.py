@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.images import MessageImage
 from headway.core.messages import Message
 from headway.envs.base import EpisodeFailure, Policy, State, ToolUse, metric, reward, tool

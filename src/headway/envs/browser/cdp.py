@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.sandboxes.sandbox import Process
 
 logger = logging.getLogger(__name__)

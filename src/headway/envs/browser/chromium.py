@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.envs.browser.cdp import START_SECONDS, BrowserGoneError, CommandError, Connection
 from headway.envs.browser.page import Page
 from headway.envs.browser.site import Site

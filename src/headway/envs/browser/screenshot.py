@@ -4,8 +4,8 @@ import io
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
 
 INK, PAPER = (255, 255, 255), (190, 20, 60)
 

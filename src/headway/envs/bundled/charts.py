@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.bundled.drawn import (
     BLACK,
     COLORS,

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import MultiTurn, State, metric, reward
 from headway.envs.bundled.languages import LANGUAGES, run_cases

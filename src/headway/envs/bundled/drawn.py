@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
 from headway.core.messages import Message, as_messages, image_part
 from headway.envs.base import SingleTurn, reward
 from headway.envs.bundled.problems import Row, demonstration

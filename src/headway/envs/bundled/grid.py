@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.bundled.drawn import COLORS, GRAY, DrawnQuestions, blank_image, check_questions, demonstrate, png
 from headway.envs.bundled.problems import Row, Split, distinct
 

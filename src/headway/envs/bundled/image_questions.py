@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.image_files import read_image_url
 from headway.core.images import MOST_IMAGES, image_digest
 from headway.core.messages import Message, as_messages, image_part

@@ -10,9 +10,9 @@ from fractions import Fraction
 from importlib.util import find_spec
 from typing import cast
 
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
 from headway.core.messages import Message
 from headway.core.rows import read_rows
 from headway.envs.base import SingleTurn, reward

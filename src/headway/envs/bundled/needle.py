@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import SingleTurn, metric, reward
 from headway.envs.bundled.arithmetic import last_number

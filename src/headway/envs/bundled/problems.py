@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from string import ascii_lowercase
 from typing import Any, TypeVar
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.tasks import Split as Split
 from headway.envs.tasks import in_split as in_split

@@ -5,8 +5,8 @@ import random
 import re
 from collections.abc import Sequence
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import Environment, Policy
 from headway.envs.bundled.arithmetic import evaluate, last_number, random_expression

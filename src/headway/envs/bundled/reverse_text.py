@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import SingleTurn, reward
 from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, positional_share, random_word

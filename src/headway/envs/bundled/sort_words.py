@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import MultiTurn, State, reward
 from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, positional_share, random_word

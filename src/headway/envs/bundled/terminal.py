@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message, ToolCall
 from headway.envs.base import State, ToolUse, metric, reward, tool
 from headway.envs.bundled.problems import Row, Split, demonstration, distinct, opening, random_word

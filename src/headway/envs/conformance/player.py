@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from headway.base.processes import die_with_parent
 from headway.core.episodes import Task, Trace
-from headway.core.processes import die_with_parent
 from headway.envs.base import Environment
 from headway.envs.conformance.replies import HOSTILE, ORDINARY, Probe, ProbePolicy
 from headway.envs.policy import EpisodeFailure

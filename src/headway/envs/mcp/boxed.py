@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.envs.adapters import require
 from headway.sandboxes.sandbox import Process
 

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
+from headway.base.processes import die_with_parent_command, die_with_parent_environment
 from headway.core.messages import Message, Tool, ToolCall
-from headway.core.processes import die_with_parent_command, die_with_parent_environment
 from headway.envs.adapters import require
 from headway.envs.mcp.boxed import boxed_streams
 from headway.envs.policy import EpisodeFailure

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.envs.packages.folder import read_package
 from headway.envs.packages.index import (
     IndexEntry,

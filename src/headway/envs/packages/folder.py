@@ -9,7 +9,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 GROUP = "headway.environments"
 """Entry-point group of packages that bring environments: `name = "module:Name"`."""

@@ -17,10 +17,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
-from headway.core.processes import is_loopback
-from headway.core.suggestions import did_you_mean, nearest
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
+from headway.base.processes import is_loopback
+from headway.base.suggestions import did_you_mean, nearest
 from headway.envs.packages.wheel import Wheel
 from headway.transport.tls import client_context
 

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.packages.pip import run_pip
 from headway.envs.packages.wheel import Wheel
 

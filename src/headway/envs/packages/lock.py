@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import tomli_w
 
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.envs.packages.versions import CodeVersion, installed_version
 
 LOCK_FILE = "environments.lock"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 
 
 def run_pip(command: str, *words: str, epoch: str | None = None) -> None:

@@ -5,8 +5,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.envs.bundled import ENVIRONMENTS
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")

@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.envs.packages.folder import GROUP, Choice, PackageFolder, environments_of
 from headway.envs.packages.pip import run_pip
 

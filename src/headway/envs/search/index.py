@@ -5,7 +5,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.envs.search.documents import Document
 
 SHOWN_LINES = 60

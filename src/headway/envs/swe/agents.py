@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.agents.proxy import Proxy
 from headway.envs.policy import EpisodeFailure, Policy
 from headway.envs.swe.runtime import PATH, Runtime

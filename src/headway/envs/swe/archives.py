@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 MAX_BYTES = 64 << 20
 """All files of a repository together."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.sandboxed import Sandboxes
 from headway.envs.swe.archives import File, Files, unpack
 from headway.envs.swe.patches import touched

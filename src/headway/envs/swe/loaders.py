@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.envs.swe.demo import DemoFolder
 from headway.envs.swe.tasks import Repository, SweTask, TaskFolder
 

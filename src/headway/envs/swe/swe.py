@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Task
-from headway.core.errors import UsageError
 from headway.core.messages import Message
 from headway.envs.base import EpisodeFailure, State, ToolUse, metric, reward, tool
 from headway.envs.bundled.problems import Split, in_split, opening

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.envs.swe.archives import File, Files, compress, digest, pack, unpack
 from headway.envs.swe.patches import apply_patch, touched
 

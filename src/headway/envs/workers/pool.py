@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.base.errors import HeadwayError
 from headway.config.orchestrator import EnvSettings
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKind, Task
-from headway.core.errors import HeadwayError
 from headway.envs.episodes import blank_episode
 from headway.envs.packages.versions import CodeVersion
 from headway.envs.reply_log import Recorded

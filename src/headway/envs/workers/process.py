@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from headway.base.errors import HeadwayError, PermanentError
 from headway.core.episodes import Episode
-from headway.core.errors import HeadwayError, PermanentError
 from headway.envs.workers import frames
 from headway.envs.workers.keeper import MARK, end_marked, owner_mark
 from headway.envs.workers.output import OutputLog

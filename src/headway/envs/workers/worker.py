@@ -16,10 +16,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from headway.base.errors import HeadwayError
+from headway.base.processes import die_with_parent
 from headway.config.context import ContextRule
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Task
-from headway.core.errors import HeadwayError
-from headway.core.processes import die_with_parent
 from headway.envs.base import Environment
 from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner, as_error, blank_episode

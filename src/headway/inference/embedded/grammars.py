@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.core.errors import HeadwayError
-from headway.core.extras import install_command
+from headway.base.errors import HeadwayError
+from headway.base.extras import install_command
 from headway.core.openai import RequestError
 from headway.models.config import ModelConfig
 from headway.rendering.tokenizer import load_tokenizer

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from headway.base.devices import resolve_device, resolve_dtype
+from headway.base.errors import HeadwayError
+from headway.base.processes import available_memory
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.core.devices import resolve_device, resolve_dtype
-from headway.core.errors import HeadwayError
-from headway.core.processes import available_memory
 from headway.inference.embedded.cpu import library as cpu
 from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
 from headway.inference.embedded.running.block_files import BlockFiles

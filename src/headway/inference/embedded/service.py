@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings, TlsSettings
-from headway.core.errors import HeadwayError
 from headway.core.openai import RequestError, new_id
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate

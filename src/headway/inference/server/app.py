@@ -4,8 +4,8 @@ from weakref import WeakSet
 
 from aiohttp import web
 
+from headway.base.processes import is_loopback
 from headway.core.openai import MODEL_NOT_FOUND, Json, RequestError, model_card, new_id
-from headway.core.processes import is_loopback
 from headway.inference.server import admin, tenants
 from headway.inference.server.browsers import loopback_only
 from headway.inference.server.chat import chat_completions

@@ -4,8 +4,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from headway.base.processes import host_name, is_loopback
 from headway.core.openai import RequestError
-from headway.core.processes import host_name, is_loopback
 from headway.inference.server.responses import Handler
 
 

@@ -8,8 +8,8 @@ import msgspec
 from safetensors.torch import save_file
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import AdapterTable, UpdateError
 from headway.inference.vllm.weights import last_line

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from headway.base.devices import resolve_dtype
+from headway.base.errors import UsageError
+from headway.base.suggestions import did_you_mean, nearest
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.core.devices import resolve_dtype
-from headway.core.errors import UsageError
 from headway.core.images import MOST_IMAGES
-from headway.core.suggestions import did_you_mean, nearest
 from headway.inference.vllm.transfers import connector
 from headway.inference.vllm.worker import HeadwayWorker
 from headway.models.vision.processor import has_processor

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.openai import RequestError, new_id
 from headway.core.protocol import (
     EngineState,

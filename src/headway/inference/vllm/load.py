@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.extras import install_command
 from headway.config.inference import ServeSettings
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.extras import install_command
 from headway.core.images import MOST_IMAGES
 from headway.inference.embedded.load import free_memory
 from headway.inference.images import request_images

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.inference.vllm.internals import parameter_name
 from headway.transport.weights.fingerprint import Fingerprint
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headway.core.processes import die_with
+from headway.base.processes import die_with
 
 SERVER = "HEADWAY_SERVER_PID"
 """The environment variable that names the server to which vLLM's processes belong."""

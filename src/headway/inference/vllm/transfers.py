@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from headway.base.addresses import own_address
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
+from headway.base.processes import free_port
 from headway.config.inference import ServeSettings
-from headway.core.addresses import own_address
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
-from headway.core.processes import free_port
 from headway.core.protocol import GenerateRequest
 from headway.inference.handover.transfers import LEASE_SECONDS, KvTransfer, Offers
 

@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import TlsSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import UpdateError
 from headway.inference.vllm.worker import TensorSpan

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from headway.base.errors import STOPPED, HeadwayError, UsageError
+from headway.base.extras import install_command
+from headway.base.files import write_atomic
+from headway.base.processes import die_with_parent_environment, free_port
 from headway.config.deployment import NodeSettings
 from headway.config.rl import RlSettings
 from headway.config.toml import to_toml
-from headway.core.errors import STOPPED, HeadwayError, UsageError
-from headway.core.extras import install_command
-from headway.core.files import write_atomic
-from headway.core.processes import die_with_parent_environment, free_port
 from headway.core.runs import RunPaths
 from headway.launch.deployments.roles import role_commands
 from headway.launch.process import RestartBudget

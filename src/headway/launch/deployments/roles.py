@@ -12,8 +12,8 @@
 import re
 from dataclasses import dataclass
 
+from headway.base.errors import UsageError
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
 
 _HEAD = """
 run="{folder}/$HEADWAY_RUN"

@@ -6,11 +6,11 @@ import shlex
 import subprocess
 import sys
 
+from headway.base.errors import STOPPED, HeadwayError, UsageError
+from headway.base.files import write_atomic
 from headway.config.deployment import DeploymentSettings
 from headway.config.rl import RlSettings
 from headway.config.toml import to_toml
-from headway.core.errors import STOPPED, HeadwayError, UsageError
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.launch.deployments.roles import role_commands
 from headway.transport.control.tokens import TOKEN, find_token, write_token

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import atomic_directory
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import atomic_directory
 from headway.models.adapters.bank import AdapterBank
 from headway.models.adapters.files import CONFIG, WEIGHTS
 from headway.models.build import fill_uniform

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from headway.core.cache import cache_folder
-from headway.core.errors import UsageError
+from headway.base.cache import cache_folder
+from headway.base.errors import UsageError
 from headway.models.adapters.files import CONFIG, WEIGHTS
 
 

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError, UsageError
 from headway.models.adapters.blocks import AdapterBlock, Pair
 from headway.models.adapters.lora import (
     EXPERTS,

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
-from headway.core.files import atomic_directory
+from headway.base.errors import HeadwayError
+from headway.base.files import atomic_directory
 from headway.models.build import build_model
 from headway.models.checkpoints.quantized import unpacked
 from headway.models.checkpoints.tensors import float32_tensors, hf_layout, hf_tensors, load_hf_tensors

@@ -13,8 +13,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.extras import install_command
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.extras import install_command
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors, save_checkpoint
 from headway.models.checkpoints.tensors import load_hf_tensors

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 

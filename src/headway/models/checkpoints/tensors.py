@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.models.decoder import DecoderLM
 from headway.models.family import CheckpointTensor
 from headway.models.registry import find_family

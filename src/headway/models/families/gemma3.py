@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.layer_types import FULL, SLIDING
 from headway.models.rotary_kinds import RotaryKinds, RotaryKindsConfig

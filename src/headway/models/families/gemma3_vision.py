@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.families.gemma3 import Gemma3Config, Gemma3Text
 from headway.models.family import CheckpointTensor

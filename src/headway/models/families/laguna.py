@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.family import BlockShape, CheckpointTensor, Family, renamed, split_experts
 from headway.models.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers

@@ -4,7 +4,7 @@ a correction bias."""
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.family import BlockShape, CheckpointTensor, Family, renamed, split_experts
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.family import BlockShape, CheckpointTensor, Family, KvCache, LayerCache
 from headway.models.recurrent import MambaShape

@@ -4,7 +4,7 @@ text model is read."""
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.families.qwen3_next import DeltaNetConfig, Qwen3Next
 from headway.models.family import CheckpointTensor

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.families.latent import LatentFamily
 from headway.models.latent_config import LatentConfig

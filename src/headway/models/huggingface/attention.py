@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.models.packed import AttentionLayer, AttentionPlan
 
 ATTENTION = "headway"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.huggingface.attention import ATTENTION
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.decoder import DecoderLM
 from headway.models.huggingface.configs import hf_module
 from headway.models.huggingface.linear import ModuleLinear, SharedPass, replace_linears

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.family import CheckpointTensor
 from headway.models.huggingface.configs import hf_module
 from headway.models.transformers_config import TransformersConfig

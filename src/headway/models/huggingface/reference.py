@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
 from headway.models.huggingface.attention import ATTENTION

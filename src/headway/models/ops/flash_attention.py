@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headway.core.cache import cache_folder
-from headway.core.extras import install_command
+from headway.base.cache import cache_folder
+from headway.base.extras import install_command
 from headway.models.ops.cuda_attention import head_groups
 
 logger = logging.getLogger(__name__)

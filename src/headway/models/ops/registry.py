@@ -19,7 +19,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from headway.core.devices import triton_installed
+from headway.base.devices import triton_installed
 from headway.models.ops.native import library
 
 P = ParamSpec("P")

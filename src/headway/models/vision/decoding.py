@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.extras import install_command
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.extras import install_command
 
 if TYPE_CHECKING:
     from PIL.Image import Image

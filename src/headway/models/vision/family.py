@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.config import ModelConfig
 from headway.models.family import CheckpointTensor, Family
 from headway.models.vision.config import TOKEN_NAMES, TowerConfig, VisionConfig, tower_entries, tower_fields

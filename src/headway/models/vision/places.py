@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.images import Grid, TokenImages
 
 Positions = NDArray[np.int64]

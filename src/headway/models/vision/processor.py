@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import numpy as np
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.core.images import Grid
 from headway.core.streams import Floats
 from headway.models.registry import load_config

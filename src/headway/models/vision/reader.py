@@ -5,7 +5,7 @@ from collections import OrderedDict
 from functools import cache
 from pathlib import Path
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.image_files import ImageFiles
 from headway.core.images import Grid, LoadImage
 from headway.core.streams import Floats

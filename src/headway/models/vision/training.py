@@ -1,6 +1,6 @@
 """Training of vision towers: frozen, whole, or by adapters (`model.vision_tower`)."""
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.decoder import DecoderLM
 from headway.models.vision.config import TowerTraining
 from headway.models.vision.decoder import VisionLM

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from headway.base.errors import HeadwayError
 from headway.core.episodes import Node
-from headway.core.errors import HeadwayError
 from headway.core.records import RolloutRecord, read_trained_logprobs
 from headway.core.runs import RunPaths
 from headway.core.samples import BranchKey

@@ -11,8 +11,8 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from headway.core.errors import HeadwayError
-from headway.core.processes import host_name
+from headway.base.errors import HeadwayError
+from headway.base.processes import host_name
 from headway.monitor.dashboard import api
 from headway.monitor.dashboard.api import add_routes
 from headway.monitor.dashboard.catalog import Catalog

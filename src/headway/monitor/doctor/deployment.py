@@ -14,9 +14,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from headway import __version__
-from headway.core.addresses import is_own, own_address, own_interface
-from headway.core.devices import query_gpus
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.addresses import is_own, own_address, own_interface
+from headway.base.devices import query_gpus
+from headway.base.errors import HeadwayError, UsageError
 from headway.monitor.doctor.finding import Finding
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from headway.core.cache import cache_folder
-from headway.core.devices import query_gpus
-from headway.core.processes import available_memory, usable_cores
+from headway.base.cache import cache_folder
+from headway.base.devices import query_gpus
+from headway.base.processes import available_memory, usable_cores
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.packages import torch_build
 from headway.monitor.doctor.pins import release

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import headway
-from headway.core.extras import NAME, install_command, requirement_lines
+from headway.base.extras import NAME, install_command, requirement_lines
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.pins import Pin, parse_pin
 from headway.monitor.doctor.vllm import check_vllm

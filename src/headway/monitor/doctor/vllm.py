@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires
 
-from headway.core.extras import install_command
+from headway.base.extras import install_command
 from headway.monitor.doctor.finding import Finding
 from headway.monitor.doctor.pins import parse_pin, release
 

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 
 from headway.algorithms.base import Group, Rollout, mean
+from headway.base.errors import HeadwayError
 from headway.config.orchestrator import FilterSettings
 from headway.core.episodes import MAX_REWARD, Episode
-from headway.core.errors import HeadwayError
 from headway.core.journal import Failed, Judged, Scored
 from headway.core.samples import Sample
 from headway.envs.samples import episode_samples

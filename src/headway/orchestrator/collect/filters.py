@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.algorithms.base import Group, Rollout
+from headway.base.errors import PermanentError
+from headway.base.imports import check_call, load_object
 from headway.config.orchestrator import CertainRunFilter, FilterSettings, RareTokenFilter
-from headway.core.errors import PermanentError
-from headway.core.imports import check_call, load_object
 from headway.core.samples import Sample
 
 NGRAM = 8

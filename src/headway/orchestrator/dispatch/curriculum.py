@@ -7,10 +7,10 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, SupportsIndex
 
+from headway.base.errors import PermanentError, UsageError
+from headway.base.imports import make_object
 from headway.config import orchestrator as settings_of
 from headway.core.episodes import Task
-from headway.core.errors import PermanentError, UsageError
-from headway.core.imports import make_object
 
 
 class Curriculum(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import EngineState, WeightReply, WeightUpdate
 from headway.transport.inference import EngineError
 

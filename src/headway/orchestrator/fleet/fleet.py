@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import WeightReply, WeightUpdate
 from headway.orchestrator.dispatch.concurrency import Load
 from headway.orchestrator.fleet.engine import Engine, EngineClient

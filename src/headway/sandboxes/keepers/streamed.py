@@ -7,8 +7,8 @@ import socket
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
-from headway.core.compiler import program
-from headway.core.errors import HeadwayError
+from headway.base.compiler import program
+from headway.base.errors import HeadwayError
 from headway.sandboxes.keepers.base import VARIABLES, KeeperSandbox, Life
 from headway.sandboxes.keepers.frames import CHUNK, Channel, FrameConnection
 from headway.sandboxes.output import PIPE_GRACE, Captured

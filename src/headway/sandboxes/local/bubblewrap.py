@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headway.core.compiler import program
-from headway.core.errors import HeadwayError
+from headway.base.compiler import program
+from headway.base.errors import HeadwayError
 from headway.sandboxes import keepers
 from headway.sandboxes.keepers.connection import KeeperConnection
 from headway.sandboxes.keepers.kept import KeptSandbox

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.compiler import shared_library
+from headway.base.compiler import shared_library
 from headway.sandboxes.keepers.frames import FrameConnection
 from headway.sandboxes.keepers.streamed import StreamedSandbox, stream_keeper
 from headway.sandboxes.local.cgroups import Cgroup

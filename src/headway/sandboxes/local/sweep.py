@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.sandboxes.local.cgroups import ROOT
 from headway.sandboxes.local.owners import is_orphan, owned_name
 

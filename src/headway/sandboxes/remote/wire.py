@@ -10,8 +10,8 @@ from typing import TypeVar
 import msgspec
 from aiohttp import ClientWebSocketResponse, WSMsgType, web
 
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.sandboxes.sandbox import Limit, Limits
 
 SESSION = "X-Headway-Session"

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 Message = TypeVar("Message")
 

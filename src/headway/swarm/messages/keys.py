@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
 from headway.swarm.messages.canonical import LONGEST_MESSAGE, InvalidMessageError, decode, encode
 
 Message = TypeVar("Message")

@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Episode, EpisodeRequest, Task
-from headway.core.errors import UsageError
 from headway.core.protocol import SamplingParams
 from headway.swarm.messages.canonical import digest
 

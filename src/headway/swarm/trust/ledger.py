@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.errors import DamagedError, UsageError
+from headway.base.errors import DamagedError, UsageError
 from headway.swarm.messages.canonical import encode
 from headway.swarm.messages.keys import SigningKey, is_signed
 from headway.swarm.trust.events import Event, Opened

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from headway.base.errors import HeadwayError
 from headway.config.orchestrator import EnvSettings
 from headway.core.episodes import Episode, EpisodeRequest, Node
-from headway.core.errors import HeadwayError
 from headway.envs.base import Environment
 from headway.envs.engines import Engines
 from headway.envs.episodes import EpisodeRunner

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import msgspec
 
+from headway.base.errors import UsageError
 from headway.core.episodes import Episode, Node
-from headway.core.errors import UsageError
 from headway.models.decoder import DecoderLM
 from headway.swarm.messages.orders import Contribution, Precision, WorkOrder
 from headway.swarm.messages.verdict import Verdict

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.swarm.messages.canonical import InvalidMessageError
 from headway.swarm.weights.manifest import WeightManifest
 from headway.swarm.weights.peer import NotYetError, Peer, RefusedError, SourceError

@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 import aiohttp
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.swarm.messages.canonical import InvalidMessageError, decode
 from headway.swarm.messages.keys import SigningKey
 from headway.swarm.messages.signing import authorization

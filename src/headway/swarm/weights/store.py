@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.errors import HeadwayError
-from headway.core.files import atomic_directory, write_atomic
+from headway.base.errors import HeadwayError
+from headway.base.files import atomic_directory, write_atomic
 from headway.swarm.messages.keys import Signed, SigningKey
 from headway.swarm.weights.manifest import (
     AdapterTerms,

@@ -12,9 +12,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
+from headway.base.files import atomic_directory
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError
-from headway.core.files import atomic_directory
 from headway.core.protocol import WeightUpdate
 from headway.models.adapters.lora import adapter_settings, bank_of, load_adapter
 from headway.models.checkpoints.folders import INDEX, copy_companions, load_model, read_tensors

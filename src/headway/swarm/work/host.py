@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.orchestrator import EnvSettings, OrchestrateSettings
 from headway.core.episodes import Episode, Task
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.protocol import SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.envs.base import Environment

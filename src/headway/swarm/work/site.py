@@ -9,9 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
+from headway.base.errors import STOPPED, HeadwayError, UsageError
+from headway.base.processes import is_loopback
 from headway.config.shared import TlsSettings
-from headway.core.errors import STOPPED, HeadwayError, UsageError
-from headway.core.processes import is_loopback
 from headway.transport.tls import scheme, server_context
 
 

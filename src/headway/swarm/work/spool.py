@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from headway.base.files import write_atomic
 from headway.core.episodes import Episode
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 
 

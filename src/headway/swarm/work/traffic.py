@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.files import write_atomic
+from headway.base.files import write_atomic
 
 
 class Traffic(msgspec.Struct):

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
+from headway.base.errors import HeadwayError
+from headway.base.files import write_atomic
 from headway.core.image_files import ImageFiles
 from headway.core.images import ImageUse
 from headway.core.rows import Row

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.base.errors import UsageError
+from headway.base.imports import make_object
 from headway.config.trainer import AdamW, CustomOptimizer, Muon, Optimizer, Sgd
-from headway.core.errors import UsageError
-from headway.core.imports import make_object
 from headway.trainer.memory.copies import Copies, Copy
 from headway.trainer.optimizers.rules import (
     AdamWRule,

@@ -3,9 +3,9 @@
 import math
 import reprlib
 
+from headway.base.errors import PermanentError
+from headway.base.imports import make_object
 from headway.config.trainer import Cosine, CustomSchedule, Linear, Schedule
-from headway.core.errors import PermanentError
-from headway.core.imports import make_object
 
 
 def rate_at(schedule: Schedule, step: int, max_steps: int) -> float:

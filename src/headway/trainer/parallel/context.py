@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.models.attention import PackedPlan, masked_attention, visible_mask
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 from headway.models.layers.tape import Tape, taken
 
 _PIECE = 16

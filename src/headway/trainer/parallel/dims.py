@@ -8,8 +8,8 @@ over neighbours within a copy.
 from dataclasses import dataclass
 from typing import Self
 
+from headway.base.errors import UsageError
 from headway.config.trainer import TrainSettings
-from headway.core.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from headway.base.errors import UsageError
 from headway.config.trainer import ExpertExchange
-from headway.core.errors import UsageError
 from headway.models.decoder import DecoderLM
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from headway.base.processes import die_with_parent_environment, free_port
 from headway.core.control import GroupPlace
-from headway.core.processes import die_with_parent_environment, free_port
 
 # After one rank failed, the others have this long to end by themselves: with NCCL they may wait for it forever.
 GRACE_SECONDS = 10.0

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from headway.base.addresses import own_address, own_interface
+from headway.base.devices import resolve_device
+from headway.base.processes import is_loopback
 from headway.config.shared import PlacementSettings
 from headway.config.trainer import TrainSettings
-from headway.core.addresses import own_address, own_interface
-from headway.core.devices import resolve_device
-from headway.core.processes import is_loopback
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.group import in_group
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from headway.core.files import sync_directory
+from headway.base.files import sync_directory
 
 CHUNK = 16 * 2**20
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
+from headway.base.devices import resolve_dtype
+from headway.base.errors import UsageError
 from headway.config.host import beyond_tenants
 from headway.config.trainer import TrainSettings
-from headway.core.devices import resolve_dtype
-from headway.core.errors import UsageError
 from headway.models.adapters.apart import RunApart
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors

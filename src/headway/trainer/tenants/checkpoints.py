@@ -7,8 +7,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from headway.core.errors import DamagedError, HeadwayError
-from headway.core.files import atomic_directory
+from headway.base.errors import DamagedError, HeadwayError
+from headway.base.files import atomic_directory
 from headway.core.runs import CHECKPOINT_MARKER
 from headway.models.adapters.lora import read_adapter
 from headway.models.decoder import DecoderLM

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.errors import HeadwayError
-from headway.core.files import atomic_directory, write_atomic
+from headway.base.errors import HeadwayError
+from headway.base.files import atomic_directory, write_atomic
 from headway.core.runs import CHECKPOINT_MARKER
 from headway.core.tenants import CHECKPOINT_FILES, NAME
 

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
+from headway.base.errors import HeadwayError
 from headway.config.trainer import TrainSettings
-from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
 from headway.core.tenants import TenantJoin, TenantJoined
 from headway.trainer.tenants.folder import read_files

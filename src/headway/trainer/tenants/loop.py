@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from safetensors.torch import save
 
+from headway.base.errors import HeadwayError
 from headway.config.host import HostSettings
-from headway.core.errors import HeadwayError
 from headway.core.tenants import (
     HostStatus,
     StepOutcome,

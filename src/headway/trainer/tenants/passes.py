@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.core.batches import MicroBatch
-from headway.core.errors import HeadwayError
 from headway.models.adapters.blocks import AdapterBlocks
 from headway.models.adapters.separate import AdapterUse
 from headway.models.attention import PackedPlan

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
+from headway.base.errors import HeadwayError, UsageError
 from headway.config.trainer import TrainSettings
-from headway.core.errors import HeadwayError, UsageError
 
 _TRAINER = ("optim", "schedule", "loss", "sequence_mask", "entropy_coef", "max_grad_norm", "max_bad_steps")
 _MODEL = ("path", "family", "implementation", "dtype", "compute", "lora")

@@ -9,8 +9,8 @@ from types import FrameType
 
 import msgspec
 
+from headway.base.processes import is_loopback
 from headway.config.host import HostSettings
-from headway.core.processes import is_loopback
 from headway.core.runs import RunPaths
 from headway.core.tenants import HostStatus
 from headway.monitor.metrics import MetricsWriter

@@ -2,8 +2,8 @@
 
 from contextlib import ExitStack
 
+from headway.base.errors import UsageError
 from headway.config.sft import SftSettings
-from headway.core.errors import UsageError
 from headway.core.runs import RunPaths
 from headway.monitor.progress import progress_bar
 from headway.trainer.parallel.ranks import joined

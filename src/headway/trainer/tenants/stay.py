@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import torch
 
+from headway.base.errors import PermanentError
+from headway.base.files import atomic_directory
 from headway.config.trainer import TrainSettings
-from headway.core.errors import PermanentError
-from headway.core.files import atomic_directory
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.core.tenants import StepOutcome
 from headway.core.wire import encode

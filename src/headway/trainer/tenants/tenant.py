@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headway.base.errors import HeadwayError
 from headway.config.trainer import TrainSettings
 from headway.core.batches import MicroBatch
-from headway.core.errors import HeadwayError
 from headway.core.streams import streams_of
 from headway.models.adapters.separate import SeparateAdapter
 from headway.models.config import ModelConfig

@@ -10,10 +10,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from headway.base.devices import resolve_device, resolve_dtype
+from headway.base.errors import UsageError
 from headway.config.trainer import TrainSettings
 from headway.core.batches import MicroBatch
-from headway.core.devices import resolve_device, resolve_dtype
-from headway.core.errors import UsageError
 from headway.models.costs import StepFlops
 from headway.trainer.losses.components import total_loss
 from headway.trainer.policy import score_tokens

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 import msgspec
 
-from headway.core.addresses import own_address
+from headway.base.addresses import own_address
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.control import HEARTBEAT_SECONDS, GroupPlace, Member, Role, RunState, RunStatus, TrainerHost
-from headway.core.errors import HeadwayError, UsageError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.control.sending import FileSender

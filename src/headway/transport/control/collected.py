@@ -2,7 +2,7 @@
 
 import re
 
-from headway.core.files import write_atomic
+from headway.base.files import write_atomic
 from headway.core.runs import RunPaths
 
 _NAME = re.compile(r"\w[\w.-]{0,150}\.(log|jsonl)")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.files import write_atomic
+from headway.base.files import write_atomic
 
 _SETTLED_SECONDS = 2.0
 """Time without a change after which the next one is sure to give the folder another time of change."""

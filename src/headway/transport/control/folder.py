@@ -5,9 +5,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from headway.base.errors import HeadwayError
+from headway.base.files import write_atomic
 from headway.core.control import Member
-from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.control.engines import EngineFiles

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from headway.base.errors import HeadwayError
 from headway.core.control import LEASE_SECONDS, Member
-from headway.core.errors import HeadwayError
 
 
 class RefusedError(HeadwayError):

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
+from headway.base.errors import HeadwayError
 from headway.core.control import NAME_PATTERN, Member, Role, RunState, TrainerHost
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.control.collected import CollectedFiles

@@ -5,8 +5,8 @@ import os
 import secrets
 from pathlib import Path
 
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.core.runs import RunPaths
 
 TOKEN = "HEADWAY_TOKEN"

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils import z85
 
-from headway.core.errors import UsageError
-from headway.core.processes import is_loopback
+from headway.base.errors import UsageError
+from headway.base.processes import is_loopback
 
 
 @dataclass(frozen=True)

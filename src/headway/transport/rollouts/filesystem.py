@@ -12,9 +12,9 @@ from typing import Protocol
 
 import msgspec
 
+from headway.base.errors import DamagedError, HeadwayError
+from headway.base.files import atomic_directory
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
-from headway.core.errors import DamagedError, HeadwayError
-from headway.core.files import atomic_directory
 from headway.core.runs import RunPaths
 from headway.core.wire import decode, encode
 

@@ -12,9 +12,9 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from headway.base.errors import HeadwayError
 from headway.core.batches import Batch
 from headway.core.control import RunControl
-from headway.core.errors import HeadwayError
 from headway.core.runs import RunPaths
 from headway.core.wire import decode, encode
 from headway.transport.rollouts.curve import CurvePair, curve_keys

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headway.core.errors import HeadwayError, UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.tenants import HostStatus, StepOutcome, TenantJoin, TenantJoined, TenantStatus
 from headway.transport.http_client import AnswerError, HttpClient, UnreachableError
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.runs import RunPaths
 from headway.core.tenants import TenantGrant, TenantUse
 from headway.transport.control.folder import FolderControl

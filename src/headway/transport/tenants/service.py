@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.tenants import NAME, HostStatus, StepOutcome, TenantJoin, TenantJoined, TenantStatus, token_hash
 from headway.transport.control.tokens import is_bearer
 from headway.transport.rollouts import RankBatch

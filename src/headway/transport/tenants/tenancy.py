@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.core.tenants import NAME
 from headway.transport.control.tokens import find_token, read_token

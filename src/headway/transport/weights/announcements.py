@@ -5,8 +5,8 @@ import shutil
 
 import msgspec
 
-from headway.core.errors import HeadwayError
-from headway.core.files import write_atomic
+from headway.base.errors import HeadwayError
+from headway.base.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1

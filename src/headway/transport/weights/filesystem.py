@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
+from headway.base.files import reserve, sync_directory, write_atomic
 from headway.config.shared import FilesystemWeights
-from headway.core.errors import HeadwayError
-from headway.core.files import reserve, sync_directory, write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announcements import announce, withdraw

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.transport.http_client import HttpClient
 from headway.transport.weights.announcements import announce

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
-from headway.core.files import reserve
+from headway.base.errors import HeadwayError
+from headway.base.files import reserve
 
 _NAME = re.compile(r"(?P<prefix>headway-.+-(?P<namespace>\d+)-(?P<pid>\d+))(-b\d+-.+|-wanted)?")
 

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
+from headway.base.addresses import own_address
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
 from headway.config.shared import HttpWeights, TlsSettings
-from headway.core.addresses import own_address
 from headway.core.control import RunControl
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.control.tokens import find_token, is_bearer

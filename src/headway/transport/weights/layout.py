@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.transport.weights.fingerprint import Fingerprint, ShardSum, TensorSum, digest_of
 
 

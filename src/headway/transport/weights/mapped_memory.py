@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import TlsSettings
-from headway.core.errors import HeadwayError
 from headway.transport.weights import device_memory
 from headway.transport.weights.layout import Contents, Layout
 

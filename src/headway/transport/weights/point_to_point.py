@@ -17,8 +17,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import PointToPointWeights
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.announcements import announce, announced, withdraw

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, missing in stubs
 
-from headway.core.processes import is_loopback
+from headway.base.processes import is_loopback
 from headway.transport.weights.device_memory import gpu_uuid
 
 TIMEOUT = timedelta(seconds=60)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights.layout import Layout, RankParts

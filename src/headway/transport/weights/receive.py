@@ -7,8 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import TlsSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.transport.weights.fingerprint import Fingerprint, TensorSum, digest_of
 from headway.transport.weights.layout import Arrival, Layout, torch_dtype

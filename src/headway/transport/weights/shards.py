@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 Index = tuple[int | slice, ...]
 

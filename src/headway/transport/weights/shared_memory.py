@@ -18,8 +18,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.transport.weights import device_memory, host_memory

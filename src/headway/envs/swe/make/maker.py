@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.errors import UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import UsageError
+from headway.base.files import write_atomic
 from headway.envs.swe.make.mutations import KINDS, SEVERAL
 from headway.envs.swe.make.packages import Package
 from headway.envs.swe.make.planting import TWIN, Candidate, Planter, Verdict, candidates

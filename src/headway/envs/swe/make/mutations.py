@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 KINDS = ("operator", "boundary", "argument", "branch", "statement", "constant")
 SEVERAL = "several"

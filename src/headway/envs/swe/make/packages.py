@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import write_atomic
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import write_atomic
 from headway.envs.swe.archives import File
 
 DEFAULT_LIST = Path(__file__).with_name("packages.toml")

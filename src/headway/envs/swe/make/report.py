@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.files import write_atomic
+from headway.base.files import write_atomic
 
 REPORT = "report.md"
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headway.core.errors import HeadwayError
-from headway.core.files import atomic_directory
+from headway.base.errors import HeadwayError
+from headway.base.files import atomic_directory
 from headway.envs.swe.runtime import SITE
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.envs.swe.archives import File, read_source
 from headway.envs.swe.make.observing import Coverage, cover, observe
 from headway.envs.swe.make.packages import Package, add_metadata, fetch, find_layout, required

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.core.files import write_atomic
+from headway.base.files import write_atomic
 from headway.inference.handover.records import BlockRecords
 
 logger = logging.getLogger(__name__)

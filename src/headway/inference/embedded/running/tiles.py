@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.store import KvStore

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import AdapterTable
 from headway.models.adapters.lora import adapter_pairs, drop_adapter, load_adapter, resize_bank

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 from headway.core.protocol import WeightProbe
 from headway.inference.probe import Served, mismatch
 from headway.models.attention import PackedPlan

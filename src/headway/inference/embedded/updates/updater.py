@@ -7,8 +7,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings, TlsSettings
-from headway.core.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.updates.probe import check_probe

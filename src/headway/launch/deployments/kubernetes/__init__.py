@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from headway.base.errors import UsageError
+from headway.base.extras import install_command
+from headway.base.files import write_atomic
 from headway.config.rl import RlSettings
 from headway.config.toml import to_toml
-from headway.core.errors import UsageError
-from headway.core.extras import install_command
-from headway.core.files import write_atomic
 from headway.core.runs import RunPaths
 from headway.launch.deployments.kubernetes.cluster import Cluster, KubernetesRun
 from headway.launch.deployments.kubernetes.manifests import DEFAULT_PORT, object_name, run_objects, secret

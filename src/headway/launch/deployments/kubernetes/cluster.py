@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.extras import install_command
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.extras import install_command
 from headway.launch.deployments.kubernetes.manifests import Manifest
 
 WORKLOADS = {

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from headway.base.errors import UsageError
 from headway.config.deployment import NodeSettings
 from headway.config.rl import RlSettings
-from headway.core.errors import UsageError
 from headway.launch.deployments.kubernetes.pods import Pod, run_folder
 from headway.launch.deployments.roles import role_commands
 

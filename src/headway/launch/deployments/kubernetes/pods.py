@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headway.base.errors import STOPPED
 from headway.config.deployment import DeploymentSettings, NodeSettings
 from headway.config.shared import TlsSettings
-from headway.core.errors import STOPPED
 from headway.transport.control.tokens import TOKEN
 from headway.transport.tls import CA_FILE, NAME
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from headway.core.compiler import shared_library
-from headway.core.errors import HeadwayError
+from headway.base.compiler import shared_library
+from headway.base.errors import HeadwayError
 
 logger = logging.getLogger(__name__)
 

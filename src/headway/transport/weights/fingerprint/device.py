@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.core.devices import triton_installed
+from headway.base.devices import triton_installed
 from headway.transport.weights.fingerprint.reference import UNIT, Batch, Checksum, Words, checksum_of, row_sums
 
 _BATCH_SIZE = 128

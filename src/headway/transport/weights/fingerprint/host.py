@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headway.core.compiler import shared_library
-from headway.core.errors import HeadwayError
+from headway.base.compiler import shared_library
+from headway.base.errors import HeadwayError
 from headway.transport.weights.fingerprint.reference import KEYS, Checksum, checksum_of, row_sums
 
 logger = logging.getLogger(__name__)

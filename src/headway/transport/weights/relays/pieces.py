@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from headway.core.addresses import own_address
+from headway.base.addresses import own_address
 from headway.transport.weights.layout import Layout
 from headway.transport.weights.process_pairs import connect_store, gpu_name, pair_backend, process_pair, send_chunks
 from headway.transport.weights.relays.tree import ancestors

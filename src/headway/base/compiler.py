@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from headway.core.cache import cache_folder
-from headway.core.errors import HeadwayError
+from headway.base.cache import cache_folder
+from headway.base.errors import HeadwayError
 
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC")
 _SECONDS = 60

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.extras import install_command
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.extras import install_command
 
 Kind = Literal["model", "dataset"]
 

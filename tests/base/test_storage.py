@@ -7,8 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from headway.core.errors import UsageError
-from headway.core.storage import MANIFEST, DamagedCopyError, Storage, StorageError
+from headway.base.errors import UsageError
+from headway.base.storage import MANIFEST, DamagedCopyError, Storage, StorageError
 
 FILES = {"a.bin": b"\x00" * 1000, "deep/er/b.txt": b"words", ".hidden": b"", "empty": b""}
 

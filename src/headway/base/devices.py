@@ -5,7 +5,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.devices import resolve_device, resolve_dtype
-from headway.core.errors import UsageError
-from headway.core.processes import PARENT, available_memory, consecutive_ports, free_port, usable_cores
+from headway.base.devices import resolve_device, resolve_dtype
+from headway.base.errors import UsageError
+from headway.base.processes import PARENT, available_memory, consecutive_ports, free_port, usable_cores
 
 CHILD = """
 import time
-from headway.core.processes import die_with_parent_if_asked
+from headway.base.processes import die_with_parent_if_asked
 die_with_parent_if_asked()
 print("up", flush=True)
 time.sleep(60)
 """
 PARENT_OF = f"""
 import os, subprocess, sys, time
-from headway.core.processes import die_with_parent_command, die_with_parent_environment
+from headway.base.processes import die_with_parent_command, die_with_parent_environment
 command = [sys.executable, "-c", {CHILD!r}] if sys.argv[1] == "ours" else die_with_parent_command(["sleep", "60"])
 child = subprocess.Popen(command, env={{**os.environ, **die_with_parent_environment()}})
 print(child.pid, flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core import extras
+from headway.base import extras
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -2,7 +2,7 @@
 
 import socket
 
-from headway.core.errors import HeadwayError
+from headway.base.errors import HeadwayError
 
 
 def own_address(peer: str) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.suggestions import did_you_mean, nearest
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.suggestions import did_you_mean, nearest
 
 
 def load_object(path: str, what: str, group: str | None = None) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from headway.core.errors import HeadwayError, UsageError
-from headway.core.files import atomic_directory
+from headway.base.errors import HeadwayError, UsageError
+from headway.base.files import atomic_directory
 
 MANIFEST = "MANIFEST.json"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.files import atomic_directory, reserve, write_atomic
+from headway.base.files import atomic_directory, reserve, write_atomic
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter, read_metrics
 
@@ -32,7 +32,7 @@ def kill_while_running(code: str, folder: Path, sign: Path, seconds: float) -> N
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path) -> None:
     code = (
         "import itertools, pathlib, sys\n"
-        "from headway.core.files import write_atomic\n"
+        "from headway.base.files import write_atomic\n"
         "for n in itertools.count():\n"
         "    write_atomic(pathlib.Path(sys.argv[1]) / 'state', bytes([n % 256]) * 200_000)\n"
     )

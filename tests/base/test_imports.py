@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.errors import UsageError
-from headway.core.imports import absolute_path, load_object, make_object
+from headway.base.errors import UsageError
+from headway.base.imports import absolute_path, load_object, make_object
 
 
 def test_modules_files_and_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

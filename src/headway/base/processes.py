@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.core.errors import UsageError
+from headway.base.errors import UsageError
 
 PARENT = "HEADWAY_PARENT"
 """Set to a process id in the environment of a `headway` command that must end with that process."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from headway.base.errors import HeadwayError
+from headway.base.files import atomic_directory, write_atomic
 from headway.config.shared import RunSettings
-from headway.core.errors import HeadwayError
-from headway.core.files import atomic_directory, write_atomic
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import MetricsWriter
 from headway.monitor.runs import create_run
