@@ -206,7 +206,7 @@ def test_a_killed_engine_changes_no_tenants_numbers(tmp_path: Path) -> None:
     with hosting("tiny", tmp_path) as host:
         killed = start_greedy(tmp_path, host, "killed")
         runs = [run for _, run in killed.values()]
-        wait_for(lambda: min(len(run.metrics("trainer")) for run in runs) >= 2)
+        wait_for(lambda: min(len(run.metrics("trainer")) for run in runs) >= 1)
         engine = next(process for process in host.processes() if "serve" in process.cmdline())
         wait_for(lambda: engine_is_busy(host))
         engine.kill()
