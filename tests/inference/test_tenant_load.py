@@ -196,7 +196,7 @@ def test_updates_of_one_tenant_leave_the_others_as_they_are(crowd: EmbeddedServe
             assert (await anna.weights()).version == 1 and (await ben.weights()).version == 12
         assert busy[-1].versions == quiet[-1].versions == [(1, 80)]
         assert [choice.token_ids for choice in busy] == [choice.token_ids for choice in quiet]
-        values = [[t.logprob for c in choices if c.logprobs for t in c.logprobs.content] for choices in (busy, quiet)]
+        values = [[value for c in choices for value in c.logprob_values()] for choices in (busy, quiet)]
         assert len(values[0]) == 80 and values[0] == pytest.approx(values[1], abs=1e-4)
         assert [version for version, _ in other[-1].versions] == [2, 12]
 
