@@ -12,8 +12,10 @@ from headway.models.ops.attention import PackedSamples
 from headway.models.ops.choose_experts import Choice
 from headway.models.ops.fp8 import FP8, fp8_matmul, quantize_1x128, quantize_128x128, quantize_columns, transpose_fp8
 from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.gated_gradient import gated_gradient
 from headway.models.ops.paged_attention import Tiles
 from headway.models.ops.registry import Op
+from headway.models.ops.sum_choices import sum_choices
 
 Call = Callable[..., Any]
 EPS = 1e-6
@@ -81,9 +83,19 @@ def groups(f: Call, rows: Tensor, weight: Tensor) -> Any:
 
 
 def routed(f: Call, x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
-    """One expert has all tokens, one has none; the gates are some numbers."""
+    """One expert has all tokens, one has none. The gates are some numbers of the tokens: they have gradients, too."""
     choices = torch.stack([torch.full((len(x),), 2), torch.arange(len(x)) % 2], 1).to(x.device)
-    return f(x, torch.linspace(0.1, 0.9, choices.numel()).view(choices.shape).to(x), choices, gate_up, down)
+    return f(x, x[:, :2].sigmoid(), choices, gate_up, down)
+
+
+def routed_rows(f: Call, rows: Tensor, gates: Tensor) -> Any:
+    """Rows that lie anywhere; one is of no token."""
+    places = torch.tensor([[3, 0, 6], [1, 5, 2]], device=rows.device)
+    return f(rows, places, gates), f(rows, places)
+
+
+def weighted_rows(f: Call, wide: Tensor, grad: Tensor, weights: Tensor) -> Any:
+    return f(wide, grad, weights)
 
 
 def chosen(biased: bool, choice: Choice) -> Call:
@@ -242,6 +254,9 @@ CASES = [
     Case(ops.linear_grad_only, [(9, 20), (5, 20)], plain, mixed=True, valued=False),
     *(Case(ops.grouped_linear, [(11, 16), (3, 8, 16)], groups, mixed=mixed) for mixed in (False, True)),
     *(Case(ops.routed_experts, [(n, 64), (4, 256, 64), (4, 64, 128)], routed) for n in (3, 20)),
+    Case(ops.routed_experts, [(20, 64), (4, 256, 64), (4, 64, 128)], routed, only=("torch",), mixed=True),
+    Case(sum_choices, [(7, 1100), (2, 3)], routed_rows),
+    *(Case(gated_gradient, [(7, 2 * size), (7, size), (7,)], weighted_rows) for size in (30, 5000)),
     *(
         Case(ops.choose_experts, [(5, 12)], chosen(biased, choice))
         for biased, choice in ((False, Choice(3, "softmax", True)), (True, Choice(3, "sigmoid", False, 2.5)))

@@ -23,6 +23,7 @@ from headway.models.layers.experts import (
     expert_linear,
 )
 from headway.models.layers.mlp import GatedMlp
+from headway.models.ops import trained_experts
 from headway.models.registry import find_family
 
 LENGTHS = [9, 14]
@@ -95,6 +96,48 @@ def test_a_layer_equals_every_expert_computed_densely(normalize: bool) -> None:
     assert all(gradient.abs().sum() > 0 for gradient in ours)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_second_pass_for_gradients_alone_leaves_out_products(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients, to the bit: forward two products, none in the second pass, and three in the backward one."""
+    config = small("qwen3_moe", width=128, expert_width=64)
+    mlp = random_model(config).layers[0].mlp
+    assert isinstance(mlp, SparseMlp) and isinstance(mlp.experts, Experts)
+    mlp.experts.fp8 = fp8
+    counted: list[str] = []
+    for name in ("grouped_linear", "fp8_grouped_matmul"):
+        product = getattr(trained_experts, name)
+        monkeypatch.setattr(trained_experts, name, lambda *args, f=product: counted.append("") or f(*args))
+    generator = torch.Generator().manual_seed(1)
+    x, probe = (torch.randn(11, config.width, generator=generator, requires_grad=True) for _ in range(2))
+    context = ForwardContext(PackedPlan([11]), ())
+    out, used = mlp(x, context)
+    assert len(counted) == 2
+    leaves = [x, *mlp.parameters()]
+    whole = torch.autograd.grad(out, leaves, probe)
+    assert len(counted) == 5
+    again = mlp.grad_only(x, context, used)
+    assert len(counted) == 5
+    for a, b in zip(torch.autograd.grad(again, leaves, probe), whole, strict=True):
+        assert torch.equal(a, b) and a.abs().sum() > 0
+
+
+def test_experts_in_fp8_have_the_gradients_of_single_operations() -> None:
+    """Up to rounding: rows are weighted before they are quantized or after, and a gate's gradient is a product of
+    output rows in FP8, or of their gradients."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = (40, 128), (40, 2), (3, 256, 128), (3, 128, 128)
+    x, gates, gate_up, down = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    experts = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(40)])
+    leaves, probe = (x, gates, gate_up, down), torch.randn(40, 128, generator=generator)
+    found, expected = (
+        f(x, gates, experts, gate_up, down, True) for f in (ops.routed_experts, ops.routed_experts.reference)
+    )
+    assert torch.equal(found, expected)
+    each = (torch.autograd.grad(out, leaves, probe) for out in (found, expected))
+    for name, a, b in zip(("x", "gates", "gate_up", "down"), *each, strict=True):
+        assert (a - b).norm() <= 0.05 * b.norm(), f"{name}: {(a - b).norm() / b.norm()}"
 
 
 def test_a_sigmoid_router_with_a_selection_bias_and_shared_experts() -> None:

@@ -11,8 +11,8 @@ from headway.core.images import Grid
 from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks
 from headway.models.ops.attention import QKV
+from headway.models.ops.choices import expert_counts
 from headway.models.ops.qk_norm_rope import Norms
-from headway.models.ops.routed_experts import expert_counts
 
 AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of queries, keys, values and sinks (None for a layer without them)."""

@@ -15,10 +15,11 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward, GatedMlp
 from headway.models.layers.tape import Tape, taped_linear
+from headway.models.ops.choices import Choices
 from headway.models.ops.choose_experts import Choice
 from headway.models.ops.fp8 import Fp8Blocks
 from headway.models.ops.fp8_experts import fp8_grouped_linear
-from headway.models.ops.routed_experts import sort_choices, sum_choices
+from headway.models.ops.sum_choices import sum_choices
 from headway.models.sharded import local_part
 
 GatedActivation = Callable[[Tensor], Tensor]
@@ -114,21 +115,21 @@ class LocalDispatcher:
 
     def dispatch(
         self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        order_N, counts_E = sort_choices(experts_Tk, self.experts)
-        return x_TD[order_N // experts_Tk.shape[1]], counts_E, (gates_Tk, order_N)
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Choices]]:
+        choices = Choices.of(experts_Tk, self.experts)
+        return x_TD[choices.tokens_N], choices.counts_E, (gates_Tk, choices)
 
-    def follow(self, values_TX: Tensor, dispatched: tuple[Tensor, Tensor]) -> Tensor:
-        gates_Tk, order_N = dispatched
-        return values_TX[order_N // gates_Tk.shape[1]]
+    def follow(self, values_TX: Tensor, dispatched: tuple[Tensor, Choices]) -> Tensor:
+        return values_TX[dispatched[1].tokens_N]
 
-    def combine(self, rows_ND: Tensor, dispatched: tuple[Tensor, Tensor]) -> Tensor:
-        return sum_choices(rows_ND, *dispatched)
+    def combine(self, rows_ND: Tensor, dispatched: tuple[Tensor, Choices]) -> Tensor:
+        gates_Tk, choices = dispatched
+        return sum_choices(rows_ND, choices.places_Tk, gates_Tk)
 
 
 def silu_halves(x_NM: Tensor) -> Tensor:
     """silu(gate) * up, the gates left of the ups."""
-    return ops.gated_silu(*x_NM.chunk(2, dim=-1))
+    return ops.gated_silu(x_NM)
 
 
 def clamped_swiglu(alpha: float, limit: float) -> GatedActivation:
@@ -172,7 +173,7 @@ class Experts(nn.Module):
     @property
     def plain(self) -> bool:
         """True for SiLU-gated experts without biases, as `ops.routed_experts` computes them."""
-        return self.activation is silu_halves and self.down_proj_bias is None and not self.fp8
+        return self.activation is silu_halves and self.down_proj_bias is None
 
     @property
     def adapted(self) -> bool:
@@ -182,14 +183,15 @@ class Experts(nn.Module):
         """`rows` lie in the order of their experts; expert e has the next `counts[e]` of them. `adapter_gate` scales
         ranks as in `Linear`, by row."""
         ends_E = counts_E.cumsum(0, dtype=torch.int32)
-        wide_NM = expert_linear(rows_ND, self._operand("gate_up_proj"), self.gate_up_proj_bias, ends_E, fp8=self.fp8)
+        wide_NM = expert_linear(rows_ND, self.operand("gate_up_proj"), self.gate_up_proj_bias, ends_E, fp8=self.fp8)
         gate = adapter_gate
         wide_NM = add_adapter(wide_NM, rows_ND, self.lora_gate_up_proj_A, self.lora_gate_up_proj_B, gate, ends_E)
         hidden_NM = self.activation(wide_NM)
-        out_ND = expert_linear(hidden_NM, self._operand("down_proj"), self.down_proj_bias, ends_E, fp8=self.fp8)
+        out_ND = expert_linear(hidden_NM, self.operand("down_proj"), self.down_proj_bias, ends_E, fp8=self.fp8)
         return add_adapter(out_ND, hidden_NM, self.lora_down_proj_A, self.lora_down_proj_B, gate, ends_E)
 
-    def _operand(self, name: str) -> Tensor | Fp8Blocks:
+    def operand(self, name: str) -> Tensor | Fp8Blocks:
+        """A weight as products take it: quantized once, or as it is."""
         weight: Tensor | Fp8Blocks = self.quantized.get(name) or getattr(self, name)
         return weight
 
@@ -278,14 +280,31 @@ class SparseMlp(FeedForward):
             out_TD = out_TD + self.shared_experts(x_TD, context)[0]
         return out_TD, experts_Tk
 
-    def _mix(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: AdapterGate) -> Tensor:
+    def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
+        """The experts' products are left to the backward pass, which needs one of them."""
+        gates_Tk, experts_Tk = self.gate(x_TD, used_Tk)
+        out_TD = self._mix(x_TD, gates_Tk, experts_Tk, context.adapter_gate, grad_only=True)
+        if self.shared_experts is not None:
+            out_TD = out_TD + self.shared_experts.grad_only(x_TD, context, None)
+        return out_TD
+
+    def _mix(
+        self,
+        x_TD: Tensor,
+        gates_Tk: Tensor,
+        experts_Tk: Tensor,
+        adapter_gate: AdapterGate,
+        *,
+        grad_only: bool = False,
+    ) -> Tensor:
         experts = self.experts
         # Blocks have no adapters of experts.
         gate = None if isinstance(adapter_gate, AdapterBlocks) else adapter_gate
         if isinstance(experts, Experts) and experts.adapted and gate is not None:
             return self._mix_adapted(x_TD, gates_Tk, experts_Tk, gate)
         if isinstance(self.dispatcher, LocalDispatcher) and isinstance(experts, Experts) and experts.plain:
-            return ops.routed_experts(x_TD, gates_Tk, experts_Tk, experts.gate_up_proj, experts.down_proj)
+            weights = experts.operand("gate_up_proj"), experts.operand("down_proj")
+            return ops.routed_experts(x_TD, gates_Tk, experts_Tk, *weights, experts.fp8, grad_only=grad_only)
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)
         return self.dispatcher.combine(experts(rows_ND, counts_E), dispatched)
 

@@ -34,3 +34,7 @@ class LatentMoe(SparseMlp):
         mixed_TL = self.dispatcher.combine(self.experts(rows_ND, counts_E), dispatched)
         out_TD = self.fc2_latent_proj(mixed_TL, context.adapter_gate)
         return out_TD + self.shared_experts(x_TD, context)[0], experts_Tk
+
+    def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
+        """The last projection needs the values of what it projects, so nothing is saved."""
+        return self(x_TD, context, used_Tk)[0]  # type: ignore[no-any-return]  # modules have no types

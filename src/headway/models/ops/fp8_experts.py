@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headway.models.ops.fp8 import BLOCK, Fp8Blocks, fp8_matmul, quantize_1x128, quantize_128x128, transpose_blocks
-from headway.models.ops.grouped_linear import grouped_at_once
+from headway.models.ops.grouped_linear import grouped_weight_gradient
 from headway.models.ops.registry import Op, in_triton
 
 
@@ -67,15 +67,5 @@ class _Fp8Grouped(torch.autograd.Function):
             table = transpose_blocks(ctx.frozen or quantize_experts(trained[0], grad_NO.dtype))
             grad_rows = fp8_grouped_matmul(*quantize_1x128(grad_NO), *table, ends_E, grad_NO.dtype)
         each = zip(trained, wanted, strict=True)
-        grads = (_weight_gradient(grad_NO, rows_NI, ends_E, w.dtype) if wants else None for w, wants in each)
+        grads = (grouped_weight_gradient(grad_NO, rows_NI, ends_E, w.dtype) if wants else None for w, wants in each)
         return grad_rows, None, None, *grads
-
-
-def _weight_gradient(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
-    outputs, inputs = grad_NO.shape[1], rows_NI.shape[1]
-    if rows_NI.is_cuda and grouped_at_once(rows_NI.dtype, outputs, inputs):
-        by_input: Tensor = torch._grouped_mm(rows_NI.t(), grad_NO.contiguous(), offs=ends_E)
-        return by_input.transpose(-2, -1).to(dtype)
-    ends = ends_E.tolist()
-    groups = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    return torch.stack([(grad_NO[group].t() @ rows_NI[group]).to(dtype) for group in groups])

@@ -86,7 +86,15 @@ def _sum_kernel(parts, out, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.cons
     tl.store(out + token * WIDTH + d, total, mask=d < WIDTH)
 
 
-def routed_experts(x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, gate_up_EMD: Tensor, down_EDI: Tensor) -> Tensor:
+def routed_experts(
+    x_TD: Tensor,
+    gates_Tk: Tensor,
+    experts_Tk: Tensor,
+    gate_up_EMD: Tensor,
+    down_EDI: Tensor,
+    fp8: bool = False,
+    grad_only: bool = False,
+) -> Tensor:
     """The sizes of tiles are those that were fastest on an H200; none changes a result."""
     tokens, width = x_TD.shape
     choices, (experts, _, inner) = experts_Tk.numel(), down_EDI.shape

@@ -1,0 +1,125 @@
+"""Routed experts as one operation to autograd.
+
+As single operations, a layer of experts would keep and move rows of all choices many times, k rows for each token. As
+one, it keeps its inputs alone, and moves rows twice in each direction: to the experts and back. Of the forward pass,
+the first product alone is computed again. The last is not: the gradient of a gate is the product of an output row and
+the gradient of its token, and so that of the hidden row and its own gradient.
+
+Rows in FP8 are quantized as tokens, once instead of k times, and travel in 8 bits: the blocks lie within rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headway.models.ops.choices import Choices
+from headway.models.ops.fp8 import FP8, Fp8Blocks, quantize_1x128, transpose_blocks
+from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.gated_gradient import gated_gradient
+from headway.models.ops.gated_silu import gated_silu
+from headway.models.ops.grouped_linear import grouped_linear, grouped_weight_gradient
+from headway.models.ops.sum_choices import sum_choices
+
+ExpertWeight = Tensor | Fp8Blocks
+"""Of all experts, (E, out, in); quantized in every pass, where products are in FP8, or once."""
+
+
+def trained_experts(
+    x_TD: Tensor,
+    gates_Tk: Tensor,
+    experts_Tk: Tensor,
+    gate_up_EMD: ExpertWeight,
+    down_EDI: ExpertWeight,
+    fp8: bool = False,
+    grad_only: bool = False,
+) -> Tensor:
+    """`routed_experts`, forward and backward."""
+    out_TD: Tensor = _TrainedExperts.apply(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, fp8, grad_only)  # type: ignore[no-untyped-call]  # torch has no types here
+    return out_TD
+
+
+class _TrainedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        gates_Tk: Tensor,
+        experts_Tk: Tensor,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        fp8: bool,
+        grad_only: bool,
+    ) -> Tensor:
+        weights = gate_up, down
+        ctx.fp8, ctx.frozen = fp8, [weight if isinstance(weight, Fp8Blocks) else None for weight in weights]
+        trained = [weight for weight in weights if isinstance(weight, Tensor)]
+        ctx.save_for_backward(x_TD, gates_Tk, experts_Tk, *trained)
+        if grad_only:
+            return torch.empty_like(x_TD)
+        choices = Choices.of(experts_Tk, expert_count(down))
+        products = _Products(choices, fp8)
+        hidden_NI = gated_silu(products.outputs(x_TD, gate_up, of_tokens=True))
+        return sum_choices(products.outputs(hidden_NI, down), choices.places_Tk, gates_Tk)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, gates_Tk, experts_Tk, *trained = ctx.saved_tensors
+        gate_up, down = (frozen or trained.pop(0) for frozen in ctx.frozen)
+        wants_x, wants_gates, _, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
+        choices = Choices.of(experts_Tk, expert_count(down))
+        products = _Products(choices, ctx.fp8)
+        wide_NM = products.outputs(x_TD, gate_up, of_tokens=True)
+        # Of the rows before they are weighted: weights come in with the activation's gradient.
+        grad_NI = products.inputs(grad_TD, down, of_tokens=True)
+        grad_NM, by_gate_N, weighted_NI = gated_gradient(wide_NM, grad_NI, gates_Tk.flatten()[choices.order_N])
+        del wide_NM, grad_NI
+        grad_down = products.weight_gradient(grad_TD[choices.tokens_N], weighted_NI, down) if wants_down else None
+        del weighted_NI
+        grad_gate_up = products.weight_gradient(grad_NM, x_TD[choices.tokens_N], gate_up) if wants_gate_up else None
+        grad_x = sum_choices(products.inputs(grad_NM, gate_up), choices.places_Tk) if wants_x else None
+        grad_gates = by_gate_N[choices.places_Tk] if wants_gates else None
+        return grad_x, grad_gates, None, grad_gate_up, grad_down, None, None
+
+
+class _Products:
+    """Products of rows, sorted by expert, with the weights of their experts."""
+
+    def __init__(self, choices: Choices, fp8: bool) -> None:
+        self._tokens_N, self._ends_E, self._fp8 = choices.tokens_N, choices.ends_E, fp8
+
+    def outputs(self, x_TI: Tensor, weight_EOI: ExpertWeight, *, of_tokens: bool = False) -> Tensor:
+        """(N, O). `of_tokens`: `x` has the rows of tokens, (T, I), and not (N, I) those of choices."""
+        if self._fp8:
+            return self._fp8_product(x_TI, _quantized(weight_EOI, x_TI.dtype), of_tokens)
+        assert isinstance(weight_EOI, Tensor)
+        return grouped_linear(x_TI[self._tokens_N] if of_tokens else x_TI, weight_EOI, self._ends_E)
+
+    def inputs(self, grad_TO: Tensor, weight_EOI: ExpertWeight, *, of_tokens: bool = False) -> Tensor:
+        """From gradients of outputs to those of inputs, (N, I)."""
+        if self._fp8:
+            table = transpose_blocks(_quantized(weight_EOI, grad_TO.dtype))
+            return self._fp8_product(grad_TO, table, of_tokens)
+        assert isinstance(weight_EOI, Tensor)
+        return self.outputs(grad_TO, weight_EOI.transpose(-2, -1), of_tokens=of_tokens)
+
+    def weight_gradient(self, grad_NO: Tensor, rows_NI: Tensor, weight_EOI: ExpertWeight) -> Tensor:
+        """In the weight's own precision."""
+        assert isinstance(weight_EOI, Tensor)
+        return grouped_weight_gradient(grad_NO, rows_NI, self._ends_E, weight_EOI.dtype)
+
+    def _fp8_product(self, x_TK: Tensor, table: Fp8Blocks, of_tokens: bool) -> Tensor:
+        values, scales = quantize_1x128(x_TK)
+        if of_tokens:
+            # As bytes: torch has few operations on FP8. Scales stay as they lie, column by column.
+            values = values.view(torch.uint8)[self._tokens_N].view(FP8)
+            scales = scales.t()[:, self._tokens_N].t()
+        return fp8_grouped_matmul(values, scales, *table, self._ends_E, x_TK.dtype)
+
+
+def expert_count(weight_EOI: ExpertWeight) -> int:
+    return len(weight_EOI.values if isinstance(weight_EOI, Fp8Blocks) else weight_EOI)
+
+
+def _quantized(weight_EOI: ExpertWeight, dtype: torch.dtype) -> Fp8Blocks:
+    return weight_EOI if isinstance(weight_EOI, Fp8Blocks) else quantize_experts(weight_EOI, dtype)
