@@ -19,6 +19,7 @@ from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.gated_gradient import gated_gradient
 from headway.models.ops.gated_silu import gated_silu
 from headway.models.ops.grouped_linear import grouped_linear, grouped_weight_gradient
+from headway.models.ops.registry import cast
 from headway.models.ops.sum_choices import sum_choices
 
 ExpertWeight = Tensor | Fp8Blocks
@@ -58,25 +59,30 @@ class _TrainedExperts(torch.autograd.Function):
         if grad_only:
             return torch.empty_like(x_TD)
         choices = Choices.of(experts_Tk, expert_count(down))
-        products = _Products(choices, fp8)
+        products = _Products(choices)
+        gate_up, down = (_operand(weight, x_TD.dtype, fp8) for weight in weights)
         hidden_NI = gated_silu(products.outputs(x_TD, gate_up, of_tokens=True))
         return sum_choices(products.outputs(hidden_NI, down), choices.places_Tk, gates_Tk)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, gates_Tk, experts_Tk, *trained = ctx.saved_tensors
-        gate_up, down = (frozen or trained.pop(0) for frozen in ctx.frozen)
+        dtypes = [weight.dtype for weight in trained]
+        gate_up, down = (_operand(frozen or trained.pop(0), x_TD.dtype, ctx.fp8) for frozen in ctx.frozen)
         wants_x, wants_gates, _, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
         choices = Choices.of(experts_Tk, expert_count(down))
-        products = _Products(choices, ctx.fp8)
+        products = _Products(choices)
         wide_NM = products.outputs(x_TD, gate_up, of_tokens=True)
         # Of the rows before they are weighted: weights come in with the activation's gradient.
         grad_NI = products.inputs(grad_TD, down, of_tokens=True)
         grad_NM, by_gate_N, weighted_NI = gated_gradient(wide_NM, grad_NI, gates_Tk.flatten()[choices.order_N])
         del wide_NM, grad_NI
-        grad_down = products.weight_gradient(grad_TD[choices.tokens_N], weighted_NI, down) if wants_down else None
+        ends_E, tokens_N, grad_gate_up, grad_down = choices.ends_E, choices.tokens_N, None, None
+        if wants_down:
+            grad_down = grouped_weight_gradient(grad_TD[tokens_N], weighted_NI, ends_E, dtypes[-1])
         del weighted_NI
-        grad_gate_up = products.weight_gradient(grad_NM, x_TD[choices.tokens_N], gate_up) if wants_gate_up else None
+        if wants_gate_up:
+            grad_gate_up = grouped_weight_gradient(grad_NM, x_TD[tokens_N], ends_E, dtypes[0])
         grad_x = sum_choices(products.inputs(grad_NM, gate_up), choices.places_Tk) if wants_x else None
         grad_gates = by_gate_N[choices.places_Tk] if wants_gates else None
         return grad_x, grad_gates, None, grad_gate_up, grad_down, None, None
@@ -85,28 +91,20 @@ class _TrainedExperts(torch.autograd.Function):
 class _Products:
     """Products of rows, sorted by expert, with the weights of their experts."""
 
-    def __init__(self, choices: Choices, fp8: bool) -> None:
-        self._tokens_N, self._ends_E, self._fp8 = choices.tokens_N, choices.ends_E, fp8
+    def __init__(self, choices: Choices) -> None:
+        self._tokens_N, self._ends_E = choices.tokens_N, choices.ends_E
 
     def outputs(self, x_TI: Tensor, weight_EOI: ExpertWeight, *, of_tokens: bool = False) -> Tensor:
         """(N, O). `of_tokens`: `x` has the rows of tokens, (T, I), and not (N, I) those of choices."""
-        if self._fp8:
-            return self._fp8_product(x_TI, _quantized(weight_EOI, x_TI.dtype), of_tokens)
-        assert isinstance(weight_EOI, Tensor)
+        if isinstance(weight_EOI, Fp8Blocks):
+            return self._fp8_product(x_TI, weight_EOI, of_tokens)
         return grouped_linear(x_TI[self._tokens_N] if of_tokens else x_TI, weight_EOI, self._ends_E)
 
     def inputs(self, grad_TO: Tensor, weight_EOI: ExpertWeight, *, of_tokens: bool = False) -> Tensor:
         """From gradients of outputs to those of inputs, (N, I)."""
-        if self._fp8:
-            table = transpose_blocks(_quantized(weight_EOI, grad_TO.dtype))
-            return self._fp8_product(grad_TO, table, of_tokens)
-        assert isinstance(weight_EOI, Tensor)
+        if isinstance(weight_EOI, Fp8Blocks):
+            return self._fp8_product(grad_TO, transpose_blocks(weight_EOI), of_tokens)
         return self.outputs(grad_TO, weight_EOI.transpose(-2, -1), of_tokens=of_tokens)
-
-    def weight_gradient(self, grad_NO: Tensor, rows_NI: Tensor, weight_EOI: ExpertWeight) -> Tensor:
-        """In the weight's own precision."""
-        assert isinstance(weight_EOI, Tensor)
-        return grouped_weight_gradient(grad_NO, rows_NI, self._ends_E, weight_EOI.dtype)
 
     def _fp8_product(self, x_TK: Tensor, table: Fp8Blocks, of_tokens: bool) -> Tensor:
         values, scales = quantize_1x128(x_TK)
@@ -121,5 +119,8 @@ def expert_count(weight_EOI: ExpertWeight) -> int:
     return len(weight_EOI.values if isinstance(weight_EOI, Fp8Blocks) else weight_EOI)
 
 
-def _quantized(weight_EOI: ExpertWeight, dtype: torch.dtype) -> Fp8Blocks:
-    return weight_EOI if isinstance(weight_EOI, Fp8Blocks) else quantize_experts(weight_EOI, dtype)
+def _operand(weight_EOI: ExpertWeight, dtype: torch.dtype, fp8: bool) -> ExpertWeight:
+    """A weight as the products of a pass take it."""
+    if isinstance(weight_EOI, Fp8Blocks):
+        return weight_EOI
+    return quantize_experts(weight_EOI, dtype) if fp8 else cast(weight_EOI, dtype)
