@@ -77,9 +77,10 @@ def _reduce_rows(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperatures + row)
     # Exponents of 2 and not of e: the factor between them is free where the temperature is divided out anyway.
     scale = 1.4426950408889634 / temperature
-    largest = -float("inf")
+    largest = -1e30
     # Added up column by column, for adding up a block would make its threads wait for each other.
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+    # Of exponents below the largest: those themselves would be rounded where their difference is all that counts.
     weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -89,8 +90,8 @@ def _reduce_rows(  # type: ignore[no-untyped-def]
         new_largest = tl.maximum(largest, tl.max(x, 0))
         shrink = tl.exp2(largest - new_largest)
         e = tl.exp2(x - new_largest)
+        weighted = (weighted + (largest - new_largest) * total) * shrink + e * (x - new_largest)
         total = total * shrink + e
-        weighted = weighted * shrink + e * x
         largest = new_largest
     sum_of_all = tl.sum(total, 0)
     normalizer = (largest + tl.log2(sum_of_all)) * 0.6931471805599453
@@ -100,7 +101,7 @@ def _reduce_rows(  # type: ignore[no-untyped-def]
         target = tl.load(exact + row) / temperature - normalizer
         logprob = target - tl.log(1 + (tl.exp(target) - tl.exp(logprob)))
     tl.store(logprobs + row, logprob)
-    tl.store(entropies + row, normalizer - tl.sum(weighted, 0) / sum_of_all * 0.6931471805599453)
+    tl.store(entropies + row, (tl.log2(sum_of_all) - tl.sum(weighted, 0) / sum_of_all) * 0.6931471805599453)
     tl.store(normalizers + row, normalizer)
 
 
