@@ -27,13 +27,9 @@ def check_start(settings: RlSettings) -> Path:
 
     Raises UsageError with what to write instead.
     """
-    options = settings.orchestrator
-    if not options.envs:
+    if not settings.orchestrator.envs:
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
-    for env in [*options.envs, *options.eval.envs]:
-        check_environment(env.id)
-    for setting, path in _named_files(settings, ""):
-        check_object(path, setting)
+    check_names(settings)
     model = resolve_model(settings.model.path, settings.model.family)
     load_config(model, settings.model.implementation)
     try:
@@ -41,6 +37,14 @@ def check_start(settings: RlSettings) -> Path:
     except HeadwayError as error:
         raise UsageError(str(error)) from None
     return model
+
+
+def check_names(settings: RlSettings) -> None:
+    """Check that the environments and the files of code that settings name are there. Raises UsageError."""
+    for env in [*settings.orchestrator.envs, *settings.orchestrator.eval.envs]:
+        check_environment(env.id)
+    for setting, path in _named_files(settings, ""):
+        check_object(path, setting)
 
 
 def check_locks(settings: RlSettings, files: Iterable[Path]) -> None:
