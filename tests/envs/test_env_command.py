@@ -156,6 +156,9 @@ def test_demonstrations_get_the_tools_of_their_environment(
         (("demos", "reverse-text", "--args.color", "red"), "unexpected keyword argument 'color'"),
         (("demos", "textarena"), "brings no demonstrations"),
         (("show", "nothing.py:Name"), "there is no file"),
+        (("try", "shout.py"), "as in shout.py:Name"),
+        (("try", "reverse-text", "--args.num_tasks", "0"), "has no tasks"),
+        (("try", "reverse-text", "--args.num_tasks", "many"), "could not be built with num_tasks = 'many'"),
     ],
 )
 def test_mistakes_are_one_line_with_what_to_do(
