@@ -116,7 +116,7 @@ def test_a_served_model_plays_and_its_tokens_are_marked(
 
 def test_an_engine_that_is_away_is_said_before_anything_is_played(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, errors = headway(capsys, "try", "reverse-text", "--url", "http://127.0.0.1:9")
-    assert (code, out) == (1, "") and "nothing serves at http://127.0.0.1:9" in errors
+    assert (code, out) == (1, "") and "no inference server answers at http://127.0.0.1:9" in errors
 
 
 def test_demonstrations_are_written_as_jsonl(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

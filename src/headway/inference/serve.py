@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from headway.base.addresses import own_address
+from headway.base.addresses import cannot_listen, own_address
 from headway.base.errors import HeadwayError, UsageError
 from headway.base.processes import is_loopback
 from headway.config.inference import ServeSettings
@@ -223,9 +223,7 @@ async def _bind(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()
     except OSError as error:
-        raise HeadwayError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from None
+        raise cannot_listen(host, port, error) from None
     bound = runner.addresses[0]
     # A certificate may hold the name that was given, and not the address that it stands for.
     name = bound[0] if tls is None else host
