@@ -58,9 +58,7 @@ async def serve(
     # The engine's thread releases the interpreter at every operation and must get it back soon from the event loop.
     sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
-    check_address(settings.inference.host, token)
-    check_role(settings, token)
-    check_tenants(settings, token)
+    _check(settings, token)
     tls = server_context(settings.tls, settings.inference.host)
     folder = resolve_model(settings.model.path, settings.model.family)
     context = _context(settings, folder, token, run)
@@ -79,9 +77,7 @@ async def serve(
         url = await _bind(runner, settings.inference.host, settings.inference.port, tls)
         context.url = url if client is None else _reachable(url, client)
         engine = await asyncio.to_thread(load_engine, settings, folder, on_death, token or "")
-        await engine.start()
-        await _catch_up(engine, run, client)
-        settle()
+        await _bring_up(engine, run, client)
         context.loaded = engine
         async with registered(run, name, url, client, stop):
             _announce(f"serving {settings.model.path} at {url} (version {engine.weights().version})")
@@ -99,6 +95,20 @@ async def serve(
             await context.loaded.close()
     if deaths:
         raise HeadwayError(deaths[0])
+
+
+def _check(settings: ServeSettings, token: str | None) -> None:
+    """Raise UsageError where a server must not be so: open to others, or in a role, without what that needs."""
+    check_address(settings.inference.host, token)
+    check_role(settings, token)
+    check_tenants(settings, token)
+
+
+async def _bring_up(engine: Engine, run: RunPaths | None, client: ControlClient | None) -> None:
+    """Start an engine, bring the run's newest weights to it, and free it of garbage collections."""
+    await engine.start()
+    await _catch_up(engine, run, client)
+    settle()
 
 
 def _context(settings: ServeSettings, folder: Path, token: str | None, run: RunPaths | None) -> ServerContext:
