@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "rl": "headway.api.start",
-    "settings": "headway.api.start",
+    "settings": "headway.api.settings",
     "RlSettings": "headway.config.rl",
     "Run": "headway.api.run",
     "Engine": "headway.api.engine",

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import headway
-from headway.base.errors import UsageError
+from headway.base.errors import HeadwayError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,33 @@ def test_mistakes_are_said(engine: headway.Engine) -> None:
         engine.generate("abc", heat=1.0)
     with pytest.raises(UsageError, match="a prompt is a text or a list of messages"):
         engine.generate([{"content": "nobody says this"}])
+    with pytest.raises(UsageError, match="a prompt is a text or a list of messages"):
+        engine.generate(3)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=r"inference\.engine"):
         headway.Engine("tiny", inference={"engine": "steam"})
+    with pytest.raises(UsageError, match="inferenc is not a setting; did you mean inference"):
+        headway.Engine("tiny", inferenc={"engine": "vllm"})
     closed = headway.Engine("tiny", placement={"device": "cpu"})
     closed.close()
     closed.close()
     with pytest.raises(UsageError, match="was closed"):
         closed.generate("abc")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "said"),
+    [
+        ({"max_tokens": "many"}, r"got `str` - at `\$\.max_tokens`"),
+        ({"max_tokens": -8}, "max_tokens must be 1 or more"),
+        ({"stop_token_ids": 3}, r"got `int` - at `\$\.stop_token_ids`"),
+        ({"temperature": -1.0}, "temperature must be 0 to"),
+    ],
+)
+def test_sampling_that_no_engine_can_do_is_refused(engine: headway.Engine, sampling: dict[str, Any], said: str) -> None:
+    with pytest.raises(HeadwayError, match=said):
+        engine.generate("abc", **sampling)
+
+
+def test_a_prompt_that_no_context_holds_is_refused(engine: headway.Engine) -> None:
+    with pytest.raises(HeadwayError, match=r"the context of .* is exceeded"):
+        engine.generate("abc " * 5000, max_tokens=1)

@@ -75,6 +75,24 @@ def test_mistakes_are_said_before_anything_starts(tmp_path: Path) -> None:
         headway.rl(SMALL | place, env=Vowels)
 
 
+@pytest.mark.parametrize(
+    ("settings", "env", "said"),
+    [
+        ({}, "reverse-txt", 'did you mean "reverse-text"'),
+        ({}, 3, "an environment is a class, a name or a table"),
+        ({}, object, "object is no environment"),
+        ({}, {"id": "reverse-text", "wait": 2}, r"envs\.0\.wait is not a setting"),
+        ({"model": {"path": "tinny"}}, "reverse-text", "model 'tinny' is neither"),
+    ],
+)
+def test_what_is_not_there_is_refused_and_leaves_no_folder(
+    tmp_path: Path, settings: dict[str, Any], env: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        headway.rl(SMALL | settings | {"run": {"output_dir": tmp_path, "name": "a"}}, env=env)
+    assert not (tmp_path / "a").exists()
+
+
 def test_environments_are_classes_names_or_tables(tmp_path: Path) -> None:
     settings = headway.settings(orchestrator={"envs": [{"id": "reverse-text"}]})
     chosen = [{"id": Vowels, "name": "v", "args": {}}, "chain-sum"]

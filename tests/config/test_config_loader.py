@@ -180,6 +180,7 @@ def test_unknown_flags_name_the_nearest_setting() -> None:
     assert refusal("--lr", "1") == "--lr: no such setting; did you mean --trainer.optim.lr?"
     assert refusal("--group-size", "4") == "--group-size: no such setting; did you mean --orchestrator.group_size?"
     assert refusal("--no-seed").startswith("--no-seed: no such setting")
+    assert refusal("--dry-runn") == "--dry-runn: no such setting; did you mean --dry-run?"
     assert refusal("--zzzzzz") == "--zzzzzz: no such setting"
 
 
@@ -215,7 +216,19 @@ def test_wrong_values_say_where_and_what(tmp_path: Path) -> None:
     assert refusal("--trainer.optim.type", "adam").startswith("--trainer.optim.type must be one of adamw, muon")
     assert refusal("--weights.type", "collective") == '--weights.type "collective" is now called "point_to_point"'
     assert refusal("--inference.port", "70000").startswith("--inference.port should be less than or equal to 65535")
-    assert "should be a valid list" in refusal(*layer(tmp_path, "b.toml", '[orchestrator.envs]\nid = "a"\n'))
+    single = refusal(*layer(tmp_path, "b.toml", '[orchestrator.envs]\nid = "a"\n'))
+    assert "orchestrator.envs must be a list of tables, [[orchestrator.envs]] (got {" in single
+    assert refusal("--trainer", "3") == "--trainer must be a table (got 3)"
+    assert "orchestrator.envs.0.args must be a table (got 3)" in refusal(
+        "--orchestrator.envs", '[{id = "a", args = 3}]'
+    )
+
+
+def test_what_cannot_be_read_comes_with_an_example_of_its_kind() -> None:
+    assert refusal("--orchestrator.envs", "reverse-text").endswith("""for example '[{id = "..."}]'""")
+    assert refusal("--orchestrator.gates", "mine").endswith("""for example '["a", "b"]'""")
+    assert refusal("--trainer.loss", "dppo").endswith("""for example '{type = "dppo"}'""")
+    assert refusal("mine.toml").endswith("did you mean `@ mine.toml`?")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +265,7 @@ def test_missing_settings_say_how_to_give_them() -> None:
             ["--no-trainer.compile=true"],
             "--no-trainer.compile takes no value; to set one, write --trainer.compile=true",
         ),
-        (["rl.toml"], "unexpected argument 'rl.toml': settings are files (`@ file.toml`) and flags (`--name value`)"),
+        (["rl"], "unexpected argument 'rl': settings are files (`@ file.toml`) and flags (`--name value`)"),
         (
             ["--orchestrator.gates", "a,b"],
             "--orchestrator.gates: cannot read 'a,b'; write a JSON or TOML literal, for example '[\"a\", \"b\"]'",

@@ -116,7 +116,7 @@ def test_a_served_model_plays_and_its_tokens_are_marked(
 
 def test_an_engine_that_is_away_is_said_before_anything_is_played(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, errors = headway(capsys, "try", "reverse-text", "--url", "http://127.0.0.1:9")
-    assert (code, out) == (1, "") and "nothing serves at http://127.0.0.1:9" in errors
+    assert (code, out) == (1, "") and "no inference server answers at http://127.0.0.1:9" in errors
 
 
 def test_demonstrations_are_written_as_jsonl(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -156,6 +156,9 @@ def test_demonstrations_get_the_tools_of_their_environment(
         (("demos", "reverse-text", "--args.color", "red"), "unexpected keyword argument 'color'"),
         (("demos", "textarena"), "brings no demonstrations"),
         (("show", "nothing.py:Name"), "there is no file"),
+        (("try", "shout.py"), "as in shout.py:Name"),
+        (("try", "reverse-text", "--args.num_tasks", "0"), "has no tasks"),
+        (("try", "reverse-text", "--args.num_tasks", "many"), "could not be built with num_tasks = 'many'"),
     ],
 )
 def test_mistakes_are_one_line_with_what_to_do(

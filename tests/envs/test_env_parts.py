@@ -80,7 +80,7 @@ def test_names_come_from_bundled_and_installed_environments(monkeypatch):
         ("no_such_module:Name", "could not be imported: ModuleNotFoundError"),
         ("nowhere/else.py:Name", "there is no file"),
         ("pool_environments:nothing", "has no class or function nothing"),
-        ("pool_environments:Needy", r"takes \(required: int\) -> None and is called with \[\]: missing"),
+        ("pool_environments:Needy", r"takes \(required: int\) and is called with \[\]: missing"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(id, message):

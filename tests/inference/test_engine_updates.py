@@ -341,6 +341,21 @@ def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(monkeypatch: p
     with_service(service, body)
 
 
+def test_a_request_that_cannot_be_queued_fails_instead_of_waiting_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make_service(make_model())
+    schedule = service._engine.scheduler.add
+
+    async def body(service: EmbeddedService) -> None:
+        broken = True
+        monkeypatch.setattr(service._engine.scheduler, "add", lambda one: 1 / 0 if broken else schedule(one))
+        with pytest.raises(FailedError, match="ZeroDivisionError"):
+            await asyncio.wait_for(service.generate(request(prompt(9), 10)), 60)
+        broken = False
+        await serves_as_before(service, make_model())
+
+    with_service(service, body)
+
+
 def test_training_logprobs_tell_models_apart() -> None:
     """The comparisons above could not fail if different weights gave equal logprobs."""
     tokens = prompt(20)

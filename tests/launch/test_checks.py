@@ -26,7 +26,25 @@ class Mine(SingleTurn):
         return 1.0
 """
 LOSS = "def soft(inputs, *, beta=1.0): ...\n"
+PARTS = """
+class Rule:
+    def __init__(self, lr): ...
+
+def rate(step, max_steps):
+    return "high"
+
+def keep():
+    return True
+"""
+RENDERER = """
+from headway.rendering.chatml import STYLES, ChatMLRenderer
+
+class Polite(ChatMLRenderer):
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer, STYLES["chatml"])
+"""
 MINE = '[{id = "mine.py:Mine"}]'
+ON_MINE = ("--orchestrator.envs", MINE)
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +52,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     (tmp_path / "losses.py").write_text(LOSS)
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "renderers.py").write_text(RENDERER)
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "empty").mkdir()
     return tmp_path
@@ -91,6 +111,12 @@ def test_settings_that_this_machine_refuses_leave_no_folder(folder: Path, capsys
             ),
             "betta",
         ),
+        (
+            (*ON_MINE, "--trainer.optim.type", "custom", "--trainer.optim.path", "parts.py:Rule"),
+            "ElementwiseRule",
+        ),
+        ((*ON_MINE, "--trainer.schedule.type", "custom", "--trainer.schedule.path", "parts.py:rate"), "'high'"),
+        ((*ON_MINE, "--orchestrator.filters.custom", '["parts.py:keep"]'), "too many positional arguments"),
     ],
 )
 def test_a_dry_run_finds_what_only_loading_shows(
@@ -120,3 +146,19 @@ def test_a_dry_run_says_what_it_checked(folder: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert "checked: environment mine.py:Mine: 3 tasks" in said.err and "checked: model tiny: qwen3" in said.err
     assert said.out.splitlines()[0].endswith("outputs/x/config/rl.toml")
+
+
+def test_a_dry_run_names_the_renderer_of_the_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["rl", *ON_MINE, "--model.renderer", "renderers.py:Polite", "--dry-run"]) == 0
+    assert "renderer Polite" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_how_this_machine_is_shared_or_why_it_cannot_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A warning alone: the settings may be for another machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main.run(["rl", *ON_MINE, "--dry-run"]) == 0
+    assert "for each of 1 trainer rank(s) and 1 engine(s)" in capsys.readouterr().err
+    assert main.run(["rl", *ON_MINE, "--placement.device", "cuda", "--dry-run"]) == 0
+    assert "warning: it cannot start on this machine: placement.device" in capsys.readouterr().err

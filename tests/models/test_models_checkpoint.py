@@ -13,6 +13,7 @@ from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, read_tensors, save_checkpoint
 from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
 from headway.models.registry import config_from_hf, config_to_hf, load_config
+from headway.models.tiny import BUILT_IN
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe"]
 
@@ -167,3 +168,17 @@ def test_tokenizer_files_travel_along_and_an_old_folder_is_replaced(tmp_path: Pa
 def test_building_on_the_meta_device_costs_nothing() -> None:
     model = build_model(small("qwen3_moe", width=4096, vocab_size=10**6), device="meta", dtype=torch.bfloat16)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Multi-token prediction: a whole layer behind the last. Anything else that is not expected is an error."""
+    config = BUILT_IN["tiny-glm4-moe"]
+    model = random_model(config)
+    further, extra = (f"model.layers.{layer}.eh_proj.weight" for layer in (config.layers, config.layers - 1))
+    load_hf_tensors(model, [*hf_tensors(model), (further, torch.zeros(2))])
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("left out 1 tensors") and said.endswith(further)
+    with pytest.raises(HeadwayError, match="eh_proj"):
+        load_hf_tensors(model, [*hf_tensors(model), (extra, torch.zeros(2))])

@@ -166,7 +166,7 @@ def test_the_prometheus_endpoint_serves_the_latest_values(tmp_path: Path) -> Non
         assert 'headway_loss{process="trainer"} 1.0\n' in text
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/other")
-        with pytest.raises(HeadwayError, match="choose another port"):
+        with pytest.raises(HeadwayError, match="choose another tracking"):
             PrometheusSink("orchestrator", sink.port)
     finally:
         sink.close()

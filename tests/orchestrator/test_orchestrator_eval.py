@@ -35,7 +35,7 @@ def test_two_environments_in_one_table(model: Path, tmp_path: Path, capsys: pyte
 def test_a_server_that_is_not_there_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert headway(["eval", "--url", "http://127.0.0.1:9", "--env", "reverse-text", "--model", str(model)]) == 1
     assert capsys.readouterr().err == (
-        "headway: nothing serves at http://127.0.0.1:9; start a server with `headway serve MODEL`\n"
+        "headway: no inference server answers at http://127.0.0.1:9; start one with `headway serve MODEL`\n"
     )
 
 

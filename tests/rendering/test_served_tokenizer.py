@@ -69,5 +69,5 @@ def test_servers_that_do_not_tell_demand_a_model(folders: tuple[Path, Path]) -> 
 
 
 def test_a_server_that_is_not_there_is_said_at_once() -> None:
-    with pytest.raises(HeadwayError, match="nothing serves"):
+    with pytest.raises(HeadwayError, match="no inference server answers"):
         asyncio.run(model_of_servers(["http://127.0.0.1:9"], None))

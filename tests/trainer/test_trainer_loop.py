@@ -294,13 +294,15 @@ def test_a_batch_whose_streams_disagree_names_the_stream(tmp_path: Path) -> None
         train(small_settings(max_steps=1), paths)
 
 
-def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "headway.trainer.feed")
     paths = run_paths(tmp_path)
     spool(paths, range(1, 3))
     train(small_settings(max_steps=2, **QUICK), paths)
     (paths.control / "stop").touch()
     train(small_settings(max_steps=9, **QUICK), paths)
     assert paths.complete_checkpoints() == [2] and not (paths.exports / "step_000009").exists()
+    assert f"(run folder: {paths.root})" in caplog.text, "who waits says where"
 
 
 def test_weights_that_someone_removed_are_published_again(tmp_path: Path) -> None:

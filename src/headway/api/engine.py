@@ -9,14 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from pydantic import ValidationError
+import msgspec
 
+from headway.api.settings import make_settings
 from headway.base.errors import UsageError
 from headway.config.inference import ServeSettings
 from headway.core.images import RequestImage
 from headway.core.messages import Message, as_messages
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.serve import load_engine
+from headway.inference.server.requests import check_request
 from headway.models.tiny import resolve_model
 from headway.rendering.base import Renderer, check_sees, reasoning_end
 from headway.rendering.load import load_renderer
@@ -50,11 +52,7 @@ class Engine:
 
     def __init__(self, model: str | Path = "tiny", **settings: Any) -> None:
         given = settings.pop("model", {})
-        try:
-            self._settings = ServeSettings.model_validate(settings | {"model": {**given, "path": str(model)}})
-        except ValidationError as error:
-            lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            raise UsageError("\n".join(lines)) from None
+        self._settings = make_settings(ServeSettings, settings | {"model": {**given, "path": str(model)}})
         folder = resolve_model(self._settings.model.path, self._settings.model.family)
         self._renderer = load_renderer(folder, self._settings.model.renderer, self._settings.model.family)
         self._loop = asyncio.new_event_loop()
@@ -82,7 +80,8 @@ class Engine:
         if self._closed:
             raise UsageError("this engine was closed; make a new one")
         params = _sampling({"max_tokens": 256} | sampling, self._renderer)
-        params.check_shape(self._engine.vocab_size)
+        if not isinstance(prompt, Sequence):
+            raise UsageError(f"a prompt is a text or a list of messages, not a {type(prompt).__name__}")
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping | Message))
         requests = [self._request(each, params) for each in ([prompt] if one else prompt)]
 
@@ -105,8 +104,8 @@ class Engine:
         self.close()
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
-        said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         try:
+            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
             messages = as_messages([one.to_openai() if isinstance(one, Message) else dict(one) for one in said])
         except (ValueError, TypeError) as error:
             raise UsageError(f"a prompt is a text or a list of messages with role and content: {error}") from None
@@ -118,6 +117,7 @@ class Engine:
         request = GenerateRequest(rendered.token_ids, sampling_params=params)
         data = {image.digest: image.data for message in messages for image in message.images}
         request.images = [RequestImage(use.at, use.tokens, use.digest, data[use.digest]) for use in rendered.images]
+        check_request(request, self._engine)
         return request
 
     async def _reply(self, request: GenerateRequest) -> Reply:
@@ -144,6 +144,10 @@ def _sampling(given: Mapping[str, Any], renderer: Renderer) -> SamplingParams:
     known = set(SamplingParams.__struct_fields__) - {"n", "prompt_logprobs", "logprobs", "free_until", "call_token"}
     if unknown := set(given) - known:
         raise UsageError(f"generate() does not know {', '.join(sorted(unknown))}; it takes {', '.join(sorted(known))}")
-    stops = (*renderer.stop_token_ids, *given.get("stop_token_ids", ()))
-    free_until = reasoning_end(renderer) if given.get("response_format") else None
-    return SamplingParams(**{**given, "stop_token_ids": stops, "free_until": free_until})
+    try:
+        params = msgspec.convert(dict(given), SamplingParams)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"generate() cannot sample so: {error}") from None
+    stops = (*renderer.stop_token_ids, *params.stop_token_ids)
+    free_until = reasoning_end(renderer) if params.response_format else None
+    return msgspec.structs.replace(params, stop_token_ids=stops, free_until=free_until)

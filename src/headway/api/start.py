@@ -8,30 +8,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from headway.api.run import Run
+from headway.api.settings import make_settings, settings
 from headway.api.source import module_source
-from headway.base.errors import UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.base.files import write_atomic
-from headway.config.loader import load_settings, write_settings
+from headway.config.loader import write_settings
 from headway.config.rl import RlSettings
 from headway.core.runs import RunPaths
 from headway.envs.base import Environment
+from headway.launch.checks import check_names
+from headway.models.tiny import resolve_model
 from headway.monitor.logs import next_log
+from headway.monitor.runs import discard_run
 
 EnvChoice = str | type[Environment] | Mapping[str, Any]
 """An environment: a class, a name as in settings, or a table as in settings whose `id` is either."""
 SETTINGS_FILE, ENVIRONMENTS_FILE = "python.toml", "environments.py"
-
-
-def settings(*files: str | Path, **changes: Any) -> RlSettings:
-    """Make settings from files, later ones over earlier ones, and changes: `settings("rl.toml", max_steps=10)`.
-
-    Sections are dictionaries: `trainer={"optim": {"lr": 1e-5}}`. Raises UsageError on what files or changes have wrong.
-    """
-    argv = [word for file in files for word in ("@", str(file))]
-    return load_settings(RlSettings, argv, changes=_plain(changes)).settings
 
 
 def rl(
@@ -44,7 +37,8 @@ def rl(
 
     Settings are an object, a dictionary, or the path of a file. `env` and `eval_env` are added to the environments that
     they name; a class may be one that this notebook or script defines: its source is kept in the run folder. The run
-    has processes of its own, and does not end with this one. Raises UsageError on anything wrong with the settings.
+    has processes of its own, and does not end with this one. Raises HeadwayError on wrong settings, and on environments
+    and models that are not there.
     """
     if isinstance(given, RlSettings):
         chosen = given
@@ -55,7 +49,14 @@ def rl(
         raise UsageError("no environment to train on; give one: headway.rl(settings, env=MyEnvironment)")
     folder = _new_folder(chosen)
     file = folder.config / SETTINGS_FILE
-    write_settings(_with_environments(chosen, envs, eval_envs, folder.config / ENVIRONMENTS_FILE), file)
+    try:
+        complete = _with_environments(chosen, envs, eval_envs, folder.config / ENVIRONMENTS_FILE)
+        check_names(complete)
+        resolve_model(complete.model.path, weights=False)
+    except HeadwayError:
+        discard_run(folder)
+        raise
+    write_settings(complete, file)
     log = next_log(folder.logs, "launcher")
     place = ["--run.name", folder.root.name, "--run.output_dir", str(folder.root.parent)]
     with log.open("ab") as output:
@@ -95,17 +96,15 @@ def _with_environments(chosen: RlSettings, envs: list[EnvChoice], eval_envs: lis
         write_atomic(file, module_source(*shipped))
     for table in tables:
         if isinstance(cls := table.get("id"), type):
+            if not issubclass(cls, Environment):
+                raise UsageError(f"{cls.__name__} is no environment: derive it from headway.SingleTurn or MultiTurn")
             module = str(file) if cls in shipped else cls.__module__
             table["id"] = f"{module}:{cls.__name__}"
             table.setdefault("name", cls.__name__)
     plain = chosen.model_dump()
     plain["orchestrator"]["envs"] += tables[: len(envs)]
     plain["orchestrator"]["eval"]["envs"] += tables[len(envs) :]
-    try:
-        return RlSettings.model_validate(plain)
-    except ValidationError as error:
-        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        raise UsageError("\n".join(lines)) from None
+    return make_settings(RlSettings, plain)
 
 
 def _importable(cls: type) -> bool:
@@ -116,15 +115,6 @@ def _importable(cls: type) -> bool:
 def _as_list(choice: EnvChoice | Sequence[EnvChoice]) -> list[EnvChoice]:
     if isinstance(choice, str | type | Mapping):
         return [choice]
-    return list(choice)
-
-
-def _plain(value: Any) -> Any:
-    """Write paths as texts and tuples as lists, as files of settings have them."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, BaseModel):
-        return _plain(value.model_dump())
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(choice, Sequence):
+        return list(choice)
+    raise UsageError(f"an environment is a class, a name or a table (got {choice!r})")

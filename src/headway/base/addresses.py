@@ -1,5 +1,6 @@
-"""Addresses of this host, chosen by the interface that reaches a peer."""
+"""Addresses of this host: those by which it reaches a peer, and those at which it cannot listen."""
 
+import os
 import socket
 
 from headway.base.errors import HeadwayError
@@ -25,6 +26,14 @@ def own_interface(peer: str) -> str:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return str(name)
     raise HeadwayError(f"no interface of this host has the address {address}, by which it reaches {peer}")
+
+
+def cannot_listen(host: str, port: int, error: OSError, remedy: str = "choose another --port") -> HeadwayError:
+    """Make the error of a server whose address is taken, or not this host's."""
+    # asyncio's text repeats the address; names that nobody knows have no errno of the system.
+    known = error.errno is not None and error.errno > 0
+    why = os.strerror(error.errno) if known and error.errno is not None else error.strerror or str(error)
+    return HeadwayError(f"cannot listen at {host}:{port}: {why}; {remedy}")
 
 
 def is_own(host: str) -> bool:

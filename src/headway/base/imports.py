@@ -60,6 +60,7 @@ def check_call(
         signature.bind(*given, **args)
     except TypeError as error:
         names = [*given, *sorted(args)]
+        signature = signature.replace(return_annotation=signature.empty)
         raise UsageError(f'{what} "{path}" takes {signature} and is called with {names}: {error}') from error
 
 

@@ -179,11 +179,13 @@ def _show_prompt(prompt: "Messages") -> None:
 
 async def _try(name: str, options: Namespace) -> int:
     from headway.envs.registry import load_environment
+    from headway.envs.tasks import check_tasks
     from headway.envs.transcript import painted, plain
 
     paint = painted if sys.stdout.isatty() else plain
     environment = load_environment(name, options.args)
     tasks = environment.tasks()
+    check_tasks(name, tasks)
     if not 0 <= options.task < len(tasks):
         raise UsageError(f"--task must be from 0 to {len(tasks) - 1} (got {options.task})")
     await environment.open()

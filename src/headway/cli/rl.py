@@ -24,9 +24,9 @@ started again from what is on disk. Ctrl-C stops the run cleanly, with a checkpo
 
   @ FILE            a layer of settings; later layers and flags win
   --a.b.c VALUE     one setting (`headway config docs` lists all)
-  --dry-run         start nothing: check model, tokenizer, environments and losses, write the resolved settings of every
-                    process and exit; with --deployment.type slurm, kubernetes or ray, print the job, the manifests or
-                    the plan
+  --dry-run         start nothing: check model, environments, devices and parts of your own, write the resolved settings
+                    of every process and exit; with --deployment.type slurm, kubernetes or ray, print the job, the
+                    manifests or the plan
   --resume RUN      continue a run folder from its last checkpoint; flags change its settings (e.g. --max_steps 400)
   --accept-changed-envs
                     with --resume: continue although the code of an environment is another than the run began with
@@ -85,6 +85,7 @@ def run(argv: list[str]) -> int:
         return _deploy(resolved, options.resume)
     if resolved.dry_run:
         print(*(f"checked: {line}" for line in check_parts(resolved.settings)), sep="\n", file=sys.stderr)
+        _report_machine(resolved.settings)
     else:
         check_start(resolved.settings)  # before there is a folder, so that the run's name stays free
     check_locks(resolved.settings, resolved.files)
@@ -94,6 +95,16 @@ def run(argv: list[str]) -> int:
     if not resolved.dry_run:  # before the run's folder is made: a model that is not there leaves nothing behind
         resolved = replace(resolved, settings=with_pinned_commits(resolved.settings))
     return _start(resolved, options, tenancy)
+
+
+def _report_machine(settings: "RlSettings") -> None:
+    """Say how a dry run's processes would share this machine; a warning, since they may be meant for others."""
+    from headway.launch.checks import check_machine
+
+    try:
+        print(f"checked: {check_machine(settings)}", file=sys.stderr)
+    except UsageError as error:
+        print(f"warning: it cannot start on this machine: {error}", file=sys.stderr)
 
 
 def _parse(argv: list[str]) -> tuple[Namespace, list[str]]:

@@ -6,7 +6,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from headway.base.errors import HeadwayError, UsageError
+from headway.base.addresses import cannot_listen
+from headway.base.errors import UsageError
 from headway.cli.options import OptionParser, port_number
 
 HELP = """\
@@ -68,5 +69,5 @@ async def _serve(options: Namespace) -> int:
             print(f"sandboxes at http://{address}:{port}, access file {options.access}", file=sys.stderr, flush=True)
             await stop.wait()
     except OSError as error:
-        raise HeadwayError(f"cannot serve at {options.host}:{options.port}: {error.strerror or error}") from None
+        raise cannot_listen(options.host, options.port, error) from None
     return 0

@@ -40,8 +40,9 @@ def parse_arguments(kind: Kind, argv: Sequence[str], aliases: Mapping[str, str])
             path, value = _read_flag(kind, word, words, aliases)
             arguments.flags = put(arguments.flags, path, value)
         else:
+            hint = f"; did you mean `@ {word}`?" if word.endswith(".toml") else ""
             raise UsageError(
-                f"unexpected argument {word!r}: settings are files (`@ file.toml`) and flags (`--name value`)"
+                f"unexpected argument {word!r}: settings are files (`@ file.toml`) and flags (`--name value`){hint}"
             )
     return arguments
 
@@ -81,7 +82,8 @@ def _find(kind: Kind, name: str, aliases: Mapping[str, str]) -> tuple[list[str],
     if found is None and (present := present_name(name.replace("-", "_"))):
         raise UsageError(f"--{name}: this setting is now called --{present}")
     if found is None:
-        raise UsageError(f"--{name}: no such setting{suggestion(kind, name, '--', tuple(aliases))}")
+        near = suggestion(kind, name, "--", (*aliases, "dry-run"))
+        raise UsageError(f"--{name}: no such setting{near}")
     return *found, negated
 
 
@@ -138,4 +140,9 @@ def parse_value(kind: Kind, text: str, flag: str) -> Any:
 
 
 def _example(kind: Kind) -> str:
+    if kind.is_list and kind.item().is_settings:
+        first = next(iter(kind.item().fields()))
+        return f"'[{{{first} = \"...\"}}]'"
+    if kind.tags:
+        return f"'{{type = \"{next(iter(kind.tags))}\"}}'"
     return '\'["a", "b"]\'' if kind.is_list else "'{key = \"value\"}'"

@@ -143,6 +143,10 @@ def _explain(details: ErrorDetails, tree: Tree, kind: Kind) -> str:
                 return f'{_subject(path, tree)} "{tag}" is now called "{present}"'
             wanted = f"{_subject(path, tree)} must be one of {', '.join(place.tags)}"
             return wanted if tag is None else f"{wanted} (got {tag!r})"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{_subject(path, tree)} must be a table (got {_short(given)})"
+        case "list_type" if place.item().is_settings:
+            return f"{_subject(path, tree)} must be a list of tables, [[{'.'.join(path)}]] (got {_short(given)})"
     if present := present_value(".".join(path), given):
         return f'{_subject(path, tree)} "{given}" is now called "{present}"'
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")

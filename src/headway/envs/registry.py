@@ -26,7 +26,9 @@ def load_environment(id: str, args: dict[str, Any] | None = None) -> Environment
     except HeadwayError:
         raise
     except Exception as error:
-        raise HeadwayError(f'environment "{id}" could not be built: {type(error).__name__}: {error}') from error
+        given = ", ".join(f"{key} = {value!r}" for key, value in (args or {}).items())
+        built = f'environment "{id}" could not be built' + (f" with {given}" if given else "")
+        raise HeadwayError(f"{built}: {type(error).__name__}: {error}") from error
     if not isinstance(environment, Environment):
         raise UsageError(f'environment "{id}" is a {type(environment).__name__}, not a headway Environment')
     return environment
@@ -60,6 +62,8 @@ def _import_path(id: str) -> str:
     if ":" in id:
         return id
     known = known_environments()
+    if id.endswith(".py"):
+        raise UsageError(f'environment "{id}" is a file: add the name of the class, as in {id}:Name')
     if id not in known:
         hint = did_you_mean(nearest(id, known), quote='"')
         names = ", ".join(sorted(known)) or "none"

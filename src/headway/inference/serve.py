@@ -13,7 +13,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from headway.base.addresses import own_address
+from headway.base.addresses import cannot_listen, own_address
 from headway.base.errors import HeadwayError, UsageError
 from headway.base.processes import is_loopback
 from headway.config.inference import ServeSettings
@@ -58,9 +58,7 @@ async def serve(
     # The engine's thread releases the interpreter at every operation and must get it back soon from the event loop.
     sys.setswitchinterval(_SWITCH_SECONDS)
     token = find_token(run)
-    check_address(settings.inference.host, token)
-    check_role(settings, token)
-    check_tenants(settings, token)
+    _check(settings, token)
     tls = server_context(settings.tls, settings.inference.host)
     folder = resolve_model(settings.model.path, settings.model.family)
     context = _context(settings, folder, token, run)
@@ -79,9 +77,7 @@ async def serve(
         url = await _bind(runner, settings.inference.host, settings.inference.port, tls)
         context.url = url if client is None else _reachable(url, client)
         engine = await asyncio.to_thread(load_engine, settings, folder, on_death, token or "")
-        await engine.start()
-        await _catch_up(engine, run, client)
-        settle()
+        await _bring_up(engine, run, client)
         context.loaded = engine
         async with registered(run, name, url, client, stop):
             _announce(f"serving {settings.model.path} at {url} (version {engine.weights().version})")
@@ -99,6 +95,20 @@ async def serve(
             await context.loaded.close()
     if deaths:
         raise HeadwayError(deaths[0])
+
+
+def _check(settings: ServeSettings, token: str | None) -> None:
+    """Raise UsageError where a server must not be so: open to others, or in a role, without what that needs."""
+    check_address(settings.inference.host, token)
+    check_role(settings, token)
+    check_tenants(settings, token)
+
+
+async def _bring_up(engine: Engine, run: RunPaths | None, client: ControlClient | None) -> None:
+    """Start an engine, bring the run's newest weights to it, and free it of garbage collections."""
+    await engine.start()
+    await _catch_up(engine, run, client)
+    settle()
 
 
 def _context(settings: ServeSettings, folder: Path, token: str | None, run: RunPaths | None) -> ServerContext:
@@ -223,9 +233,7 @@ async def _bind(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext
     try:
         await web.TCPSite(runner, host, port, ssl_context=tls).start()
     except OSError as error:
-        raise HeadwayError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}; choose another --port"
-        ) from None
+        raise cannot_listen(host, port, error) from None
     bound = runner.addresses[0]
     # A certificate may hold the name that was given, and not the address that it stands for.
     name = bound[0] if tls is None else host

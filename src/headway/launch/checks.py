@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from headway.algorithms.base import Context
 from headway.base.errors import HeadwayError, UsageError
 from headway.base.imports import check_object
 from headway.config.rl import RlSettings
-from headway.config.trainer import CustomLoss
+from headway.config.trainer import CustomLoss, CustomOptimizer, CustomSchedule, TrainerSettings
 from headway.envs.packages.lock import LOCK_FILE, check_locked
 from headway.envs.registry import check_environment, top_module
+from headway.launch.placement import place_here
 from headway.models.registry import load_config
 from headway.models.tiny import BUILT_IN, resolve_model
-from headway.orchestrator.collect.filters import load_gates
+from headway.orchestrator.collect.filters import load_filters, load_gates
 from headway.orchestrator.environments import WorkerPools
 from headway.rendering.load import load_renderer
 
@@ -27,20 +29,24 @@ def check_start(settings: RlSettings) -> Path:
 
     Raises UsageError with what to write instead.
     """
-    options = settings.orchestrator
-    if not options.envs:
+    if not settings.orchestrator.envs:
         raise UsageError("no environment to train on; add an [[orchestrator.envs]] table with an id")
-    for env in [*options.envs, *options.eval.envs]:
-        check_environment(env.id)
-    for setting, path in _named_files(settings, ""):
-        check_object(path, setting)
+    check_names(settings)
     model = resolve_model(settings.model.path, settings.model.family)
     load_config(model, settings.model.implementation)
     try:
-        load_renderer(model, settings.model.renderer)
+        load_renderer(model, settings.model.renderer, settings.model.family)
     except HeadwayError as error:
         raise UsageError(str(error)) from None
     return model
+
+
+def check_names(settings: RlSettings) -> None:
+    """Check that the environments and the files of code that settings name are there. Raises UsageError."""
+    for env in [*settings.orchestrator.envs, *settings.orchestrator.eval.envs]:
+        check_environment(env.id)
+    for setting, path in _named_files(settings, ""):
+        check_object(path, setting)
 
 
 def check_locks(settings: RlSettings, files: Iterable[Path]) -> None:
@@ -64,20 +70,43 @@ def warnings(settings: RlSettings) -> Iterator[str]:
 
 
 def check_parts(settings: RlSettings) -> list[str]:
-    """Load what a run would load: start every environment, import losses, gates, curricula and algorithms.
+    """Load what a run would load: start every environment, import every part that is the user's own.
 
     Returns a line about each. Raises HeadwayError with the first that fails.
     """
     model = check_start(settings)
     family = load_config(model, settings.model.implementation).family
-    lines = [f"model {settings.model.path}: {family}, renderer {type(load_renderer(model)).__name__}"]
+    renderer = load_renderer(model, settings.model.renderer, settings.model.family)
+    lines = [f"model {settings.model.path}: {family}, renderer {type(renderer).__name__}"]
     lines += asyncio.run(_start_environments(settings, model))
     load_gates(settings.orchestrator.gates)
-    if isinstance(settings.trainer.loss, CustomLoss):
-        from headway.trainer.losses.registry import make_loss  # torch takes seconds
-
-        make_loss(settings.trainer.loss)
+    load_filters(settings.orchestrator.filters.custom)
+    _load_trainer_parts(settings.trainer)
     return [*lines, f"loss {getattr(settings.trainer.loss, 'path', settings.trainer.loss.type)}"]
+
+
+def check_machine(settings: RlSettings) -> str:
+    """Say how the run's processes would share this machine. Raises UsageError where it cannot run them."""
+    if settings.inference.engine == "vllm" and find_spec("vllm") is None:
+        raise UsageError("vLLM is not installed here; see `headway doctor`")
+    return place_here(settings.placement, settings.inference).explanation
+
+
+def _load_trainer_parts(trainer: TrainerSettings) -> None:
+    """Import loss, optimizer and schedule where they are the user's own. Each needs torch, which takes seconds."""
+    if isinstance(trainer.loss, CustomLoss):
+        from headway.trainer.losses.registry import make_loss
+
+        make_loss(trainer.loss)
+    if isinstance(trainer.optim, CustomOptimizer):
+        from headway.trainer.optimizers.optimizer import custom_rule
+
+        custom_rule(trainer.optim)
+    if isinstance(trainer.schedule, CustomSchedule):
+        from headway.trainer.optimizers.schedules import rate_at
+
+        first = trainer.schedule.warmup_steps + 1
+        rate_at(trainer.schedule, first, first)
 
 
 async def _start_environments(settings: RlSettings, model: Path) -> list[str]:

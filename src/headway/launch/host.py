@@ -10,13 +10,13 @@ from rich.console import Console
 
 from headway.base.errors import HeadwayError
 from headway.base.files import write_atomic
-from headway.base.processes import free_port, usable_cores
+from headway.base.processes import free_port
 from headway.config.host import HostSettings
 from headway.config.inference import ServeSettings
 from headway.config.loader import write_settings
 from headway.config.shared import LoraSettings
 from headway.core.runs import RunPaths
-from headway.launch.placement import Placement, gpus_per_engine, place, visible_gpus
+from headway.launch.placement import Placement, place_here
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.rl import supervisor_lock
 from headway.launch.supervisor import Supervisor
@@ -34,7 +34,7 @@ def run_host(settings: HostSettings, paths: RunPaths, console: Console | None = 
     def show(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    placement = place(settings.placement, visible_gpus(), usable_cores(), gpus_per_engine(settings.inference))
+    placement = place_here(settings.placement, settings.inference)
     with ExitStack() as stack:
         write_token(paths)
         _write_join_token(paths)

@@ -6,6 +6,7 @@ from math import prod
 
 from headway.base.devices import query_gpus, resolve_device
 from headway.base.errors import UsageError
+from headway.base.processes import usable_cores
 from headway.config.inference import InferenceSettings
 from headway.config.shared import PlacementSettings
 
@@ -28,6 +29,11 @@ def gpus_per_engine(inference: InferenceSettings) -> int:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise UsageError(f"inference.vllm.{name} must be a whole number from 1 on (got {size!r})")
     return prod(sizes.values())
+
+
+def place_here(settings: PlacementSettings, inference: InferenceSettings) -> Placement:
+    """Place the processes of a run on this machine. Raises UsageError where it has not what they need."""
+    return place(settings, visible_gpus(), usable_cores(), gpus_per_engine(inference))
 
 
 def place(settings: PlacementSettings, gpus: list[str], cores: int, gpus_each: int = 1) -> Placement:

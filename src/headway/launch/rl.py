@@ -16,7 +16,7 @@ from headway.config.shared import TrackingSettings, WandbSettings
 from headway.core.routing import Role
 from headway.core.runs import RunPaths
 from headway.launch.hosts import ROLES, RunHost, role_of
-from headway.launch.placement import Placement, gpus_of, gpus_per_engine, place, visible_gpus
+from headway.launch.placement import Placement, gpus_of, place_here
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.sharing import MemoryPlan, gpu_memory, plan_memory
 from headway.launch.summary import summary_lines
@@ -50,7 +50,7 @@ def run_rl(
     """
     console = console or Console()
     computes = bool({"trainer", "inference"} & set(roles)) and tenancy is None
-    placement = _place_here(settings, computes=computes)
+    placement = _place(settings, computes=computes)
     memory = _plan_memory(settings, placement)
     write_process_settings(settings, paths.config)
     write_token(paths)
@@ -84,11 +84,10 @@ def run_rl(
     return finished
 
 
-def _place_here(settings: RlSettings, *, computes: bool) -> Placement:
+def _place(settings: RlSettings, *, computes: bool) -> Placement:
     """Place processes on this machine, which needs no GPU where it neither trains nor serves."""
     device = settings.placement.device if computes else "cpu"
-    here = settings.placement.model_copy(update={"device": device})
-    return place(here, visible_gpus(), usable_cores(), gpus_per_engine(settings.inference))
+    return place_here(settings.placement.model_copy(update={"device": device}), settings.inference)
 
 
 def _tell_all(trackers: list[Tracker]) -> Tracker:

@@ -365,6 +365,12 @@ def renamed(parameter: str, names: Mapping[str, str]) -> str:
     return parameter
 
 
+def behind_last_layer(name: str, config: ModelConfig) -> bool:
+    """Tell whether a checkpoint's tensor is of the layers after the last, which predict tokens further ahead (MTP)."""
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    return name.startswith("model.layers.") and layer.isdecimal() and int(layer) >= config.layers
+
+
 def split_experts(
     parameter: str,
     config: ModelConfig,

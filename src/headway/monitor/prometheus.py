@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from headway.base.errors import HeadwayError
+from headway.base.addresses import cannot_listen
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -47,9 +47,8 @@ class PrometheusExporter:
         try:
             self._server = ThreadingHTTPServer((host, port), _handler(self))
         except OSError as error:
-            raise HeadwayError(
-                f"tracking.prometheus_port {host}:{port}: {error.strerror}; choose another port, or 0 for any free one"
-            ) from None
+            remedy = "choose another tracking.prometheus_port, or 0 for any free one"
+            raise cannot_listen(host, port, error, remedy) from None
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
         self._thread.start()

@@ -39,7 +39,7 @@ class Endpoints:
         async with open_session() as session:
             for url in self._urls:
                 if not await InferenceClient(url, session=session).health():
-                    raise HeadwayError(f"nothing serves at {url}; start a server with `headway serve MODEL`")
+                    raise HeadwayError(f"no inference server answers at {url}; start one with `headway serve MODEL`")
 
 
 async def evaluate(

@@ -103,37 +103,43 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it says nothing"
 
 
+class _Rounds:
+    """Rounds of requests to an engine, timed until a deadline. Prompts differ, so that no prefix is known."""
+
+    def __init__(self, client: InferenceClient, deadline: float) -> None:
+        self._client, self._deadline, self._rng = client, deadline, random.Random(0)
+
+    async def seconds(self, sequences: int, prompt: int, reply: int) -> float:
+        """Return the median time of some rounds. Raises TimeoutError after the deadline."""
+        times = []
+        for _ in range(ROUNDS):
+            requests = [self._request(prompt, reply) for _ in range(sequences)]
+            async with asyncio.timeout(max(1.0, self._deadline - time.monotonic())):
+                began = time.perf_counter()
+                await asyncio.gather(*(self._client.generate(request) for request in requests))
+            times.append(time.perf_counter() - began)
+        return median(times)
+
+    def _request(self, prompt: int, reply: int) -> GenerateRequest:
+        tokens = [self._rng.randrange(3, 90) for _ in range(prompt)]
+        return GenerateRequest(tokens, sampling_params=SamplingParams(max_tokens=reply, ignore_eos=True))
+
+
 async def _time_engine(url: str, settings: RlSettings, deadline: float) -> EngineFigures:
     client = InferenceClient(url)
+    rounds = _Rounds(client, deadline)
     try:
         state = await client.state()
-        rng = random.Random(0)
         longest = min(LONG_PROMPT, state.max_model_len - MANY - 1)
         most = min(settings.inference.max_running, SEQUENCES[-1])
         counts = sorted({min(count, most) for count in SEQUENCES})
-
-        async def seconds(sequences: int, prompt: int, reply: int) -> float:
-            """The median time of some rounds. Prompts differ, so that no prefix is known."""
-            params = SamplingParams(max_tokens=reply, ignore_eos=True)
-            times = []
-            for _ in range(ROUNDS):
-                requests = [
-                    GenerateRequest([rng.randrange(3, 90) for _ in range(prompt)], sampling_params=params)
-                    for _ in range(sequences)
-                ]
-                async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
-                    began = time.perf_counter()
-                    await asyncio.gather(*(client.generate(request) for request in requests))
-                times.append(time.perf_counter() - began)
-            return median(times)
-
-        await seconds(most, PROMPT, FEW)  # warms up
-        few = {count: await seconds(count, PROMPT, FEW) for count in counts}
-        steps = [(await seconds(count, PROMPT, MANY) - few[count]) / (MANY - FEW) for count in counts]
+        await rounds.seconds(most, PROMPT, FEW)  # warms up
+        few = {count: await rounds.seconds(count, PROMPT, FEW) for count in counts}
+        steps = [(await rounds.seconds(count, PROMPT, MANY) - few[count]) / (MANY - FEW) for count in counts]
         fixed, per_sequence = fit_line(counts, steps)
         middle = counts[len(counts) // 2]
-        far = await seconds(middle, longest, FEW)
-        further = (await seconds(middle, longest, MANY) - far) / (MANY - FEW)
+        far = await rounds.seconds(middle, longest, FEW)
+        further = (await rounds.seconds(middle, longest, MANY) - far) / (MANY - FEW)
         near = fixed + per_sequence * middle
         prefill = max(0.0, (far - few[middle]) / (middle * (longest - PROMPT)))
         at_once = few[most] - FEW * (fixed + per_sequence * most)

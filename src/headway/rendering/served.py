@@ -48,7 +48,7 @@ def _checked(url: str, card: ServedModel, given: Path | None) -> Path:
 async def _card(url: str, token: str | None) -> ServedModel:
     async with InferenceClient(url, token=token) as client:
         if not await client.health():
-            raise HeadwayError(f"nothing serves at {url}; start a server with `headway serve MODEL`")
+            raise HeadwayError(f"no inference server answers at {url}; start one with `headway serve MODEL`")
         try:
             cards = (await client.models(ServedModels)).data
         except EngineError:

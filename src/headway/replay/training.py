@@ -5,12 +5,11 @@ import time
 from pathlib import Path
 
 from headway.base.errors import HeadwayError
-from headway.base.processes import usable_cores
 from headway.config.rl import RlSettings
 from headway.config.shared import FilesystemRollouts, FilesystemWeights
 from headway.core.batches import Batch
 from headway.core.runs import RunPaths
-from headway.launch.placement import gpus_per_engine, place, visible_gpus
+from headway.launch.placement import place_here
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.transport.control.folder import FolderControl
 from headway.transport.rollouts import make_sender
@@ -27,7 +26,7 @@ class ReplayTrainer:
         self._control = FolderControl(paths)
         self._sender = make_sender(FilesystemRollouts(), paths)
         # The same threads as in a run: sums of floats depend on how many share them.
-        placement = place(settings.placement, visible_gpus(), usable_cores(), gpus_per_engine(settings.inference))
+        placement = place_here(settings.placement, settings.inference)
         command = [sys.executable, "-m", "headway.cli.main", "train", "@", str(paths.config / "trainer.toml")]
         spec = ProcessSpec("trainer", command, placement.trainer, ends=True)
         self._process = ManagedProcess(spec, paths.logs)

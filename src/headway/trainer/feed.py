@@ -52,6 +52,7 @@ def make_feed(
         logger.warning(
             "%d of %d ranks: each trains %d parts of a batch", ranks.size, settings.placement.trainer_ranks, each
         )
+    logger.info("training the batches that the run's orchestrator sends (run folder: %s)", paths.root)
     return RolloutFeed(receivers, ranks, stop, on_wait)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from headway.base.errors import HeadwayError
+from headway.base.addresses import cannot_listen
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class HttpThread:
             self.port: int = self.call(self._start(host, port, tls))
         except OSError as error:
             self._end_loop()
-            raise HeadwayError(f"cannot listen at {host}:{port}: {error.strerror or error}; choose another") from None
+            raise cannot_listen(host, port, error, "choose another address") from None
 
     async def _start(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         await self._runner.setup()

@@ -254,6 +254,10 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
             self._engine.add(request, request_id, grammar, images)
         except HeadwayError as error:
             self._send([(request_id, error)])
+        except Exception as error:
+            # The engine does not know the request yet, so nobody else would tell who waits for it.
+            self._send([(request_id, FailedError(f"the engine failed: {type(error).__name__}: {error}"))])
+            raise
 
     def _switch(self, staged: StagedUpdate) -> None:
         self._updater.switch(staged)

@@ -109,7 +109,12 @@ def load_hf_tensors(
     problems.missing += missing
     problems.raise_any()
     if skipped:
-        logger.info("left out %d tensors of parts that are not computed here: %s", len(skipped), _some(skipped))
+        logger.warning(
+            "left out %d tensors of parts that are not computed here, which checkpoints that Headway writes do not "
+            "have: %s",
+            len(skipped),
+            _some(skipped),
+        )
 
 
 def _as_written(

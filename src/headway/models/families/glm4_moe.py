@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, split_experts
+from headway.models.family import BlockShape, CheckpointTensor, Family, behind_last_layer, split_experts
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import SelfAttention
@@ -74,9 +74,7 @@ class Glm4Moe(Family):
         return split_experts(parameter, config) or [CheckpointTensor(parameter)]
 
     def skips_tensor(self, name: str, config: ModelConfig) -> bool:
-        """Skip the layers after the last, which predict tokens further ahead."""
-        layer = name.removeprefix("model.layers.").partition(".")[0]
-        return layer.isdecimal() and int(layer) >= config.layers
+        return behind_last_layer(name, config)
 
     def block_shape(self, config: ModelConfig, layer: int) -> BlockShape:
         assert isinstance(config, Glm4MoeConfig)

@@ -1,21 +1,17 @@
 """The base of families with latent attention (MLA): sizes, config.json, costs. Imports no torch."""
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, KvCache, split_experts
+from headway.models.family import BlockShape, CheckpointTensor, Family, KvCache, behind_last_layer, split_experts
 from headway.models.latent_config import LatentConfig
 from headway.models.rotary import rope_to_hf
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import Attention
     from headway.models.layers.mlp import FeedForward
-
-logger = logging.getLogger(__name__)
 
 
 class LatentFamily(Family):
@@ -86,12 +82,7 @@ class LatentFamily(Family):
         return split_experts(parameter, config) or [CheckpointTensor(parameter)]
 
     def skips_tensor(self, name: str, config: ModelConfig) -> bool:
-        """Layers behind the last predict further tokens (MTP)."""
-        number = name.removeprefix("model.layers.").partition(".")[0]
-        skipped = name.startswith("model.layers.") and number.isdecimal() and int(number) >= config.layers
-        if skipped:
-            _say_mtp_is_left_out(self.model_type, config.layers)
-        return skipped
+        return behind_last_layer(name, config)
 
     def cache(self, config: ModelConfig, layer: int) -> KvCache:
         assert isinstance(config, LatentConfig)
@@ -128,13 +119,3 @@ class LatentFamily(Family):
             most_keys=config.index_count or None,
             index_width=index,
         )
-
-
-@cache
-def _say_mtp_is_left_out(family: str, layers: int) -> None:
-    logger.warning(
-        "this %s checkpoint has layers for multi-token prediction behind its %d layers; they are not loaded, and "
-        "checkpoints that Headway writes do not have them",
-        family,
-        layers,
-    )

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from headway.core.images import Grid
 from headway.models.layers.mlp import ACTIVATIONS
-from headway.models.layers.rope import Rotary
 from headway.models.vision.config import TowerConfig
 from headway.models.vision.tower import (
     Features,
     LayerNorm,
     PatchEmbedding,
-    TowerAttention,
+    TowerBlock,
     TowerLinear,
     VisionTower,
     frame_lengths,
@@ -29,7 +28,9 @@ class DeepTower(VisionTower):
         self.config = tower
         self.patch_embed = PatchEmbedding(tower, bias=True)
         self.pos_embed = _Positions(tower)
-        self.blocks = nn.ModuleList(_Block(tower) for _ in range(tower.depth))
+        self.blocks = nn.ModuleList(
+            TowerBlock(tower, lambda: LayerNorm(tower.width), _Mlp(tower)) for _ in range(tower.depth)
+        )
         self.merger = _Merger(tower, after_merging=False)
         self.deepstack_merger_list = nn.ModuleList(_Merger(tower, after_merging=True) for _ in tower.deep_layers)
 
@@ -68,19 +69,6 @@ class _Positions(nn.Module):
         weight_P4 = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
         device = self.weight.device
         return (F.embedding(at_P4.to(device), self.weight) * weight_P4.to(device).unsqueeze(-1)).sum(1)
-
-
-class _Block(nn.Module):
-    def __init__(self, tower: TowerConfig) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = LayerNorm(tower.width), LayerNorm(tower.width)
-        self.attn = TowerAttention(tower)
-        self.mlp = _Mlp(tower)
-
-    def forward(self, x_PD: Tensor, segments: Sequence[int], rotary: Rotary, gate: float | None) -> Tensor:
-        x_PD = x_PD + self.attn(self.norm1(x_PD), segments, rotary, gate)
-        mixed_PD: Tensor = x_PD + self.mlp(self.norm2(x_PD), gate)
-        return mixed_PD
 
 
 class _Mlp(nn.Module):

@@ -1,6 +1,6 @@
 """Parts of vision towers: transformers over the patches of images, laid end to end without padding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
@@ -89,6 +89,21 @@ class TowerAttention(nn.Module):
         q, k = ops.qk_norm_rope(q, k, None, 0.0, *rotary)
         out_PD: Tensor = self.proj(segment_attention(q, k, v, segments).flatten(1), gate)
         return out_PD
+
+
+class TowerBlock(nn.Module):
+    """Attention and a feed-forward part, each behind a norm."""
+
+    def __init__(self, tower: TowerConfig, norm: Callable[[], nn.Module], mlp: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = norm(), norm()
+        self.attn = TowerAttention(tower)
+        self.mlp = mlp
+
+    def forward(self, x_PD: Tensor, segments: Sequence[int], rotary: Rotary, gate: float | None) -> Tensor:
+        x_PD = x_PD + self.attn(self.norm1(x_PD), segments, rotary, gate)
+        mixed_PD: Tensor = x_PD + self.mlp(self.norm2(x_PD), gate)
+        return mixed_PD
 
 
 def segment_attention(q_PHD: Tensor, k_PHD: Tensor, v_PHD: Tensor, segments: Sequence[int]) -> Tensor:

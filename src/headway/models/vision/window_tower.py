@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from headway.core.images import Grid
 from headway.models.layers.norm import RMSNorm
-from headway.models.layers.rope import Rotary
 from headway.models.vision.config import TowerConfig
 from headway.models.vision.tower import (
     Features,
     PatchEmbedding,
-    TowerAttention,
+    TowerBlock,
     TowerLinear,
     VisionTower,
     frame_lengths,
@@ -31,7 +30,9 @@ class WindowTower(VisionTower):
         super().__init__()
         self.config = tower
         self.patch_embed = PatchEmbedding(tower, bias=False)
-        self.blocks = nn.ModuleList(_Block(tower) for _ in range(tower.depth))
+        self.blocks = nn.ModuleList(
+            TowerBlock(tower, lambda: RMSNorm(tower.width, _EPS), _GatedMlp(tower)) for _ in range(tower.depth)
+        )
         self.merger = _Merger(tower)
 
     def forward(self, patches_PN: Tensor, grids: Sequence[Grid], gate: float | None = None) -> Features:
@@ -64,19 +65,6 @@ def window_order(grids: Sequence[Grid], tower: TowerConfig) -> tuple[NDArray[np.
         orders.append(first + order)
         first += len(order)
     return np.concatenate(orders), sizes
-
-
-class _Block(nn.Module):
-    def __init__(self, tower: TowerConfig) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = RMSNorm(tower.width, _EPS), RMSNorm(tower.width, _EPS)
-        self.attn = TowerAttention(tower)
-        self.mlp = _GatedMlp(tower)
-
-    def forward(self, x_PD: Tensor, segments: Sequence[int], rotary: Rotary, gate: float | None) -> Tensor:
-        x_PD = x_PD + self.attn(self.norm1(x_PD), segments, rotary, gate)
-        mixed_PD: Tensor = x_PD + self.mlp(self.norm2(x_PD), gate)
-        return mixed_PD
 
 
 class _GatedMlp(nn.Module):

@@ -67,12 +67,3 @@ def rise(values: Floats, early: Marks, late: Marks) -> Association:
     difference = float(after.mean() - before.mean())
     sure = np.copysign(max(0.0, abs(difference) - CAUTION * error), difference)
     return Association(difference / spread, float(sure) / spread)
-
-
-def rate_at_least(hits: int, tries: int) -> float:
-    """The lower end of Wilson's interval for a rate: what it is at least."""
-    if tries == 0:
-        return 0.0
-    share, z = hits / tries, CAUTION / 2
-    middle = share + z * z / (2 * tries)
-    return float((middle - z * np.sqrt(share * (1 - share) / tries + z * z / (4 * tries**2))) / (1 + z * z / tries))

@@ -11,6 +11,7 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from headway.base.addresses import cannot_listen
 from headway.base.errors import HeadwayError
 from headway.base.processes import host_name
 from headway.monitor.dashboard import api
@@ -90,7 +91,7 @@ async def _serve(app: web.Application, host: str, port: int, ready: Callable[[st
         await site.start()
     except OSError as error:
         await runner.cleanup()
-        raise HeadwayError(f"{host}:{port}: {error.strerror}; choose another --port, or 0 for any free one") from None
+        raise cannot_listen(host, port, error, "choose another --port, or 0 for any free one") from None
     bound = runner.addresses[0][1]
     ready(f"http://{f'[{host}]' if ':' in host else host}:{bound}/")
     try:

@@ -26,12 +26,6 @@ class Cgroup:
             return "memory"
         return "processes" if self._count("pids.events", "max") else None
 
-    def memory_peak(self) -> int:
-        for name in ("memory.max_usage_in_bytes", "memory.peak"):
-            with contextlib.suppress(OSError, ValueError):
-                return int((self.folders[0] / name).read_text())
-        return 0
-
     def _count(self, file: str, name: str) -> int:
         for folder in self.folders:
             with contextlib.suppress(OSError):

@@ -125,7 +125,7 @@ def _fetch(slots: list[_Slot], copies: Copies) -> list[dict[str, Copy]]:
 def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[Rule, list[tuple[str, Tensor]]]]:
     """Assign parameters to update rules."""
     if isinstance(settings, CustomOptimizer):
-        return [(_custom_rule(settings), named)]
+        return [(custom_rule(settings), named)]
     decay = settings.weight_decay
     if isinstance(settings, AdamW):
         return [(AdamWRule(settings.lr, settings.betas, settings.eps, decay), named)]
@@ -142,7 +142,8 @@ def _assign(named: list[tuple[str, Tensor]], settings: Optimizer) -> list[tuple[
     return [(SgdRule(settings.lr, 0.0, decay, signs=True), named)]
 
 
-def _custom_rule(settings: CustomOptimizer) -> Rule:
+def custom_rule(settings: CustomOptimizer) -> Rule:
+    """Make the user's own rule. Raises UsageError where it is none."""
     given = {"lr": settings.lr, **settings.args}
     rule: Rule = make_object(settings.path, given, "trainer.optim.path", "headway.optimizers")
     if not callable(getattr(rule, "update", None)) or not isinstance(getattr(rule, "state_names", None), tuple):
