@@ -33,7 +33,9 @@ from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.decoder import DecoderLM
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer
+from headway.swarm.messages.canonical import encode
 from headway.swarm.messages.orders import Contribution, Precision, RunTerms, WorkOrder
+from headway.swarm.trust.checks.activations import claimed_states, compare
 from headway.swarm.trust.checks.form import Form
 from headway.swarm.trust.checks.numbers import lean_of
 from headway.swarm.trust.checks.termination import Termination
@@ -50,11 +52,16 @@ LEAST_LIES, MOST_HONEST = 0.99, 0.005
 
 
 def figures(model: DecoderLM, order: WorkOrder, contribution: Contribution) -> list[float]:
-    """Differences of logprobs and misses of draws (mean, largest), the chance of the ranks, and the tokens."""
+    """Differences of logprobs, misses of draws and errors of proven states (mean, largest of each), the share of right
+    indices in proofs, the chance of the ranks, the tokens, and the bytes of the contribution and of its proofs."""
     again = rescore_contribution(model, order, contribution)
     differences, missed = np.abs(again.claimed - again.logprobs), again.missed
     _, chance = lean_of(again.rank, again.rank_variance)
-    return [*(float(f(of)) for of in (differences, missed) for f in (np.mean, np.max)), chance, len(again)]
+    states = again.states_PD
+    errors, overlaps = compare(claimed_states(contribution, states.shape[1]), states)
+    sizes = len(encode(contribution)), sum(map(len, contribution.proofs))
+    pairs = (float(f(of)) for of in (differences, missed, errors) for f in (np.mean, np.max))
+    return [*pairs, float(overlaps.mean()), chance, len(again), *sizes]
 
 
 def tokens_of(contribution: Contribution) -> list[list[int]]:
@@ -76,7 +83,10 @@ def judge_kind(kind: str, worker: Worker, verifier: Verifier, terms: RunTerms, c
         elif kind != "honest":
             same += tokens_of(contribution) == tokens_of(worker.honest(order))
         seen.append(figures(worker.models[""], order, contribution))
-    names = ("logprob_mean", "logprob_largest", "missed_mean", "missed_largest", "rank_chance", "tokens")
+    names = (
+        *("logprob_mean", "logprob_largest", "missed_mean", "missed_largest", "state_mean", "state_largest"),
+        *("state_overlap", "rank_chance", "tokens", "bytes", "proof_bytes"),
+    )
     columns = dict(zip(names, zip(*seen, strict=True), strict=True))
     return {
         "contributions": count,
@@ -111,7 +121,7 @@ def main(arguments: list[str]) -> None:
         "older": stepped(model, LEARNING_RATE, 2),
         "quantized": quantized(model),
     }
-    light = (Form(model.config.vocab_size), Termination(stops))
+    light = (Form(model.config.vocab_size, model.config.width), Termination(stops))
     shown: dict[str, dict[str, object]] = {}
     precisions: list[Precision] = (options.precisions or PRECISIONS[options.engine]).split(",")  # type: ignore[assignment]
     for precision in precisions:

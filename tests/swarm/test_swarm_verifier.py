@@ -43,7 +43,7 @@ def swarm() -> Iterator[Swarm]:
 
 
 def verifier(swarm: Swarm) -> Verifier:
-    light = (Form(swarm.vocab_size), Termination(swarm.stops))
+    light = (Form(swarm.vocab_size, swarm.width), Termination(swarm.stops))
     return Verifier(light, swarm.player, lambda version, precision: swarm.models[precision])
 
 
@@ -77,6 +77,9 @@ def test_honest_work_is_accepted(swarm: Swarm, precision: str) -> None:
         ("replayed", "draws"),
         ("invented_rewards", "rewards"),
         ("greedy", "draws"),
+        ("other_proof", "activations"),
+        ("replayed_proof", "activations"),
+        ("random_proof", "activations"),
     ],
 )
 def test_each_lie_is_refused_by_the_check_for_it(swarm: Swarm, kind: str, check: str) -> None:
