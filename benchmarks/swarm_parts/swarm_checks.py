@@ -6,7 +6,9 @@
 Workers in this process fulfil orders on reverse-text with the embedded engine, or vLLM, on a CPU, in both precisions:
 honestly, or with one of the lies in swarm_workers.py. The verifier judges each contribution with every check, by a
 pass over its tokens in the precision that the worker claims. The built-in tiny model has random weights, which are
-scaled so that its replies are neither uniform nor certain; --model takes a trained one, with --scale 1.
+scaled so that its replies are neither uniform nor certain; --model takes a trained one, with --scale 1. With
+`--model certain` the tiny one is trained first, to answer every prompt with one word: then logprobs and draws show
+nothing of the weights.
 
 Prints one JSON object: the share of contributions refused, by precision and kind, the check that refused first, and
 the figures behind it (least and largest). Bars: at least 99 % of lies refused, at most 0.5 % of honest contributions.
@@ -25,6 +27,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from swarm_certain import make_certain
 from swarm_vllm import SharedVllm, VllmSampler
 from swarm_workers import LIES, Worker, load_trusted, of_precision, quantized, stepped
 
@@ -73,6 +76,7 @@ def judge_kind(kind: str, worker: Worker, verifier: Verifier, terms: RunTerms, c
     have the very tokens of honest work."""
     refused: Counter[str] = Counter()
     seen, same = [], 0
+    worker.sampling_seconds = worker.proving_seconds = 0.0
     for number in range(count):
         order = terms.order(b"w" * 32, 1, "weights", number)
         another = msgspec.structs.replace(order, seeds=tuple(seed + 1000 for seed in order.seeds))
@@ -93,6 +97,8 @@ def judge_kind(kind: str, worker: Worker, verifier: Verifier, terms: RunTerms, c
         "refused": sum(refused.values()) / count,
         "by": dict(refused),
         "same_tokens": same,
+        "sampling_cpu_seconds": round(worker.sampling_seconds, 3),
+        "proving_cpu_seconds": round(worker.proving_seconds, 3),
         **{name: [min(values), max(values)] for name, values in columns.items()},
     }
 
@@ -109,13 +115,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--results", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    folder = resolve_model(options.model)
-    model = load_trusted(folder, options.scale)
+    certain = options.model == "certain"
+    folder = resolve_model("tiny" if certain else options.model)
+    model = load_trusted(folder, 1.0 if certain else options.scale)
     environment, renderer = ReverseText(), load_renderer(folder, "auto")
     player = Player(environment, "reverse-text", renderer)
     sampling = SamplingParams(max_tokens=options.max_tokens)
     terms = RunTerms("bench", b"s" * 32, "reverse-text", list(environment.tasks()), GROUP, sampling, CONTEXT)
     stops = tuple({*renderer.stop_token_ids, *model.config.eos_ids})
+    if certain:
+        make_certain(model, player, terms, stops[0])
     changed = {
         "other": stepped(model, OTHER, 1),
         "older": stepped(model, LEARNING_RATE, 2),
@@ -151,7 +160,8 @@ def report(options: argparse.Namespace, shown: dict[str, dict[str, object]]) -> 
     names = ("engine", "scale", "max_tokens")
     given = {"model": Path(options.model).name, **{name: getattr(options, name) for name in names}}
     text = json.dumps({**given, **summary, "kinds": shown}, indent=1)
-    file = options.results or RESULTS / ("swarm.json" if options.engine == "embedded" else "swarm_vllm.json")
+    name = "_certain" if options.model == "certain" else "_vllm" if options.engine == "vllm" else ""
+    file = options.results or RESULTS / f"swarm{name}.json"
     file.write_text(text + "\n")
     print(text)
     sys.exit(int(summary.get("lies_refused", 1) < LEAST_LIES or summary.get("honest_refused", 0) > MOST_HONEST))

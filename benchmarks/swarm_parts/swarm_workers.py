@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +135,9 @@ class Worker:
     precision: Precision
     chance: random.Random
     engines: dict[str, LocalEngine] = field(default_factory=dict)
+    sampling_seconds: float = 0.0
+    """Of this process on the CPU, for all contributions so far; vLLM has processes of its own."""
+    proving_seconds: float = 0.0
 
     def honest(self, order: WorkOrder) -> Contribution:
         return self._fulfil(order, "")
@@ -150,8 +154,12 @@ class Worker:
     def _fulfil(self, order: WorkOrder, model: str, change: "Change | None" = None) -> Contribution:
         requests = [order.request(index) for index in range(len(order.seeds))]
         answers = self.engine(model).answers([change(request) for request in requests] if change else requests)
+        began = time.process_time()
         contribution = asyncio.run(fulfil(order, self.player, answers, self.precision))
+        sampled = time.process_time()
         contribution.proofs = self.engine(model).prove(contribution.episodes)
+        self.sampling_seconds += sampled - began
+        self.proving_seconds += time.process_time() - sampled
         return contribution
 
     def other_weights(self, order: WorkOrder, another: WorkOrder) -> Contribution:
