@@ -234,9 +234,9 @@ class Worker:
         return first
 
     def other_proof(self, order: WorkOrder, another: WorkOrder) -> Contribution:
-        """Work honestly, and send a proof of weights that are one step older."""
+        """Work honestly, and send a proof of other weights."""
         contribution = self._fulfil(order, "")
-        contribution.proofs = self.engine("older").prove(contribution.episodes)
+        contribution.proofs = self.engine("other").prove(contribution.episodes)
         return contribution
 
     def replayed_proof(self, order: WorkOrder, another: WorkOrder) -> Contribution:

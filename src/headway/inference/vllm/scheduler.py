@@ -81,7 +81,7 @@ class SchedulerControl:
             raise FailedError("vLLM is paused")
         self.open.clear()
         try:
-            while any(request.sent for request in self._requests):
+            while any(request.sent for request in self._requests):  # noqa: ASYNC110 (they end by themselves)
                 await asyncio.sleep(_EMPTY_SECONDS)
             yield
         finally:

@@ -14,7 +14,7 @@ from headway.swarm.messages.replies import SampledReply, reply_branches
 
 INTERVAL = 32
 """Sampled tokens from one proven place of a reply to the next."""
-MOST_NUMBERS = 32
+MOST_NUMBERS = 16
 """Numbers of a hidden state that are sent."""
 WIDEST = 1 << 16
 """Indices have two bytes."""

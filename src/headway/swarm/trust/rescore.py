@@ -28,11 +28,16 @@ _Seeded = tuple[ReplyBranch, int]
 
 
 class _Tokens(NamedTuple):
-    """Sampled tokens of a pass: where they are in it, the logprobs that are claimed, and what their seeds draw."""
+    """Sampled tokens of a pass: where they are in it, the logprobs that are claimed, what their seeds draw, and whether
+    the states that they are drawn from are proven."""
 
     at: NDArray[np.int64]
     claimed: Floats
     noise: Floats
+    proven: NDArray[np.bool_]
+
+    def part(self, rows: slice) -> "_Tokens":
+        return _Tokens(self.at[rows], self.claimed[rows], self.noise[rows], self.proven[rows])
 
 
 def rescore(model: DecoderLM, trace: Trace, seed: int, temperature: float) -> Rescored:
@@ -46,7 +51,8 @@ def rescore_all(model: DecoderLM, traces: Sequence[tuple[Trace, int]], temperatu
     branches = [(branch, seed) for trace, seed in traces for branch in reply_branches(trace)]
     parts = [part for packed in _passes(branches) for part in _rescore_pass(model, packed, temperature)]
     if not parts:
-        return Rescored(*(np.zeros(0) for _ in range(7)), np.zeros((0, model.config.width), dtype=np.float32))
+        none, no_states = np.zeros(0), np.zeros((0, model.config.width), dtype=np.float32)
+        return Rescored(none, none, none, none, none, none, none, no_states)
     return Rescored.join(parts)
 
 
@@ -66,7 +72,8 @@ def _rescore_pass(model: DecoderLM, branches: list[_Seeded], temperature: float)
     plan = PackedPlan([len(branch.token_ids) for branch, _ in branches], device)
     ids_T = torch.tensor([token for branch, _ in branches for token in branch.token_ids], device=device)
     hidden_TD = model(PackedTokens(ids_T, plan.positions, plan)).hidden_TD
-    at, claimed, noise, proven, offset = [], [], [], [], 0
+    at, claimed, noise, offset = [], [], [], 0
+    proven: list[int] = []
     for branch, seed in branches:
         at += [np.arange(offset + reply.start, offset + reply.end) for reply in branch.replies]
         claimed += [np.asarray(reply.node.logprobs, dtype=np.float64) for reply in branch.replies]
@@ -75,13 +82,13 @@ def _rescore_pass(model: DecoderLM, branches: list[_Seeded], temperature: float)
         offset += len(branch.token_ids)
     if not at:
         return
-    tokens, rows = _Tokens(*(np.concatenate(column) for column in (at, claimed, noise))), max(_LOGITS // vocab, 1)
-    is_proven = np.isin(tokens.at, proven)
-    for first in range(0, len(tokens.at), rows):
-        part = _Tokens(*(column[first : first + rows] for column in tokens))
+    at_N, rows = np.concatenate(at), max(_LOGITS // vocab, 1)
+    tokens = _Tokens(at_N, np.concatenate(claimed), np.concatenate(noise), np.isin(at_N, proven))
+    for first in range(0, len(at_N), rows):
+        part = tokens.part(slice(first, first + rows))
         before_N = torch.from_numpy(part.at - 1).to(device)
         logits_NV = model.logits(hidden_TD[before_N]) / temperature
-        states_PD = hidden_TD[before_N[torch.from_numpy(is_proven[first : first + rows]).to(device)]]
+        states_PD = hidden_TD[before_N[torch.from_numpy(part.proven).to(device)]]
         yield _rescored(logits_NV, ids_T[before_N + 1], part, states_PD)
 
 
