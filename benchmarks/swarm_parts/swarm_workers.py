@@ -173,7 +173,7 @@ class Worker:
 
     def other_temperature(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Sample colder, and claim the logprobs that the right temperature gives these tokens."""
-        return self.with_right_logprobs(order, self._fulfil(order, "", _colder))
+        return self.with_right_numbers(order, self._fulfil(order, "", _colder))
 
     def edited_tokens(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Replace one token of each reply, and claim the logprobs of the new reply."""
@@ -183,7 +183,7 @@ class Worker:
         def answer_for(request: EpisodeRequest) -> Answer:
             return lambda prompt: replies[request.episode_id]
 
-        return self.with_right_logprobs(order, asyncio.run(fulfil(order, self.player, answer_for, self.precision)))
+        return self.with_right_numbers(order, asyncio.run(fulfil(order, self.player, answer_for, self.precision)))
 
     def _edited(self, episode: Episode) -> Reply:
         (node,) = [node for node in episode.traces[0].nodes if node.sampled]
@@ -221,7 +221,7 @@ class Worker:
 
     def greedy(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Decode greedily, and claim the logprobs of honest sampling."""
-        return self.with_right_logprobs(order, self._fulfil(order, "", _greedy))
+        return self.with_right_numbers(order, self._fulfil(order, "", _greedy))
 
     def best_of_two(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Sample each episode a second time, with a seed of its own, and keep the better one."""
@@ -256,9 +256,12 @@ class Worker:
             contribution.proofs[at] = encode_proof(TopStates.of(indices, (sizes * signs).tolist()))
         return contribution
 
-    def with_right_logprobs(self, order: WorkOrder, contribution: Contribution) -> Contribution:
-        """Claim the logprobs and states that the right weights give these tokens."""
+    def with_right_numbers(self, order: WorkOrder, contribution: Contribution) -> Contribution:
+        """Claim the logprobs and prove the states that the right weights give these tokens."""
         contribution.proofs = self.engine("").prove(contribution.episodes)
+        return self.with_right_logprobs(order, contribution)
+
+    def with_right_logprobs(self, order: WorkOrder, contribution: Contribution) -> Contribution:
         for seed, episode in zip(order.seeds, contribution.episodes, strict=True):
             trace = episode.traces[0]
             logprobs = rescore(self.models[""], trace, seed, order.sampling.temperature).logprobs

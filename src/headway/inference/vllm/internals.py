@@ -450,8 +450,10 @@ def residual_stream(output: Any) -> Tensor:
 def watch_head(model: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
     """Show `see` the states that go into a model's head. Returns what ends this.
 
-    vLLM 0.26 to 0.32: its model runner V1 calls `compute_logits` of the model, in eager mode, with the states after the
-    final norm: of a prompt whose logprobs are wanted, request by request, and of all tokens that are to be drawn.
+    Model runner V1 calls it in eager mode, with the states after the final norm: of a prompt whose logprobs are wanted,
+    request by request, and of all tokens that are to be drawn.
+
+    vLLM 0.26 to 0.32 have it, and it was tried with 0.32 alone: `compute_logits` of its models.
     """
     compute_logits = model.compute_logits
 
