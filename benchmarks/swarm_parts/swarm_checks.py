@@ -6,7 +6,9 @@
 Workers in this process fulfil orders on reverse-text with the embedded engine, or vLLM, on a CPU, in both precisions:
 honestly, or with one of the lies in swarm_workers.py. The verifier judges each contribution with every check, by a
 pass over its tokens in the precision that the worker claims. The built-in tiny model has random weights, which are
-scaled so that its replies are neither uniform nor certain; --model takes a trained one, with --scale 1.
+scaled so that its replies are neither uniform nor certain; --model takes a trained one, with --scale 1. With
+`--model certain` the tiny one is trained first, to answer every prompt with one word: then logprobs and draws show
+nothing of the weights.
 
 Prints one JSON object: the share of contributions refused, by precision and kind, the check that refused first, and
 the figures behind it (least and largest). Bars: at least 99 % of lies refused, at most 0.5 % of honest contributions.
@@ -25,6 +27,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from swarm_certain import make_certain
 from swarm_vllm import SharedVllm, VllmSampler
 from swarm_workers import LIES, Worker, load_trusted, of_precision, quantized, stepped
 
@@ -33,7 +36,9 @@ from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.decoder import DecoderLM
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer
+from headway.swarm.messages.canonical import encode
 from headway.swarm.messages.orders import Contribution, Precision, RunTerms, WorkOrder
+from headway.swarm.trust.checks.activations import claimed_states, compare
 from headway.swarm.trust.checks.form import Form
 from headway.swarm.trust.checks.numbers import lean_of
 from headway.swarm.trust.checks.termination import Termination
@@ -50,11 +55,16 @@ LEAST_LIES, MOST_HONEST = 0.99, 0.005
 
 
 def figures(model: DecoderLM, order: WorkOrder, contribution: Contribution) -> list[float]:
-    """Differences of logprobs and misses of draws (mean, largest), the chance of the ranks, and the tokens."""
+    """Differences of logprobs, misses of draws and errors of proven states (mean, largest of each), the share of right
+    indices in proofs, the chance of the ranks, the tokens, and the bytes of the contribution and of its proofs."""
     again = rescore_contribution(model, order, contribution)
     differences, missed = np.abs(again.claimed - again.logprobs), again.missed
     _, chance = lean_of(again.rank, again.rank_variance)
-    return [*(float(f(of)) for of in (differences, missed) for f in (np.mean, np.max)), chance, len(again)]
+    states = again.states_PD
+    errors, overlaps = compare(claimed_states(contribution, states.shape[1]), states)
+    sizes = len(encode(contribution)), sum(map(len, contribution.proofs))
+    pairs = (float(f(of)) for of in (differences, missed, errors) for f in (np.mean, np.max))
+    return [*pairs, float(overlaps.mean()), chance, len(again), *sizes]
 
 
 def tokens_of(contribution: Contribution) -> list[list[int]]:
@@ -66,6 +76,7 @@ def judge_kind(kind: str, worker: Worker, verifier: Verifier, terms: RunTerms, c
     have the very tokens of honest work."""
     refused: Counter[str] = Counter()
     seen, same = [], 0
+    worker.sampling_seconds = worker.proving_seconds = 0.0
     for number in range(count):
         order = terms.order(b"w" * 32, 1, "weights", number)
         another = msgspec.structs.replace(order, seeds=tuple(seed + 1000 for seed in order.seeds))
@@ -76,13 +87,18 @@ def judge_kind(kind: str, worker: Worker, verifier: Verifier, terms: RunTerms, c
         elif kind != "honest":
             same += tokens_of(contribution) == tokens_of(worker.honest(order))
         seen.append(figures(worker.models[""], order, contribution))
-    names = ("logprob_mean", "logprob_largest", "missed_mean", "missed_largest", "rank_chance", "tokens")
+    names = (
+        *("logprob_mean", "logprob_largest", "missed_mean", "missed_largest", "state_mean", "state_largest"),
+        *("state_overlap", "rank_chance", "tokens", "bytes", "proof_bytes"),
+    )
     columns = dict(zip(names, zip(*seen, strict=True), strict=True))
     return {
         "contributions": count,
         "refused": sum(refused.values()) / count,
         "by": dict(refused),
         "same_tokens": same,
+        "sampling_cpu_seconds": round(worker.sampling_seconds, 3),
+        "proving_cpu_seconds": round(worker.proving_seconds, 3),
         **{name: [min(values), max(values)] for name, values in columns.items()},
     }
 
@@ -99,19 +115,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--results", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    folder = resolve_model(options.model)
-    model = load_trusted(folder, options.scale)
+    certain = options.model == "certain"
+    folder = resolve_model("tiny" if certain else options.model)
+    model = load_trusted(folder, 1.0 if certain else options.scale)
     environment, renderer = ReverseText(), load_renderer(folder, "auto")
     player = Player(environment, "reverse-text", renderer)
     sampling = SamplingParams(max_tokens=options.max_tokens)
     terms = RunTerms("bench", b"s" * 32, "reverse-text", list(environment.tasks()), GROUP, sampling, CONTEXT)
     stops = tuple({*renderer.stop_token_ids, *model.config.eos_ids})
+    if certain:
+        make_certain(model, player, terms, stops[0])
     changed = {
         "other": stepped(model, OTHER, 1),
         "older": stepped(model, LEARNING_RATE, 2),
         "quantized": quantized(model),
     }
-    light = (Form(model.config.vocab_size), Termination(stops))
+    light = (Form(model.config.vocab_size, model.config.width), Termination(stops))
     shown: dict[str, dict[str, object]] = {}
     precisions: list[Precision] = (options.precisions or PRECISIONS[options.engine]).split(",")  # type: ignore[assignment]
     for precision in precisions:
@@ -141,7 +160,8 @@ def report(options: argparse.Namespace, shown: dict[str, dict[str, object]]) -> 
     names = ("engine", "scale", "max_tokens")
     given = {"model": Path(options.model).name, **{name: getattr(options, name) for name in names}}
     text = json.dumps({**given, **summary, "kinds": shown}, indent=1)
-    file = options.results or RESULTS / ("swarm.json" if options.engine == "embedded" else "swarm_vllm.json")
+    name = "_certain" if options.model == "certain" else "_vllm" if options.engine == "vllm" else ""
+    file = options.results or RESULTS / f"swarm{name}.json"
     file.write_text(text + "\n")
     print(text)
     sys.exit(int(summary.get("lies_refused", 1) < LEAST_LIES or summary.get("honest_refused", 0) > MOST_HONEST))

@@ -75,7 +75,7 @@ class FloodedRun:
 
     def service(self, folder: Path) -> SwarmService:
         key = SigningKey(b"r" * 32)
-        light = (Form(self.model.config.vocab_size), Termination(self.stops))
+        light = (Form(self.model.config.vocab_size, self.model.config.width), Termination(self.stops))
         verifier = Verifier(light, self.player, lambda version, precision: self.model)
         desk = Desk(self.terms, key, Ledger(folder / "ledger.jsonl", key), verifier)
         desk.publish(1, "weights")

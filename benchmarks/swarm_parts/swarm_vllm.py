@@ -10,7 +10,7 @@ from threading import Thread
 import msgspec
 from swarm_workers import MOST_NEIGHBOURS, LocalEngine, stopping
 
-from headway.core.episodes import EpisodeRequest
+from headway.core.episodes import Episode, EpisodeRequest
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.envs.tree import Reply
 from headway.inference.engine import Result
@@ -42,12 +42,25 @@ class SharedVllm:
         """Serve `model`, and sample replies to all requests together."""
         return asyncio.run_coroutine_threadsafe(self._sample(model, requests), self._loop).result()
 
+    def prove(self, model: DecoderLM, episodes: Sequence[Episode]) -> list[bytes]:
+        """Serve `model`, and compute the proofs of episodes' activations."""
+        return asyncio.run_coroutine_threadsafe(self._prove(model, episodes), self._loop).result()
+
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._engine.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._folder.cleanup()
 
     async def _sample(self, model: DecoderLM, requests: Sequence[GenerateRequest]) -> list[Result]:
+        await self._serve(model)
+        assert self._engine._service is not None
+        return list(await asyncio.gather(*(self._engine._service.generate(request) for request in requests)))
+
+    async def _prove(self, model: DecoderLM, episodes: Sequence[Episode]) -> list[bytes]:
+        await self._serve(model)
+        return [await self._engine.prove(episode) for episode in episodes]
+
+    async def _serve(self, model: DecoderLM) -> None:
         if model is not self._served:
             self._versions += 1
             folder = Path(self._folder.name) / str(self._versions)
@@ -55,8 +68,6 @@ class SharedVllm:
             fingerprint = write_version(folder, self._base, self._versions, dict(hf_tensors(model)))
             await self._engine.serve(folder, self._versions, fingerprint)
             self._served = model
-        assert self._engine._service is not None
-        return list(await asyncio.gather(*(self._engine._service.generate(request) for request in requests)))
 
 
 class VllmSampler(LocalEngine):
@@ -64,6 +75,9 @@ class VllmSampler(LocalEngine):
 
     def __init__(self, vllm: SharedVllm, model: DecoderLM, stops: Sequence[int], chance: random.Random) -> None:
         self._vllm, self._model, self._stops, self._chance = vllm, model, tuple(stops), chance
+
+    def prove(self, episodes: Sequence[Episode]) -> list[bytes]:
+        return self._vllm.prove(self._model, episodes)
 
     def _sample(self, tokens: list[int], requests: Sequence[EpisodeRequest]) -> dict[str, Reply]:
         asked = [GenerateRequest(tokens, sampling_params=stopping(warm(each), self._stops)) for each in requests]

@@ -3,19 +3,23 @@
 import asyncio
 import copy
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from headway.core.activations import TopStates
 from headway.core.episodes import Episode, EpisodeRequest
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.envs.tree import Prompt, Reply
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
+from headway.inference.embedded.states import top_states
 from headway.inference.engine import Result
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
@@ -23,9 +27,11 @@ from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.models.registry import load_config
 from headway.swarm.messages.orders import Contribution, Precision, WorkOrder
+from headway.swarm.messages.proofs import count_proven, decode_proof, encode_proof
 from headway.swarm.trust.play import Answer, Player
 from headway.swarm.trust.rescore import rescore
 from headway.swarm.work.fulfil import fulfil
+from headway.swarm.work.prove import prove
 
 MOST_NEIGHBOURS = 6
 
@@ -54,6 +60,15 @@ class LocalEngine:
             return answer
 
         return answer_for
+
+    def prove(self, episodes: Sequence[Episode]) -> list[bytes]:
+        """Compute the proofs of episodes' activations."""
+
+        async def states_of(*asked: Any) -> TopStates:
+            return top_states(self._engine, *asked)
+
+        width = self._engine.model.config.width
+        return [asyncio.run(prove(episode, states_of, width)) for episode in episodes]
 
     def _sample(self, tokens: list[int], requests: Sequence[EpisodeRequest]) -> dict[str, Reply]:
         for _ in range(self._chance.randrange(MOST_NEIGHBOURS)):
@@ -120,6 +135,9 @@ class Worker:
     precision: Precision
     chance: random.Random
     engines: dict[str, LocalEngine] = field(default_factory=dict)
+    sampling_seconds: float = 0.0
+    """Of this process on the CPU, for all contributions so far; vLLM has processes of its own."""
+    proving_seconds: float = 0.0
 
     def honest(self, order: WorkOrder) -> Contribution:
         return self._fulfil(order, "")
@@ -128,12 +146,21 @@ class Worker:
         """Fulfil an order dishonestly. `another` is an order for the same task with other seeds."""
         return LIES[kind](self, order, another)
 
-    def _fulfil(self, order: WorkOrder, model: str, change: "Change | None" = None) -> Contribution:
+    def engine(self, model: str) -> LocalEngine:
         if model not in self.engines:
             self.engines[model] = LocalEngine(self.models[model], self.stops, self.context, self.chance)
+        return self.engines[model]
+
+    def _fulfil(self, order: WorkOrder, model: str, change: "Change | None" = None) -> Contribution:
         requests = [order.request(index) for index in range(len(order.seeds))]
-        answers = self.engines[model].answers([change(request) for request in requests] if change else requests)
-        return asyncio.run(fulfil(order, self.player, answers, self.precision))
+        answers = self.engine(model).answers([change(request) for request in requests] if change else requests)
+        began = time.process_time()
+        contribution = asyncio.run(fulfil(order, self.player, answers, self.precision))
+        sampled = time.process_time()
+        contribution.proofs = self.engine(model).prove(contribution.episodes)
+        self.sampling_seconds += sampled - began
+        self.proving_seconds += time.process_time() - sampled
+        return contribution
 
     def other_weights(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         return self._fulfil(order, "other")
@@ -146,7 +173,7 @@ class Worker:
 
     def other_temperature(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Sample colder, and claim the logprobs that the right temperature gives these tokens."""
-        return self.with_right_logprobs(order, self._fulfil(order, "", _colder))
+        return self.with_right_numbers(order, self._fulfil(order, "", _colder))
 
     def edited_tokens(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Replace one token of each reply, and claim the logprobs of the new reply."""
@@ -156,7 +183,7 @@ class Worker:
         def answer_for(request: EpisodeRequest) -> Answer:
             return lambda prompt: replies[request.episode_id]
 
-        return self.with_right_logprobs(order, asyncio.run(fulfil(order, self.player, answer_for, self.precision)))
+        return self.with_right_numbers(order, asyncio.run(fulfil(order, self.player, answer_for, self.precision)))
 
     def _edited(self, episode: Episode) -> Reply:
         (node,) = [node for node in episode.traces[0].nodes if node.sampled]
@@ -182,7 +209,7 @@ class Worker:
         earlier = self._fulfil(another, "")
         for index, episode in enumerate(earlier.episodes):
             _readdress(episode, order, index)
-        return Contribution(order.id, self.precision, earlier.episodes)
+        return Contribution(order.id, self.precision, earlier.episodes, earlier.proofs)
 
     def invented_rewards(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         contribution = self._fulfil(order, "")
@@ -194,16 +221,45 @@ class Worker:
 
     def greedy(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Decode greedily, and claim the logprobs of honest sampling."""
-        return self.with_right_logprobs(order, self._fulfil(order, "", _greedy))
+        return self.with_right_numbers(order, self._fulfil(order, "", _greedy))
 
     def best_of_two(self, order: WorkOrder, another: WorkOrder) -> Contribution:
         """Sample each episode a second time, with a seed of its own, and keep the better one."""
         first, second = self._fulfil(order, ""), self._fulfil(another, "")
         for index, episode in enumerate(second.episodes):
             _readdress(episode, order, index)
-        pairs = zip(first.episodes, second.episodes, strict=True)
-        first.episodes = [max(pair, key=lambda episode: (episode.reward, episode is pair[1])) for pair in pairs]
+        tries = [zip(each.episodes, each.proofs, strict=True) for each in (first, second)]
+        kept = [better if better[0].reward >= own[0].reward else own for own, better in zip(*tries, strict=True)]
+        first.episodes, first.proofs = [episode for episode, _ in kept], [proof for _, proof in kept]
         return first
+
+    def other_proof(self, order: WorkOrder, another: WorkOrder) -> Contribution:
+        """Work honestly, and send a proof of other weights."""
+        contribution = self._fulfil(order, "")
+        contribution.proofs = self.engine("other").prove(contribution.episodes)
+        return contribution
+
+    def replayed_proof(self, order: WorkOrder, another: WorkOrder) -> Contribution:
+        """Work honestly, and send the proofs of an earlier order for the same task once more."""
+        contribution, earlier = self._fulfil(order, ""), b"".join(self._fulfil(another, "").proofs)
+        contribution.proofs = [(earlier * len(proof))[: len(proof)] for proof in contribution.proofs]
+        return contribution
+
+    def random_proof(self, order: WorkOrder, another: WorkOrder) -> Contribution:
+        """Work honestly, and send numbers of the right size, at random."""
+        contribution, width = self._fulfil(order, ""), self.models[""].config.width
+        for at, episode in enumerate(contribution.episodes):
+            states = count_proven(episode.traces[0])
+            sizes = np.abs(decode_proof(contribution.proofs[at], states, width).values_PK)
+            signs = [[self.chance.choice((-1, 1)) for _ in row] for row in sizes]
+            indices = [self.chance.sample(range(width), len(row)) for row in sizes]
+            contribution.proofs[at] = encode_proof(TopStates.of(indices, (sizes * signs).tolist()))
+        return contribution
+
+    def with_right_numbers(self, order: WorkOrder, contribution: Contribution) -> Contribution:
+        """Claim the logprobs and prove the states that the right weights give these tokens."""
+        contribution.proofs = self.engine("").prove(contribution.episodes)
+        return self.with_right_logprobs(order, contribution)
 
     def with_right_logprobs(self, order: WorkOrder, contribution: Contribution) -> Contribution:
         for seed, episode in zip(order.seeds, contribution.episodes, strict=True):
@@ -230,6 +286,9 @@ LIES: dict[str, Lie] = {
     "invented_rewards": Worker.invented_rewards,
     "greedy": Worker.greedy,
     "best_of_two": Worker.best_of_two,
+    "other_proof": Worker.other_proof,
+    "replayed_proof": Worker.replayed_proof,
+    "random_proof": Worker.random_proof,
 }
 
 

@@ -31,6 +31,7 @@ class Swarm:
     workers: dict[str, Worker]
     stops: tuple[int, ...]
     vocab_size: int
+    width: int
 
     def order(self, number: int = 0) -> WorkOrder:
         return self.terms.order(b"w" * 32, 1, "weights", number)
@@ -51,4 +52,4 @@ def make_swarm() -> Swarm:
         models[precision] = of_precision(model, precision)
         its = {"": models[precision]} | {name: of_precision(each, precision) for name, each in changed.items()}
         workers[precision] = Worker(player, its, stops, CONTEXT, precision, random.Random(0))
-    return Swarm(terms, player, models, workers, stops, model.config.vocab_size)
+    return Swarm(terms, player, models, workers, stops, model.config.vocab_size, model.config.width)

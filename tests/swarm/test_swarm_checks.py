@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.core.activations import TopStates
 from headway.core.episodes import Episode, EpisodeError, Node, Task, Trace
 from headway.core.messages import Message
 from headway.core.protocol import SamplingParams
 from headway.swarm.messages.orders import Contribution, RunTerms, WorkOrder
+from headway.swarm.messages.proofs import encode_proof
 from headway.swarm.trust.checks.base import Claim, Evidence, PlayedClaim
 from headway.swarm.trust.checks.form import Form
 from headway.swarm.trust.checks.numbers import Logprobs, Ranks, SeededDraws, lean_of
@@ -20,7 +22,10 @@ from headway.swarm.trust.checks.replay import PlayedAgain
 from headway.swarm.trust.checks.termination import Termination
 from headway.swarm.trust.rescored import Rescored
 
-STOP, VOCAB, TOKENS = 9, 10, 4
+STOP, VOCAB, TOKENS, WIDTH = 9, 10, 4, 3
+PROOF = encode_proof(TopStates.of([[2, 0, 1]] * 2, [[0.5, 0.25, -0.125]] * 2))
+"""Of two replies, each of which is proven at its last token."""
+NAN = np.float32(np.nan).tobytes()
 TERMS = RunTerms("run", b"s" * 32, "env", [Task("t", {"n": 1})], 2, SamplingParams(max_tokens=TOKENS), 16)
 ORDER = TERMS.order(b"w" * 32, 3, "f", 0)
 
@@ -38,12 +43,12 @@ def episode(order: WorkOrder, index: int) -> Episode:
 
 
 def contribution() -> Contribution:
-    return Contribution(ORDER.id, "float32", [episode(ORDER, index) for index in range(2)])
+    return Contribution(ORDER.id, "float32", [episode(ORDER, index) for index in range(2)], [PROOF] * 2)
 
 
 def light(sent: Contribution) -> str | None:
     claim = Claim(ORDER, sent)
-    return Form(VOCAB).refuse(claim) or Termination([STOP]).refuse(claim)
+    return Form(VOCAB, WIDTH).refuse(claim) or Termination([STOP]).refuse(claim)
 
 
 def nodes_of(sent: Contribution) -> list[Node]:
@@ -72,6 +77,12 @@ LIES: dict[str, Callable[[Contribution], object]] = {
     "nothing was sampled": lambda sent: [setattr(node, "logprobs", None) for node in nodes_of(sent)],
     "notes and names": lambda sent: sent.episodes[0].traces[0].notes.update(a="x" * 100_000),
     "goes on after an end token": lambda sent: nodes_of(sent)[3].token_ids.__setitem__(1, STOP),
+    "1 proofs of activations for 2 episodes": lambda sent: sent.proofs.pop(),
+    "states of 3 numbers take another number": lambda sent: sent.proofs.__setitem__(1, PROOF[:-1]),
+    "2 states of 3 numbers": lambda sent: sent.proofs.__setitem__(0, PROOF * 1000),
+    "a state of 3 does not have": lambda sent: sent.proofs.__setitem__(1, b"\3" + PROOF[1:]),
+    "names a number twice": lambda sent: sent.proofs.__setitem__(1, b"\0" + PROOF[1:]),
+    "numbers that are none": lambda sent: sent.proofs.__setitem__(1, PROOF[:-4] + NAN),
     "ended by 'length'": lambda sent: setattr(nodes_of(sent)[1], "finish_reason", "length"),
     "ended by 'stop'": lambda sent: setattr(nodes_of(sent)[3], "finish_reason", "stop"),
 }

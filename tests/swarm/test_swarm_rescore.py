@@ -10,7 +10,7 @@ from headway.models.config import ModelConfig
 from headway.swarm.trust import rescore as rescoring
 from headway.swarm.trust.rescore import rescore, rescore_all
 
-COLUMNS = ("claimed", "logprobs", "noise", "low", "high", "rank", "rank_variance")
+COLUMNS = ("claimed", "logprobs", "noise", "low", "high", "rank", "rank_variance", "states_PD")
 
 
 @pytest.mark.parametrize("vocab", [50, 128, 1000])

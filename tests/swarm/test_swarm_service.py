@@ -50,7 +50,7 @@ class Run:
     """A service around a desk, and what it accepted and dropped."""
 
     def __init__(self, swarm: Swarm, folder: Path) -> None:
-        light = (Form(swarm.vocab_size), Termination(swarm.stops))
+        light = (Form(swarm.vocab_size, swarm.width), Termination(swarm.stops))
         verifier = Verifier(light, swarm.player, lambda version, precision: swarm.models[precision])
         self.desk = Desk(swarm.terms, RUN_KEY, Ledger(folder / "ledger.jsonl", RUN_KEY), verifier)
         self.desk.publish(1, "weights")

@@ -1,6 +1,8 @@
 """Verification with a real engine and model: honest work passes, lies do not, and the desk keeps the books."""
 
 import asyncio
+import copy
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,11 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from swarm_run import Swarm, make_swarm
+from swarm_run import CONTEXT, Swarm, make_swarm
+from swarm_workers import Worker, quantized, stepped
 
 from headway.base.errors import UsageError
 from headway.core.episodes import EpisodeError
 from headway.envs.bundled.reverse_text import ReverseText
+from headway.models.decoder import DecoderLM
 from headway.models.tiny import resolve_model
 from headway.rendering.load import load_renderer
 from headway.swarm.messages.api import WorkRequest
@@ -23,6 +27,7 @@ from headway.swarm.messages.orders import Contribution, WorkOrder
 from headway.swarm.messages.verdict import Verdict
 from headway.swarm.trust.audit import audit_ledger
 from headway.swarm.trust.checks.form import Form
+from headway.swarm.trust.checks.numbers import Logprobs, Ranks, SeededDraws
 from headway.swarm.trust.checks.termination import Termination
 from headway.swarm.trust.ledger import Ledger
 from headway.swarm.trust.play import Player
@@ -43,7 +48,7 @@ def swarm() -> Iterator[Swarm]:
 
 
 def verifier(swarm: Swarm) -> Verifier:
-    light = (Form(swarm.vocab_size), Termination(swarm.stops))
+    light = (Form(swarm.vocab_size, swarm.width), Termination(swarm.stops))
     return Verifier(light, swarm.player, lambda version, precision: swarm.models[precision])
 
 
@@ -77,6 +82,9 @@ def test_honest_work_is_accepted(swarm: Swarm, precision: str) -> None:
         ("replayed", "draws"),
         ("invented_rewards", "rewards"),
         ("greedy", "draws"),
+        ("other_proof", "activations"),
+        ("replayed_proof", "activations"),
+        ("random_proof", "activations"),
     ],
 )
 def test_each_lie_is_refused_by_the_check_for_it(swarm: Swarm, kind: str, check: str) -> None:
@@ -84,6 +92,35 @@ def test_each_lie_is_refused_by_the_check_for_it(swarm: Swarm, kind: str, check:
     another = msgspec.structs.replace(order, seeds=tuple(seed + 1000 for seed in order.seeds))
     verdict = verify(swarm, order, swarm.workers["float32"].lie(kind, order, another))
     assert (verdict.accepted, verdict.check) == (False, check), verdict
+
+
+def sure_of(model: DecoderLM, token: int) -> DecoderLM:
+    """Make a model nearly certain of one token, whatever it read: all its states point the same way, and so does the
+    token's row of the head."""
+    model = copy.deepcopy(model)
+    direction = torch.randn(model.config.width, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.head_weight().add_(direction)
+        model.head_weight()[token] += 8 * direction
+    return model
+
+
+@pytest.mark.parametrize("lie", ["other_weights", "older_version", "quantized_weights"])
+def test_of_a_model_that_is_certain_the_proof_alone_shows_the_weights(swarm: Swarm, lie: str) -> None:
+    model = sure_of(swarm.models["float32"], ord("a"))
+    changed = {"other": stepped(model, 5e-3, 1), "older": stepped(model, 1e-4, 2), "quantized": quantized(model)}
+    worker = Worker(swarm.player, {"": model, **changed}, swarm.stops, CONTEXT, "float32", random.Random(0))
+    order = swarm.order(6)
+    honest, lying = worker.honest(order), worker.lie(lie, order, order)
+    light = (Form(swarm.vocab_size, swarm.width), Termination(swarm.stops))
+    without = Verifier(light, swarm.player, lambda *_: model, (Logprobs(), SeededDraws(), Ranks()))
+    with_proof = Verifier(light, swarm.player, lambda *_: model)
+    found = [
+        asyncio.run(verifier.verify(order, sent, rescored=True))[0].check
+        for verifier in (without, with_proof)
+        for sent in (honest, lying)
+    ]
+    assert found == ["", "", "", "activations"]
 
 
 def test_rewards_are_computed_again_also_without_the_model(swarm: Swarm) -> None:

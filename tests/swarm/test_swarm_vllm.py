@@ -146,7 +146,7 @@ def judge_all(folder: Path) -> list[list[str]]:
     swarm = make_swarm()
     weights = write_model(folder / "weights", swarm.models["float32"])
     other = write_model(folder / "other", swarm.workers["float32"].models["other"])
-    light = (Form(swarm.vocab_size), Termination(swarm.stops))
+    light = (Form(swarm.vocab_size, swarm.width), Termination(swarm.stops))
     verifier = Verifier(light, swarm.player, lambda version, precision: swarm.models[precision])
     desk = Desk(swarm.terms, RUN_KEY, Ledger(folder / "ledger.jsonl", RUN_KEY), verifier)
     store = ShardStore(folder / "shards", RUN_KEY.public)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.base.errors import HeadwayError
+from headway.core.activations import TopStates
 from headway.core.openai import RequestError as RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, FinishReason, GenerateRequest, WeightReply, WeightState, WeightUpdate
@@ -202,6 +203,11 @@ class Engine(Protocol):
         they do not, or can't move this."""
         ...
 
+    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+        """Compute the policy's last hidden states at `positions` of a sequence, as they go into the head, and return
+        the `count` largest numbers of each. Raises FailedError."""
+        ...
+
     async def drop_adapter(self, name: str) -> bool:
         """Drop the adapter of this name; False where there is none."""
         ...
@@ -325,6 +331,9 @@ class BaseEngine(ABC, Generic[Adapters]):
 
     def kv_state(self, request: GenerateRequest) -> str | None:
         return None
+
+    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+        raise FailedError("this engine does not show its hidden states")
 
     async def update(self, update: WeightUpdate) -> WeightReply:
         # The client may disconnect meanwhile; the update must still finish, since weights that are half loaded serve

@@ -25,6 +25,7 @@ from headway.inference.engine import Engine, UpdateError
 from headway.inference.serve import load_engine
 from headway.inference.server import ServerContext, build_app
 from headway.models.checkpoints.folders import copy_companions
+from headway.models.registry import load_config
 from headway.orchestrator.run import open_session
 from headway.rendering.load import load_renderer
 from headway.rendering.tokenizer import tokenizer_fingerprint
@@ -37,6 +38,7 @@ from headway.swarm.weights.peer import CutOffError, Peer, Retry, SourceError
 from headway.swarm.weights.store import ShardStore
 from headway.swarm.weights.versions import adapter_update_of, update_of, verify_tensors
 from headway.swarm.work.client import SwarmClient
+from headway.swarm.work.prove import prove
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class LocalEngine:
         self.precision = options.precision
         self._options, self._terms = options, terms
         self._service: Engine | None = None
+        self._width = 0
         self._died: str | None = None
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -133,11 +136,18 @@ class LocalEngine:
         context = ServerContext(
             load_renderer(folder, terms.renderer), loaded=service, tokenizer=tokenizer_fingerprint(folder)
         )
+        self._width = load_config(folder).width
         self._runner = web.AppRunner(build_app(context), handler_cancellation=True, access_log=None)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._service = service
+
+    async def prove(self, episode: Episode) -> bytes:
+        """Compute the proof of an episode's activations, in passes of their own, after all was sampled. Raises
+        HeadwayError."""
+        assert self._service is not None
+        return await prove(episode, self._service.top_states, self._width)
 
     async def close(self) -> None:
         runner, service, self._runner, self._service, self._died = self._runner, self._service, None, None, None
@@ -226,7 +236,8 @@ class Contributor:
         try:
             await self._prepare(order, env, terms)
             episodes = await self._play(order)
-            answer = await self._upload(Contribution(order.id, self._engine.precision, episodes))
+            proofs = [await self._engine.prove(episode) for episode in episodes]
+            answer = await self._upload(Contribution(order.id, self._engine.precision, episodes, proofs))
         except (SourceError, CutOffError, EngineStartError):
             raise
         except (HeadwayError, OSError) as error:

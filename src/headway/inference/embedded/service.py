@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings, TlsSettings
+from headway.core.activations import TopStates
 from headway.core.openai import RequestError, new_id
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
@@ -15,6 +16,7 @@ from headway.inference.embedded import handover
 from headway.inference.embedded.backpressure import Backpressure
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.grammars import Grammars
+from headway.inference.embedded.states import top_states
 from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
@@ -149,6 +151,11 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
 
     async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
         return await self._thread.call(lambda: handover.adopt_blocks(self._engine, request, names, contents))
+
+    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+        if down := self._down or self._thread.failure:
+            raise FailedError(f"the engine does not serve: {down}")
+        return await self._thread.call(lambda: top_states(self._engine, token_ids, positions, count))
 
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:

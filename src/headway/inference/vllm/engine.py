@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from headway.base.errors import HeadwayError
+from headway.core.activations import TopStates
 from headway.core.openai import RequestError, new_id
 from headway.core.protocol import (
     EngineState,
@@ -25,6 +26,7 @@ from headway.inference.vllm.internals import VllmLimits, engine_errors, forget_f
 from headway.inference.vllm.probe import Probation
 from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_drawn, check_shaped, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
+from headway.inference.vllm.states import top_states
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.transfers import OFFER, Offer, kv_name
 from headway.inference.vllm.weights import LoadedWeights, LostError, Stager
@@ -187,6 +189,17 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
         if not self._limits.transfers or request.images or len(token_ids) % self._limits.block_size == 0:
             return None
         return kv_name(token_ids, self._served(request.model), request.cache_salt)
+
+    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+        dead, failed = engine_errors()
+        async with self._update_lock, self._scheduler.emptied():
+            self._check_up()
+            try:
+                return await top_states(self._llm, token_ids, positions, count, self._adapters.request(POLICY))
+            except dead:
+                raise LoadingError("vLLM has died; the server starts again", retry_after=5) from None
+            except failed as error:
+                raise FailedError(f"vLLM failed: {error.__cause__ or error}") from None
 
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:

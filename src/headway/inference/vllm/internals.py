@@ -445,3 +445,26 @@ def residual_stream(output: Any) -> Tensor:
     """
     stream: Tensor = output[0] + output[1] if isinstance(output, tuple) else output
     return stream
+
+
+def watch_head(model: Any, see: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Show `see` the states that go into a model's head. Returns what ends this.
+
+    Model runner V1 calls it in eager mode, with the states after the final norm: of a prompt whose logprobs are wanted,
+    request by request, and of all tokens that are to be drawn.
+
+    vLLM 0.26 to 0.32 have it, and it was tried with 0.32 alone: `compute_logits` of its models.
+    """
+    compute_logits = model.compute_logits
+
+    def watched(hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
+        see(hidden_states)
+        return compute_logits(hidden_states, *arguments, **named)
+
+    model.compute_logits = watched
+
+    def stop() -> None:
+        # The model's own is its class's.
+        del model.compute_logits
+
+    return stop

@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from headway.inference.engine import Mode
+from headway.inference.engine import FailedError, Mode
 from headway.inference.handover.transfers import Offers
 from headway.inference.vllm.internals import outputs_delivered, pause_scheduler, sampled_tokens
 from headway.inference.vllm.requests import ActiveRequests
 
 _RELEASE_SECONDS = 0.1
+_EMPTY_SECONDS = 0.005
 
 
 class SchedulerControl:
@@ -70,6 +71,20 @@ class SchedulerControl:
         finally:
             if not self.paused and self._alive():
                 await self._llm.resume_generation()
+            self.open.set()
+
+    @asynccontextmanager
+    async def emptied(self) -> AsyncIterator[None]:
+        """Let requests end and new ones wait, while whoever asks has vLLM to itself. Raises FailedError where it is
+        paused."""
+        if self.paused:
+            raise FailedError("vLLM is paused")
+        self.open.clear()
+        try:
+            while any(request.sent for request in self._requests):  # noqa: ASYNC110 (they end by themselves)
+                await asyncio.sleep(_EMPTY_SECONDS)
+            yield
+        finally:
             self.open.set()
 
     async def stop(self, mode: Mode, *, clear_cache: bool) -> None:

@@ -27,6 +27,7 @@ from headway.inference.vllm.kept import KeptWeights
 from headway.inference.vllm.loaded import LoadedProof
 from headway.inference.vllm.places import Places
 from headway.inference.vllm.processes import die_with_server
+from headway.inference.vllm.states import HeadWatch
 from headway.inference.vllm.watch import StreamWatch
 from headway.transport.weights import make_receiver
 from headway.transport.weights.receive import WeightReceiver
@@ -42,7 +43,7 @@ class TensorSpan(NamedTuple):
     bytes: int
 
 
-class HeadwayWorker(StreamWatch):
+class HeadwayWorker(StreamWatch, HeadWatch):
     """Methods that the server calls in all workers at once. Weights are loaded while the scheduler is paused."""
 
     device: torch.device

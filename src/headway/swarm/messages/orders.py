@@ -51,12 +51,13 @@ class WorkOrder(msgspec.Struct, frozen=True):
 
 
 class Contribution(msgspec.Struct):
-    """A worker's answer to the order of this id: all its episodes, in the order of the seeds, and the precision that it
-    computed in."""
+    """A worker's answer to the order of this id: all its episodes, in the order of the seeds, the precision that it
+    computed in, and a proof of its activations for each episode (`messages.proofs`)."""
 
     order: str
     precision: Precision
     episodes: list[Episode]
+    proofs: list[bytes] = msgspec.field(default_factory=list)
 
 
 class RunTerms:

@@ -1,11 +1,12 @@
 """Replies computed again by a trusted model, in one pass over all their tokens: far cheaper than sampling them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.draws import choice_seed, uniform
@@ -13,28 +14,30 @@ from headway.core.episodes import Trace
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
+from headway.swarm.messages.proofs import proven_positions
+from headway.swarm.messages.replies import ReplyBranch, reply_branches
 from headway.swarm.trust.rescored import Floats, Rescored
 
 _PASS = 16_384
 """Tokens that are computed in one pass, unless a branch alone has more: passes over a few leave a GPU idle."""
 _LOGITS = 1 << 26
 """Logits in memory at a time."""
-
-
 _BLOCK = 128
+_Seeded = tuple[ReplyBranch, int]
+"""A branch, and the seed of its episode."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """Sampled tokens, the first of them at `start` of a branch."""
+class _Tokens(NamedTuple):
+    """Sampled tokens of a pass: where they are in it, the logprobs that are claimed, what their seeds draw, and whether
+    the states that they are drawn from are proven."""
 
-    start: int
+    at: NDArray[np.int64]
     claimed: Floats
     noise: Floats
+    proven: NDArray[np.bool_]
 
-
-_Branch = tuple[list[int], list[_Reply]]
-"""The tokens of a branch, and the replies in it that no earlier branch has."""
+    def part(self, rows: slice) -> "_Tokens":
+        return _Tokens(self.at[rows], self.claimed[rows], self.noise[rows], self.proven[rows])
 
 
 def rescore(model: DecoderLM, trace: Trace, seed: int, temperature: float) -> Rescored:
@@ -45,30 +48,18 @@ def rescore(model: DecoderLM, trace: Trace, seed: int, temperature: float) -> Re
 @torch.no_grad()
 def rescore_all(model: DecoderLM, traces: Sequence[tuple[Trace, int]], temperature: float) -> Rescored:
     """Compute the sampled tokens of traces, each given with its seed, again: many tokens in a pass."""
-    branches = [branch for trace, seed in traces for branch in _branches(trace, seed)]
+    branches = [(branch, seed) for trace, seed in traces for branch in reply_branches(trace)]
     parts = [part for packed in _passes(branches) for part in _rescore_pass(model, packed, temperature)]
-    return Rescored.join(parts) if parts else Rescored(*(np.zeros(0) for _ in range(7)))
+    if not parts:
+        none, no_states = np.zeros(0), np.zeros((0, model.config.width), dtype=np.float32)
+        return Rescored(none, none, none, none, none, none, none, no_states)
+    return Rescored.join(parts)
 
 
-def _branches(trace: Trace, seed: int) -> Iterator[_Branch]:
-    calls = {index: call for call, index in enumerate(i for i, node in enumerate(trace.nodes) if node.sampled)}
-    for branch in trace.branches():
-        replies = []
-        for index, (node, start, end) in zip(branch, trace.spans(branch), strict=True):
-            # A reply that several branches share was sampled once.
-            call = calls.pop(index, None)
-            if call is None or start == end:
-                continue
-            assert node.logprobs is not None
-            claimed = np.asarray(node.logprobs, dtype=np.float64)
-            replies.append(_Reply(start, claimed, _noise(seed + call, start, end)))
-        yield [token for index in branch for token in trace.nodes[index].token_ids], replies
-
-
-def _passes(branches: list[_Branch]) -> Iterator[list[_Branch]]:
-    packed: list[_Branch] = []
+def _passes(branches: list[_Seeded]) -> Iterator[list[_Seeded]]:
+    packed: list[_Seeded] = []
     for branch in branches:
-        if packed and sum(len(tokens) for tokens, _ in packed) + len(branch[0]) > _PASS:
+        if packed and sum(len(each.token_ids) for each, _ in packed) + len(branch[0].token_ids) > _PASS:
             yield packed
             packed = []
         packed.append(branch)
@@ -76,26 +67,29 @@ def _passes(branches: list[_Branch]) -> Iterator[list[_Branch]]:
         yield packed
 
 
-def _rescore_pass(model: DecoderLM, branches: list[_Branch], temperature: float) -> Iterator[Rescored]:
+def _rescore_pass(model: DecoderLM, branches: list[_Seeded], temperature: float) -> Iterator[Rescored]:
     device, vocab = model.head_weight().device, model.config.vocab_size
-    plan = PackedPlan([len(tokens) for tokens, _ in branches], device)
-    ids_T = torch.tensor([token for tokens, _ in branches for token in tokens], device=device)
+    plan = PackedPlan([len(branch.token_ids) for branch, _ in branches], device)
+    ids_T = torch.tensor([token for branch, _ in branches for token in branch.token_ids], device=device)
     hidden_TD = model(PackedTokens(ids_T, plan.positions, plan)).hidden_TD
-    places, replies, offset = [], [], 0
-    for tokens, found in branches:
-        for reply in found:
-            places.append(torch.arange(offset + reply.start, offset + reply.start + len(reply.claimed)))
-            replies.append(reply)
-        offset += len(tokens)
-    if not replies:
+    at, claimed, noise, offset = [], [], [], 0
+    proven: list[int] = []
+    for branch, seed in branches:
+        at += [np.arange(offset + reply.start, offset + reply.end) for reply in branch.replies]
+        claimed += [np.asarray(reply.node.logprobs, dtype=np.float64) for reply in branch.replies]
+        noise += [_noise(seed + reply.call, reply.start, reply.end) for reply in branch.replies]
+        proven += [offset + position + 1 for position in proven_positions(branch.replies)]
+        offset += len(branch.token_ids)
+    if not at:
         return
-    places_N = torch.cat(places).to(device)
-    claimed, noise = (np.concatenate([getattr(reply, name) for reply in replies]) for name in ("claimed", "noise"))
-    rows = max(_LOGITS // vocab, 1)
-    for at in range(0, len(places_N), rows):
-        here_N = places_N[at : at + rows]
-        logits_NV = model.logits(hidden_TD[here_N - 1]) / temperature
-        yield _rescored(logits_NV, ids_T[here_N], claimed[at : at + rows], noise[at : at + rows])
+    at_N, rows = np.concatenate(at), max(_LOGITS // vocab, 1)
+    tokens = _Tokens(at_N, np.concatenate(claimed), np.concatenate(noise), np.isin(at_N, proven))
+    for first in range(0, len(at_N), rows):
+        part = tokens.part(slice(first, first + rows))
+        before_N = torch.from_numpy(part.at - 1).to(device)
+        logits_NV = model.logits(hidden_TD[before_N]) / temperature
+        states_PD = hidden_TD[before_N[torch.from_numpy(part.proven).to(device)]]
+        yield _rescored(logits_NV, ids_T[before_N + 1], part, states_PD)
 
 
 def _noise(seed: int, start: int, end: int) -> Floats:
@@ -104,7 +98,7 @@ def _noise(seed: int, start: int, end: int) -> Floats:
     return uniform(seeds, np.arange(start, end)).astype(np.float64)
 
 
-def _rescored(logits_NV: Tensor, ids_N: Tensor, claimed: Floats, noise: Floats) -> Rescored:
+def _rescored(logits_NV: Tensor, ids_N: Tensor, tokens: _Tokens, states_PD: Tensor) -> Rescored:
     """Look at all logits in few passes: on a GPU these take most of the time, since vocabularies are large."""
     logits_NV = logits_NV.float()
     # Not divided by their sum, which is known to more digits than float32 has.
@@ -118,7 +112,8 @@ def _rescored(logits_NV: Tensor, ids_N: Tensor, claimed: Floats, noise: Floats) 
     rank_N = likelier_N / whole_N + equals_N * own_N / 2
     columns = (own_N.log(), low_N, low_N + own_N, rank_N, (1 - cubes_N) / 12)
     logprobs, low, high, rank, variance = (column.cpu().numpy() for column in columns)
-    return Rescored(claimed, logprobs, noise, low, high, rank, variance)
+    states = states_PD.float().cpu().numpy()
+    return Rescored(tokens.claimed, logprobs, tokens.noise, low, high, rank, variance, states)
 
 
 def _sums(parts_NV: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,22 @@
 """Sampled tokens under a trusted model's distribution, as the checks of numbers look at them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+States = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """One entry for each sampled token of an episode, under the trusted model's distribution there.
+    """One entry for each sampled token of episodes, under the trusted model's distribution there.
 
     The worker claims `claimed` as its logprob; here it is `logprobs`. Its seed draws `noise`, and tokens whose share of
     the probability, in the order of their ids, is `low .. high` are drawn by noise in between. `rank` is the share of
     the probability that lies on likelier tokens, plus half its own: 1/2 on average for honest draws, with variance
-    `rank_variance`.
+    `rank_variance`. `states_PD` are the last hidden states at the places of which workers send proofs.
     """
 
     claimed: Floats
@@ -25,6 +26,7 @@ class Rescored:
     high: Floats
     rank: Floats
     rank_variance: Floats
+    states_PD: States = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
 
     def __len__(self) -> int:
         return len(self.claimed)

@@ -11,6 +11,7 @@ from headway.core.episodes import Episode, Node
 from headway.models.decoder import DecoderLM
 from headway.swarm.messages.orders import Contribution, Precision, WorkOrder
 from headway.swarm.messages.verdict import Verdict
+from headway.swarm.trust.checks.activations import Activations
 from headway.swarm.trust.checks.base import Check, Claim, Evidence, PlayedClaim
 from headway.swarm.trust.checks.numbers import Logprobs, Ranks, SeededDraws
 from headway.swarm.trust.checks.replay import PlayedAgain
@@ -45,7 +46,7 @@ class Verifier:
             )
         self._light, self._player, self._model_of = light, player, model_of
         self._replay: Sequence[Check[PlayedClaim]] = (PlayedAgain(),)
-        self._numbers = numbers if numbers is not None else (Logprobs(), SeededDraws(), Ranks())
+        self._numbers = numbers if numbers is not None else (Logprobs(), SeededDraws(), Ranks(), Activations())
 
     async def verify(
         self, order: WorkOrder, contribution: Contribution, *, rescored: bool

@@ -101,7 +101,7 @@ class SwarmHost:
     def _verifier(self, base: Path) -> Verifier:
         renderer = load_renderer(base, self._settings.model.renderer, self._settings.model.family)
         config = load_config(base)
-        light = (Form(config.vocab_size), Termination({*renderer.stop_token_ids, *config.eos_ids}))
+        light = (Form(config.vocab_size, config.width), Termination({*renderer.stop_token_ids, *config.eos_ids}))
         return Verifier(light, self._player, self._versions.model)
 
     def wanted(self) -> bool:

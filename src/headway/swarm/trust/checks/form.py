@@ -2,8 +2,10 @@
 
 import math
 
+from headway.base.errors import UsageError
 from headway.core.episodes import MAX_REWARD, Episode, Node, Trace
 from headway.swarm.messages.orders import WorkOrder
+from headway.swarm.messages.proofs import WIDEST, count_proven, decode_proof
 from headway.swarm.trust.checks.base import Claim
 
 MOST_NODES = 4096
@@ -16,15 +18,20 @@ class Form:
 
     name = "form"
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, width: int) -> None:
+        """Take the sizes of the run's model: of its vocabulary and of its hidden states."""
+        if width > WIDEST:
+            raise UsageError(f"a swarm proves hidden states of up to {WIDEST} numbers; this model has {width}")
+        self._vocab_size, self._width = vocab_size, width
 
     def refuse(self, claim: Claim) -> str | None:
-        order, episodes = claim.order, claim.contribution.episodes
+        order, episodes, proofs = claim.order, claim.contribution.episodes, claim.contribution.proofs
         if len(episodes) != len(order.seeds):
             return f"it has {len(episodes)} of {len(order.seeds)} episodes"
-        for index, episode in enumerate(episodes):
-            if reason := self._refuse_episode(order, index, episode):
+        if len(proofs) != len(episodes):
+            return f"it has {len(proofs)} proofs of activations for {len(episodes)} episodes"
+        for index, (episode, proof) in enumerate(zip(episodes, proofs, strict=True)):
+            if reason := self._refuse_episode(order, index, episode) or self._refuse_proof(episode, proof):
                 return f"episode {index}: {reason}"
         return None
 
@@ -38,6 +45,13 @@ class Form:
         if len(episode.traces) != 1:
             return f"it has {len(episode.traces)} agents; a swarm plays environments of one"
         return _refuse_trace(episode.traces[0]) or self._refuse_nodes(order, episode.traces[0])
+
+    def _refuse_proof(self, episode: Episode, proof: bytes) -> str | None:
+        try:
+            decode_proof(proof, count_proven(episode.traces[0]), self._width)
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _refuse_nodes(self, order: WorkOrder, trace: Trace) -> str | None:
         lengths: list[int] = []
