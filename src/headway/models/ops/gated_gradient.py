@@ -8,8 +8,8 @@ from headway.models.ops.registry import Op, in_triton
 
 @Op
 def gated_gradient(wide_NM: Tensor, grad_NI: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of hidden = silu(gate) * up, the halves of `wide`, and the gradient of weight * hidden: the gradients of `wide`
-    and of the weights, and weight * hidden itself."""
+    """Compute the gradients of `wide` and of the weights, and weight * hidden itself, from the gradient of that; hidden
+    is silu(gate) * up of the halves of `wide`."""
     gate_NI, up_NI = wide_NM.float().chunk(2, -1)
     sigmoid_NI = gate_NI.sigmoid()
     active_NI = gate_NI * sigmoid_NI
