@@ -58,7 +58,7 @@ class SharedVllm:
 
     async def _prove(self, model: DecoderLM, episodes: Sequence[Episode]) -> list[bytes]:
         await self._serve(model)
-        return [await self._engine.prove(episode) for episode in episodes]
+        return await self._engine.prove(episodes)
 
     async def _serve(self, model: DecoderLM) -> None:
         if model is not self._served:

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.core.episodes import Episode, EpisodeRequest
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.envs.tree import Prompt, Reply
@@ -64,11 +63,10 @@ class LocalEngine:
     def prove(self, episodes: Sequence[Episode]) -> list[bytes]:
         """Compute the proofs of episodes' activations."""
 
-        async def states_of(*asked: Any) -> TopStates:
-            return top_states(self._engine, *asked)
+        async def states_of(places: Sequence[Places], count: int) -> list[TopStates]:
+            return top_states(self._engine, places, count)
 
-        width = self._engine.model.config.width
-        return [asyncio.run(prove(episode, states_of, width)) for episode in episodes]
+        return asyncio.run(prove(episodes, states_of, self._engine.model.config.width))
 
     def _sample(self, tokens: list[int], requests: Sequence[EpisodeRequest]) -> dict[str, Reply]:
         for _ in range(self._chance.randrange(MOST_NEIGHBOURS)):

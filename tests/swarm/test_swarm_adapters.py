@@ -85,7 +85,7 @@ async def contribute(swarm: Swarm, order: WorkOrder, versions: VersionFolders, s
         return lambda _: replies[request.episode_id]
 
     made = await fulfil(order, swarm.player, answer_for, "float32")
-    made.proofs = [await engine.prove(episode) for episode in made.episodes]
+    made.proofs = await engine.prove(made.episodes)
     await engine.close()
     return made
 

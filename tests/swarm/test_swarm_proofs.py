@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.base.errors import UsageError
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.core.episodes import Episode, Node, Task, Trace
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
@@ -31,7 +31,7 @@ from headway.swarm.messages.replies import SampledReply
 from headway.swarm.trust.checks.activations import claimed_states, compare
 from headway.swarm.trust.checks.form import Form
 from headway.swarm.trust.rescore import rescore
-from headway.swarm.work.prove import prove
+from headway.swarm.work.prove import StatesOf, prove
 
 WIDTH = 40
 
@@ -107,14 +107,17 @@ def episode_of(trace: Trace) -> Episode:
     return Episode("e", "g", "env", Task("t"), traces=[trace])
 
 
-def shown_by(model: DecoderLM) -> object:
-    async def states_of(token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
-        plan = PackedPlan([len(token_ids)])
-        with torch.no_grad():
-            hidden = model(PackedTokens(torch.tensor(token_ids), plan.positions, plan)).hidden_TD
-        return top_of(hidden[list(positions)], count)
+def shown_by(model: DecoderLM) -> StatesOf:
+    async def states_of(places: Sequence[Places], count: int) -> list[TopStates]:
+        return [top_of(hidden_states(model, each.token_ids)[list(each.positions)], count) for each in places]
 
     return states_of
+
+
+def hidden_states(model: DecoderLM, token_ids: Sequence[int]) -> torch.Tensor:
+    plan = PackedPlan([len(token_ids)])
+    with torch.no_grad():
+        return model(PackedTokens(torch.tensor(token_ids), plan.positions, plan)).hidden_TD
 
 
 def test_worker_and_verifier_go_through_replies_in_one_order() -> None:
@@ -130,7 +133,10 @@ def test_worker_and_verifier_go_through_replies_in_one_order() -> None:
         ]
     )  # fmt: skip
     assert count_proven(trace) == 3 + 1 + 1 + 1
-    proof = asyncio.run(prove(episode_of(trace), shown_by(model), 32))  # type: ignore[arg-type]
+    silent = Trace(nodes=[Node(-1, [1, 2])])
+    episodes = [episode_of(silent), episode_of(trace), episode_of(silent)]
+    first, proof, last = asyncio.run(prove(episodes, shown_by(model), 32))
+    assert first == last == b""
     claimed = claimed_states(Contribution("o", "float32", [episode_of(trace)], [proof]), 32)
     errors, _ = compare(claimed, rescore(model, trace, 1, 1.0).states_PD)
     assert len(errors) == 6 and errors.max() < 1e-5

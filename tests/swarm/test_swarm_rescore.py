@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from headway.core.episodes import Node, Trace
+from headway.models import passes
 from headway.models.build import build_model
 from headway.models.config import ModelConfig
 from headway.swarm.trust import rescore as rescoring
@@ -50,7 +51,7 @@ def test_traces_of_one_pass_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -
     traces = [(branched, 1), (silent, 2), (plain, 3)]
     whole = rescore_all(model, traces, 1.0)
     assert whole.claimed.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -7.0, -8.0]
-    monkeypatch.setattr(rescoring, "_PASS", 8)
+    monkeypatch.setattr(passes, "PASS_TOKENS", 8)
     cut = rescore_all(model, traces, 1.0)
     for name in COLUMNS:
         alone = np.concatenate([getattr(rescore(model, trace, seed, 1.0), name) for trace, seed in traces])

@@ -7,6 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+class Places(NamedTuple):
+    """Positions of a sequence of tokens."""
+
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+
+
 class TopStates(NamedTuple):
     """The K numbers of largest magnitude in each of P hidden states, and where in the state they are. The states are
     those that go into the head: after the final norm."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.base.errors import HeadwayError
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.core.openai import RequestError as RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, FinishReason, GenerateRequest, WeightReply, WeightState, WeightUpdate
@@ -203,9 +203,9 @@ class Engine(Protocol):
         they do not, or can't move this."""
         ...
 
-    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
-        """Compute the policy's last hidden states at `positions` of a sequence, as they go into the head, and return
-        the `count` largest numbers of each. Raises FailedError."""
+    async def top_states(self, places: Sequence[Places], count: int) -> list[TopStates]:
+        """Compute the policy's last hidden states at places of sequences, as they go into the head, and return the
+        `count` largest numbers of each, by sequence. Raises FailedError."""
         ...
 
     async def drop_adapter(self, name: str) -> bool:
@@ -332,7 +332,7 @@ class BaseEngine(ABC, Generic[Adapters]):
     def kv_state(self, request: GenerateRequest) -> str | None:
         return None
 
-    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+    async def top_states(self, places: Sequence[Places], count: int) -> list[TopStates]:
         raise FailedError("this engine does not show its hidden states")
 
     async def update(self, update: WeightUpdate) -> WeightReply:

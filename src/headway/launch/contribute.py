@@ -143,11 +143,11 @@ class LocalEngine:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._service = service
 
-    async def prove(self, episode: Episode) -> bytes:
-        """Compute the proof of an episode's activations, in passes of their own, after all was sampled. Raises
+    async def prove(self, episodes: Sequence[Episode]) -> list[bytes]:
+        """Compute the proofs of episodes' activations, in passes of their own, after all was sampled. Raises
         HeadwayError."""
         assert self._service is not None
-        return await prove(episode, self._service.top_states, self._width)
+        return await prove(episodes, self._service.top_states, self._width)
 
     async def close(self) -> None:
         runner, service, self._runner, self._service, self._died = self._runner, self._service, None, None, None
@@ -236,7 +236,7 @@ class Contributor:
         try:
             await self._prepare(order, env, terms)
             episodes = await self._play(order)
-            proofs = [await self._engine.prove(episode) for episode in episodes]
+            proofs = await self._engine.prove(episodes)
             answer = await self._upload(Contribution(order.id, self._engine.precision, episodes, proofs))
         except (SourceError, CutOffError, EngineStartError):
             raise

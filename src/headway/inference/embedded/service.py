@@ -3,12 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings, TlsSettings
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.core.openai import RequestError, new_id
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
@@ -22,6 +24,7 @@ from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, Result
 from headway.inference.images import ServedImage, request_images
+from headway.models.passes import in_passes
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -152,10 +155,14 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
     async def adopt_blocks(self, request: GenerateRequest, names: Sequence[bytes], contents: Sequence[bytes]) -> int:
         return await self._thread.call(lambda: handover.adopt_blocks(self._engine, request, names, contents))
 
-    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+    async def top_states(self, places: Sequence[Places], count: int) -> list[TopStates]:
         if down := self._down or self._thread.failure:
             raise FailedError(f"the engine does not serve: {down}")
-        return await self._thread.call(lambda: top_states(self._engine, token_ids, positions, count))
+        found = []
+        for packed in in_passes(places, attrgetter("token_ids")):
+            # One pass at a time, between steps that sample.
+            found += await self._thread.call(partial(top_states, self._engine, packed, count))
+        return found
 
     async def drop_adapter(self, name: str) -> bool:
         async with self._update_lock:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.engine import POLICY
 from headway.models.attention import PackedPlan
@@ -13,17 +13,17 @@ from headway.models.top_states import top_of
 
 
 @torch.inference_mode()
-def top_states(
-    engine: EmbeddedEngine, token_ids: Sequence[int], positions: Sequence[int], count: int, model: str = POLICY
-) -> TopStates:
-    """Compute the states at `positions` of a sequence with the weights, or the adapter, that serve `model` now. Call it
+def top_states(engine: EmbeddedEngine, places: Sequence[Places], count: int, model: str = POLICY) -> list[TopStates]:
+    """Compute the states at places of sequences with the weights, or the adapter, that serve `model` now. Call it
     between two steps."""
     device = engine.runner.device
-    adapter = model if model in engine.adapters else None
-    plan = PackedPlan([len(token_ids)], device)
-    packed = PackedTokens(torch.tensor(token_ids, device=device), plan.positions, plan)
-    if adapter is not None:
-        slot = engine.adapters.bring(adapter, {sequence.adapter for sequence in engine.scheduler.running})
+    lengths = [len(each.token_ids) for each in places]
+    plan = PackedPlan(lengths, device)
+    ids_T = torch.tensor([token for each in places for token in each.token_ids], device=device)
+    packed = PackedTokens(ids_T, plan.positions, plan)
+    if model in engine.adapters:
+        slot = engine.adapters.bring(model, {sequence.adapter for sequence in engine.scheduler.running})
         packed.adapters_T = torch.full_like(packed.token_ids_T, slot)
-    hidden_TD = engine.model(packed).hidden_TD
-    return top_of(hidden_TD[torch.tensor(positions, device=device)], count)
+    parts = torch.split(engine.model(packed).hidden_TD, lengths)
+    each = zip(parts, places, strict=True)
+    return [top_of(part_TD[torch.tensor(own.positions, device=device)], count) for part_TD, own in each]

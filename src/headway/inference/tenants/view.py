@@ -7,7 +7,7 @@ from math import isfinite
 
 from msgspec.structs import replace
 
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.core.openai import RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
@@ -186,7 +186,7 @@ class TenantEngine:
     def kv_state(self, request: GenerateRequest) -> str | None:
         return None
 
-    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+    async def top_states(self, places: Sequence[Places], count: int) -> list[TopStates]:
         raise RequestError("hidden states are shown to the engine's owner alone", status=403)
 
     async def drop_adapter(self, name: str) -> bool:

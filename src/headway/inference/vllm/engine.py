@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from headway.base.errors import HeadwayError
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.core.openai import RequestError, new_id
 from headway.core.protocol import (
     EngineState,
@@ -190,12 +190,13 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
             return None
         return kv_name(token_ids, self._served(request.model), request.cache_salt)
 
-    async def top_states(self, token_ids: Sequence[int], positions: Sequence[int], count: int) -> TopStates:
+    async def top_states(self, places: Sequence[Places], count: int) -> list[TopStates]:
         dead, failed = engine_errors()
         async with self._update_lock, self._scheduler.emptied():
             self._check_up()
             try:
-                return await top_states(self._llm, token_ids, positions, count, self._adapters.request(POLICY))
+                adapter = self._adapters.request(POLICY)
+                return [await top_states(self._llm, each, count, adapter) for each in places]
             except dead:
                 raise LoadingError("vLLM has died; the server starts again", retry_after=5) from None
             except failed as error:

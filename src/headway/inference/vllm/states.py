@@ -5,13 +5,13 @@ and for the next token. So one request for a single token shows the states of al
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headway.core.activations import TopStates
+from headway.core.activations import Places, TopStates
 from headway.inference.engine import FailedError
 from headway.inference.vllm.internals import watch_head
 from headway.models.top_states import top_of
@@ -55,14 +55,13 @@ class _WatchedHead:
         return torch.cat([*prompt, *last]) if whole else None
 
 
-async def top_states(
-    llm: Any, token_ids: Sequence[int], positions: Sequence[int], count: int, adapter: Any = None
-) -> TopStates:
-    """Compute the states at `positions` of a sequence. Nothing else may be computed meanwhile. Raises FailedError."""
+async def top_states(llm: Any, places: Places, count: int, adapter: Any = None) -> TopStates:
+    """Compute the states at places of a sequence. Nothing else may be computed meanwhile. Raises FailedError."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
+    token_ids, positions = places
     # What follows the last position changes nothing before it, and a full context leaves no room for another token.
     prompt = list(token_ids[: max(positions) + 1])
     prompt += prompt[-1:] * (_SHORTEST - len(prompt))

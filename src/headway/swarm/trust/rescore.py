@@ -14,12 +14,11 @@ from headway.core.episodes import Trace
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
+from headway.models.passes import in_passes
 from headway.swarm.messages.proofs import proven_positions
 from headway.swarm.messages.replies import ReplyBranch, reply_branches
 from headway.swarm.trust.rescored import Floats, Rescored
 
-_PASS = 16_384
-"""Tokens that are computed in one pass, unless a branch alone has more: passes over a few leave a GPU idle."""
 _LOGITS = 1 << 26
 """Logits in memory at a time."""
 _BLOCK = 128
@@ -49,22 +48,12 @@ def rescore(model: DecoderLM, trace: Trace, seed: int, temperature: float) -> Re
 def rescore_all(model: DecoderLM, traces: Sequence[tuple[Trace, int]], temperature: float) -> Rescored:
     """Compute the sampled tokens of traces, each given with its seed, again: many tokens in a pass."""
     branches = [(branch, seed) for trace, seed in traces for branch in reply_branches(trace)]
-    parts = [part for packed in _passes(branches) for part in _rescore_pass(model, packed, temperature)]
+    packed = in_passes(branches, lambda seeded: seeded[0].token_ids)
+    parts = [part for each in packed for part in _rescore_pass(model, each, temperature)]
     if not parts:
         none, no_states = np.zeros(0), np.zeros((0, model.config.width), dtype=np.float32)
         return Rescored(none, none, none, none, none, none, none, no_states)
     return Rescored.join(parts)
-
-
-def _passes(branches: list[_Seeded]) -> Iterator[list[_Seeded]]:
-    packed: list[_Seeded] = []
-    for branch in branches:
-        if packed and sum(len(each.token_ids) for each, _ in packed) + len(branch[0].token_ids) > _PASS:
-            yield packed
-            packed = []
-        packed.append(branch)
-    if packed:
-        yield packed
 
 
 def _rescore_pass(model: DecoderLM, branches: list[_Seeded], temperature: float) -> Iterator[Rescored]:
