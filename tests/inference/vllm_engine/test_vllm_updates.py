@@ -21,6 +21,8 @@ from headway.transport.weights import make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKENS = prompt(60)
+LONG = 450
+"""Tokens of replies that must last over two updates, also on a busy machine."""
 SHAPES = {"moe": MOE, "tied": TIED, "untied": UNTIED}
 # On CPU the tests of adapters have an untied model; on GPUs theirs is in bfloat16.
 SERVED = ["moe", pytest.param("tied", marks=pytest.mark.slow), *(["untied"] if ON_GPU else [])]
@@ -132,12 +134,12 @@ def test_versions_are_counted_by_vllm_or_by_us(
 
     async def body() -> None:
         await vllm.engine.update(updates[0])
-        flights = [asyncio.create_task(vllm.generate(prompt(9, seed=n), 180)) for n in range(32)]
+        flights = [asyncio.create_task(vllm.generate(prompt(9, seed=n), LONG)) for n in range(32)]
         for update in updates[1:]:
             await vllm.until_generated(32 * 5)
             await vllm.engine.update(update)
         choices = await asyncio.gather(*flights)
-        assert all(sum(count for _, count in choice.versions) == 180 for choice in choices)
+        assert all(sum(count for _, count in choice.versions) == LONG for choice in choices)
         assert all([v for v, _ in choice.versions] == [first, first + 1, first + 2] for choice in choices)
 
     vllm.run(body())
@@ -149,7 +151,7 @@ def test_we_count_as_vllm_does_also_where_its_tokens_come_late(vllm: Harness, tm
     updates = [vllm.publish(tmp_path, version) for version in (56, 57, 58)]
 
     async def runs(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        params = SamplingParams(max_tokens=180, ignore_eos=True)
+        params = SamplingParams(max_tokens=LONG, ignore_eos=True)
         request = GenerateRequest(prompt(9, seed=seed), sampling_params=params)
         versions = [chunk.versions async for chunk in vllm.engine.stream(request)]
         return versions[-2], versions[-1]

@@ -66,7 +66,7 @@ class Harness:
                 kv_memory_gb=KV_GB if ON_GPU else None,
                 vllm=vllm_arguments(**vllm),
             ),
-            seq_len=256,
+            seq_len=512,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

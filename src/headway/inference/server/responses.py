@@ -1,5 +1,6 @@
 """Replies of all routes: JSON, server-sent events, and every failure as `{"error": {message, type, param}}`."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -25,7 +26,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except ConnectionError:
-        raise  # the client is gone: there is nobody to tell
+        # The client is gone: there is nobody to tell. Of anything but this, aiohttp would log a traceback.
+        raise asyncio.CancelledError from None
     except Exception as error:
         status, body = describe_error(error)
         headers = {"Retry-After": str(error.retry_after)} if isinstance(error, BusyError) else None
