@@ -234,7 +234,8 @@ def judged(run: RealRun, names: list[str]) -> dict[str, object]:
     return {
         "workers": names,
         "options": {name: " ".join(chosen) for name, chosen in CHOICES.items()},
-        "lies_refused": round(1 - sum(counts["trained"] for counts in told) / max(1, lied), 4),
+        "lies_refused": round(sum(refused[kind] for kind in kinds if kind != "honest") / lied, 4) if lied else 1.0,
+        "lies_trained": sum(counts["trained"] for counts in told),
         "honest_refused": round(refused.get("honest", 0) / max(1, sent), 4),
         "kinds": {kind: dict(counts) for kind, counts in sorted(kinds.items())},
         "accepted_by_worker": accepted_by_worker(run, report.trust.workers),
