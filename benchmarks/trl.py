@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[1]
 GROUP = 16
 DEFAULT_REPLIES = {"cpu": 64, "cuda": 512}
 DEFAULT_TOKENS = {"cpu": 32, "cuda": 512}
+AT_ONCE = {"cpu": 16, "cuda": 128}
+"""Replies in a micro-batch of Headway's trainer. On a GPU many: launching the kernels of one takes 0.1 s of a small
+model, whatever its size. TRL has its own number, `--micro-batch`."""
 WARM_UP = 2
 """Steps that are not counted: kernels are compiled and memory is found in them."""
 
@@ -40,7 +43,7 @@ def ours(options: argparse.Namespace, folder: Path, lag: int) -> dict[str, Any]:
             *(sys.executable, "-m", "headway.cli.main", "rl", "--model.path", str(options.model)),
             *("--run.output_dir", str(folder), "--run.name", paths.root.name, "--max_steps", str(options.steps)),
             *("--placement.device", options.device, "--trainer.optim.lr", "2e-5"),
-            *("--seq_len", str(options.micro_batch * (options.tokens + 128))),
+            *("--seq_len", str(AT_ONCE[options.device] * (options.tokens + 128))),
             *(("--weights.type", "shared_memory", "--inference.kv_memory_gb", "24") if cuda else ()),
             *("--inference.engine", "embedded", "--inference.max_running", str(min(options.replies, 512))),
             *("--orchestrator.envs", f"[{env}]", "--orchestrator.sampling.max_tokens", str(options.tokens)),
@@ -90,7 +93,7 @@ def main() -> int:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--replies", type=int)
     parser.add_argument("--tokens", type=int)
-    parser.add_argument("--micro-batch", type=int, default=16, help="replies that are trained at once")
+    parser.add_argument("--micro-batch", type=int, default=16, help="replies that TRL trains at once")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()

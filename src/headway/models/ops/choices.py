@@ -22,12 +22,12 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, experts_Tk: Tensor, experts: int) -> Self:
-        flat_N = experts_Tk.flatten()
         # Small keys are sorted in fewer passes.
-        order_N = flat_N.to(torch.int16).argsort(stable=True)
-        counts_E = expert_counts(flat_N, experts)
-        ends_E, places_Tk = counts_E.cumsum(0, dtype=torch.int32), inverse(order_N).view(experts_Tk.shape)
-        return cls(order_N, order_N // experts_Tk.shape[1], counts_E, ends_E, places_Tk)
+        sorted_N, order_N = experts_Tk.flatten().to(torch.int16).sort(stable=True)
+        numbers_E = torch.arange(experts, dtype=torch.int16, device=sorted_N.device)
+        ends_E = torch.searchsorted(sorted_N, numbers_E, right=True, out_int32=True)
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        return cls(order_N, order_N // experts_Tk.shape[1], counts_E, ends_E, inverse(order_N).view(experts_Tk.shape))
 
 
 def inverse(order_N: Tensor) -> Tensor:
@@ -38,5 +38,6 @@ def inverse(order_N: Tensor) -> Tensor:
 
 
 def expert_counts(experts_N: Tensor, experts: int) -> Tensor:
-    """Rows per expert, (E,). A one-hot sum and not bincount, which makes the host wait for a GPU."""
-    return (experts_N.unsqueeze(-1) == torch.arange(experts, device=experts_N.device)).sum(0)
+    """Rows per expert, (E,); those of expert -1 don't count. Not by bincount, which makes the host wait for a GPU."""
+    numbers_N = experts_N.long() + 1
+    return numbers_N.new_zeros(experts + 1).scatter_add_(0, numbers_N, torch.ones_like(numbers_N))[1:]

@@ -1,9 +1,10 @@
 """Routed experts as one operation to autograd.
 
 As single operations, a layer of experts would keep and move rows of all choices many times, k rows for each token. As
-one, it keeps its inputs alone, and moves rows twice in each direction: to the experts and back. Of the forward pass,
-the first product alone is computed again. The last is not: the gradient of a gate is the product of an output row and
-the gradient of its token, and so that of the hidden row and its own gradient.
+one, it keeps its inputs and its first product, and moves rows twice in each direction: to the experts and back. The
+last product is not kept: the gradient of a gate is the product of an output row and the gradient of its token, and so
+that of the hidden row and its own gradient. Where a block is recomputed (`grad_only`), nothing is computed before the
+backward pass, and there the first product alone.
 
 Rows in FP8 are quantized as tokens, once instead of k times, and travel in 8 bits: the blocks lie within rows.
 """
@@ -55,24 +56,27 @@ class _TrainedExperts(torch.autograd.Function):
         weights = gate_up, down
         ctx.fp8, ctx.frozen = fp8, [weight if isinstance(weight, Fp8Blocks) else None for weight in weights]
         trained = [weight for weight in weights if isinstance(weight, Tensor)]
-        ctx.save_for_backward(x_TD, gates_Tk, experts_Tk, *trained)
         if grad_only:
+            ctx.choices = None
+            ctx.save_for_backward(x_TD, gates_Tk, experts_Tk, None, *trained)
             return torch.empty_like(x_TD)
-        choices = Choices.of(experts_Tk, expert_count(down))
+        ctx.choices = choices = Choices.of(experts_Tk, expert_count(down))
         products = _Products(choices)
         gate_up, down = (_operand(weight, x_TD.dtype, fp8) for weight in weights)
-        hidden_NI = gated_silu(products.outputs(x_TD, gate_up, of_tokens=True))
-        return sum_choices(products.outputs(hidden_NI, down), choices.places_Tk, gates_Tk)
+        wide_NM = products.outputs(x_TD, gate_up, of_tokens=True)
+        ctx.save_for_backward(x_TD, gates_Tk, experts_Tk, wide_NM, *trained)
+        return sum_choices(products.outputs(gated_silu(wide_NM), down), choices.places_Tk, gates_Tk)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, gates_Tk, experts_Tk, *trained = ctx.saved_tensors
+        x_TD, gates_Tk, experts_Tk, wide_NM, *trained = ctx.saved_tensors
         dtypes = [weight.dtype for weight in trained]
         gate_up, down = (_operand(frozen or trained.pop(0), x_TD.dtype, ctx.fp8) for frozen in ctx.frozen)
         wants_x, wants_gates, _, wants_gate_up, wants_down, *_ = ctx.needs_input_grad
-        choices = Choices.of(experts_Tk, expert_count(down))
+        choices = ctx.choices or Choices.of(experts_Tk, expert_count(down))
         products = _Products(choices)
-        wide_NM = products.outputs(x_TD, gate_up, of_tokens=True)
+        if wide_NM is None:
+            wide_NM = products.outputs(x_TD, gate_up, of_tokens=True)
         # Of the rows before they are weighted: weights come in with the activation's gradient.
         grad_NI = products.inputs(grad_TD, down, of_tokens=True)
         grad_NM, by_gate_N, weighted_NI = gated_gradient(wide_NM, grad_NI, gates_Tk.flatten()[choices.order_N])
