@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from gpu_parts.families import copy_of
-from headway.inference.vllm.weights import INPUTS_FIRST, swap_sides
+from headway.inference.vllm.weights import INNER_TOWERS, INPUTS_FIRST, rename, swap_sides
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.registry import config_from_hf
@@ -131,10 +131,7 @@ def save_model(model: VisionLM, family: str, files: Path, folder: Path, *, relea
     if not released:
         return
     (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
+    tensors = {rename(name, INNER_TOWERS.get(family)): tensor for name, tensor in load_file(file).items()}
     if family in INPUTS_FIRST:
         tensors = {name: swap_sides(name, tensor) for name, tensor in tensors.items()}
-    if family == "gemma3":
-        inner = "vision_tower.vision_model."
-        tensors = {name.replace("vision_tower.", inner, 1): tensor for name, tensor in tensors.items()}
     save_file(tensors, file, {"format": "pt"})
