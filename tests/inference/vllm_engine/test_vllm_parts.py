@@ -54,7 +54,7 @@ from headway.inference.vllm.requests import (
     sampling_of,
 )
 from headway.inference.vllm.stats import EngineStats
-from headway.inference.vllm.weights import StagedFile, Stager, swap_sides
+from headway.inference.vllm.weights import INNER_TOWERS, StagedFile, Stager, rename, swap_sides
 from headway.inference.vllm.worker import read_staged
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
@@ -282,6 +282,22 @@ def test_only_a_whole_version_of_this_model_is_staged(tmp_path: Path) -> None:
             Stager(wrong).weights(update)
     with pytest.raises(UpdateError, match="fingerprint"):
         Stager(shapes).weights(msgspec.structs.replace(update, fingerprint="f" * 32))
+
+
+def test_a_tower_is_staged_under_the_names_that_vllm_wants(tmp_path: Path) -> None:
+    hf = json.loads((FAMILIES / "gemma3" / "images.json").read_text())
+    del hf["images"]
+    model = build_model(config_from_hf(hf), seed=0)
+    sent = dict(hf_tensors(model))
+    renames = INNER_TOWERS["gemma3"]
+    released = {rename(name, renames): tuple(tensor.shape) for name, tensor in sent.items()}
+    staged = Stager(released, renames=renames).weights(publish(tmp_path, 1, model))
+    found = dict(read_staged(staged.path, staged.spans))
+    tower = [name for name in sent if name.startswith("vision_tower.")]
+    assert tower and set(found) == set(released)
+    assert all(name.replace("vision_tower.", "vision_tower.vision_model.") in found for name in tower)
+    assert all(torch.equal(found[rename(name, renames)], tensor) for name, tensor in sent.items())
+    staged.close()
 
 
 def test_experts_are_staged_with_the_sides_that_vllm_wants(tmp_path: Path) -> None:

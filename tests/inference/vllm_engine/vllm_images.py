@@ -32,7 +32,7 @@ from headway.core.protocol import GenerateRequest, GenerateResponse, SamplingPar
 from headway.inference.images import ServedImage
 from headway.inference.serve import load_engine
 from headway.inference.server import ServerContext, build_app
-from headway.inference.vllm.weights import INPUTS_FIRST, swap_sides
+from headway.inference.vllm.weights import INNER_TOWERS, INPUTS_FIRST, rename, swap_sides
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.registry import config_from_hf
@@ -132,10 +132,13 @@ async def serving(folder: Path) -> AsyncIterator[InferenceClient]:
         await engine.close()
 
 
-def as_released(folder: Path) -> None:
-    """Rewrite a checkpoint with the inputs of experts before their outputs."""
+def as_released(family: str, folder: Path) -> None:
+    """Rewrite a checkpoint with the inputs of experts before their outputs, and names as released ones have them."""
     (file,) = folder.glob("*.safetensors")
-    save_file({name: swap_sides(name, tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    tensors = {rename(name, INNER_TOWERS.get(family)): tensor for name, tensor in load_file(file).items()}
+    if family in INPUTS_FIRST:
+        tensors = {name: swap_sides(name, tensor) for name, tensor in tensors.items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 class Questions:
@@ -170,8 +173,7 @@ async def ask(name: str, folder: Path) -> dict[str, float]:
     hf = write_files(name, folder / "files")
     model = make_model(hf, 0)
     save_checkpoint(model, folder / "model", files_from=folder / "files")
-    if name in INPUTS_FIRST:
-        as_released(folder / "model")
+    as_released(name, folder / "model")
     questions = Questions(folder / "model")
     found: dict[str, float] = {}
     async with serving(folder / "model") as client:

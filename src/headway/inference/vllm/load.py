@@ -26,7 +26,7 @@ from headway.inference.vllm.images import ImageInputs
 from headway.inference.vllm.processes import kill_if_orphaned, processor_environment, vllm_environment
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.transfers import connector_environment
-from headway.inference.vllm.weights import INPUTS_FIRST, Stager, last_line, swap_sides
+from headway.inference.vllm.weights import INNER_TOWERS, INPUTS_FIRST, Stager, last_line, rename, swap_sides
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.registry import load_config
 from headway.models.vision.config import VisionConfig
@@ -69,9 +69,10 @@ def load_vllm(settings: ServeSettings, folder: Path, on_death: Callable[[str], N
     limits = internals.read_limits(
         llm, settings.inference.max_waiting, transfers=apart, draws_by_seed=draws_by_seed(chosen)
     )
+    family = config.model_config.hf_config.model_type
     return VllmEngine(
         llm,
-        Stager(shapes, settings.tls, swaps=config.model_config.hf_config.model_type in INPUTS_FIRST),
+        Stager(shapes, settings.tls, swaps=family in INPUTS_FIRST, renames=INNER_TOWERS.get(family)),
         LoadedAdapters(enabled=limits.adapters, lora=settings.model.lora, most=chosen.get("max_loras", 1)),
         stats,
         limits,
@@ -134,10 +135,14 @@ def _import(device: str) -> str:
 def _contents(folder: Path, model_config: Any) -> tuple[dict[str, tuple[int, ...]], str]:
     """Shapes and fingerprint of what a checkpoint holds, as the engine serves it."""
     shapes, fingerprint = {}, Fingerprint()
-    swaps = model_config.hf_config.model_type in INPUTS_FIRST
+    family = model_config.hf_config.model_type
+    swaps, outer_inner = family in INPUTS_FIRST, INNER_TOWERS.get(family)
+    # A fingerprint is that of what trainers send.
+    sent_as = None if outer_inner is None else (outer_inner[1], outer_inner[0])
     for name, tensor in _model_tensors(folder, tied=model_config.hf_text_config.tie_word_embeddings):
         shapes[name] = tuple(tensor.shape)
-        fingerprint.add(name, (swap_sides(name, tensor) if swaps else tensor).to(model_config.dtype))
+        sent = swap_sides(name, tensor) if swaps else tensor
+        fingerprint.add(rename(name, sent_as), sent.to(model_config.dtype))
     return shapes, fingerprint.hexdigest()
 
 

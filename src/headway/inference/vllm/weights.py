@@ -63,6 +63,9 @@ _FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 INPUTS_FIRST = ("qwen3_vl_moe",)
 """Types of models of whose experts vLLM wants (experts, inputs, outputs), as released checkpoints have them. Trainers
 send, and transformers 5 writes, outputs before inputs."""
+INNER_TOWERS = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
+"""Types of models of whose tower vLLM wants the names of released checkpoints: what trainers send, and transformers 5
+writes, begins with the first, and released names with the second."""
 
 
 def swap_sides(name: str, tensor: Tensor) -> Tensor:
@@ -70,15 +73,29 @@ def swap_sides(name: str, tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous() if name.endswith(_FUSED_EXPERTS) else tensor
 
 
+def rename(name: str, renames: tuple[str, str] | None) -> str:
+    """Let a name that begins with the first begin with the second."""
+    if renames is None or not name.startswith(renames[0]):
+        return name
+    return renames[1] + name.removeprefix(renames[0])
+
+
 class Stager:
     """Fetches updates by any transport. `expected` are the names and shapes that the model is made of; `swaps` says
-    that its experts have other sides first than what is sent."""
+    that its experts have other sides first than what is sent, `renames` how names of what is sent begin, and how those
+    of the model do."""
 
     def __init__(
-        self, expected: dict[str, tuple[int, ...]], tls: TlsSettings | None = None, *, swaps: bool = False
+        self,
+        expected: dict[str, tuple[int, ...]],
+        tls: TlsSettings | None = None,
+        *,
+        swaps: bool = False,
+        renames: tuple[str, str] | None = None,
     ) -> None:
         self._expected = expected
-        self.swaps = swaps
+        self._swaps, self._renames = swaps, renames
+        self.translates = swaps or renames is not None
         self._receiver = make_receiver(tls=tls)
 
     def check_model(self) -> None:
@@ -95,7 +112,7 @@ class Stager:
         staged = StagedFile()
         try:
             for name, tensor in self._receiver.receive(update):
-                staged.add(name, swap_sides(name, tensor) if self.swaps else tensor)
+                staged.add(rename(name, self._renames), swap_sides(name, tensor) if self._swaps else tensor)
             self.check((span.name, span.shape) for span in staged.spans)
         except BaseException as error:
             staged.close()
@@ -159,7 +176,7 @@ class LoadedWeights:
 
     def takes(self, update: WeightUpdate) -> bool:
         """Tell whether workers can fetch this version themselves."""
-        by_workers = self._kept_by_workers and not self._stager.swaps
+        by_workers = self._kept_by_workers and not self._stager.translates
         return by_workers and update.transport.get("type") == "shared_memory"
 
     async def prepare(self, update: WeightUpdate, staged: StagedFile | None) -> int | None:
