@@ -10,6 +10,7 @@ from torch import Tensor
 from headway.models import ops
 from headway.models.ops.attention import PackedSamples
 from headway.models.ops.choose_experts import Choice
+from headway.models.ops.expert_lists import GROUP, ExpertLists, expert_lists
 from headway.models.ops.fp8 import FP8, fp8_matmul, quantize_1x128, quantize_128x128, quantize_columns, transpose_fp8
 from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.gated_gradient import gated_gradient
@@ -88,6 +89,30 @@ def routed(f: Call, x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
     return f(x, x[:, :2].sigmoid(), choices, gate_up, down)
 
 
+def routed_to_stream(beside: bool) -> Call:
+    def call(f: Call, x: Tensor, gate_up: Tensor, down: Tensor, *rest: Tensor) -> Any:
+        stream, more, norm_weight = rest
+
+        def add(*arguments: Tensor) -> Any:
+            lists = expert_lists.reference(arguments[2], len(down))
+            return f(*arguments, False, stream, more if beside else None, norm_weight, EPS, lists)
+
+        return routed(add, x, gate_up, down)
+
+    return call
+
+
+def whole_lists(lists: ExpertLists) -> tuple[Tensor, Tensor]:
+    """Lists with -1 where nothing is listed, and their counts."""
+    choices, counts = lists
+    listed = torch.arange(GROUP, device=choices.device) < counts.unsqueeze(-1)
+    return torch.where(listed.flatten(1), choices, -1), counts
+
+
+def listed(f: Call, logits: Tensor) -> Any:
+    return whole_lists(f(logits.topk(3).indices, logits.shape[1]))
+
+
 def routed_rows(f: Call, rows: Tensor, gates: Tensor) -> Any:
     """Rows that lie anywhere; one is of no token."""
     places = torch.tensor([[3, 0, 6], [1, 5, 2]], device=rows.device)
@@ -98,10 +123,13 @@ def weighted_rows(f: Call, wide: Tensor, grad: Tensor, weights: Tensor) -> Any:
     return f(wide, grad, weights)
 
 
-def chosen(biased: bool, choice: Choice) -> Call:
+def chosen(biased: bool, choice: Choice, dtype: torch.dtype = torch.float32) -> Call:
     def call(f: Call, logits: Tensor) -> Any:
+        """The reference makes no lists."""
         bias = torch.linspace(-0.5, 0.5, logits.shape[1], device=logits.device) if biased else None
-        return f(logits, bias, None, choice)
+        gates, experts, lists = f(logits, bias, None, choice, dtype)
+        assert gates.dtype is dtype
+        return gates, experts, *whole_lists(lists or expert_lists.reference(experts, logits.shape[1]))
 
     return call
 
@@ -255,12 +283,23 @@ CASES = [
     *(Case(ops.grouped_linear, [(11, 16), (3, 8, 16)], groups, mixed=mixed) for mixed in (False, True)),
     *(Case(ops.routed_experts, [(n, 64), (4, 256, 64), (4, 64, 128)], routed) for n in (3, 20)),
     Case(ops.routed_experts, [(20, 64), (4, 256, 64), (4, 64, 128)], routed, only=("torch",), mixed=True),
+    *(
+        Case(
+            ops.add_routed_experts,
+            [(n, 64), (4, 256, 64), (4, 64, 128), (n, 64), (n, 64), (64,)],
+            routed_to_stream(beside),
+        )
+        for n, beside in ((3, False), (40, True))
+    ),
     Case(sum_choices, [(7, 1100), (2, 3)], routed_rows),
     *(Case(gated_gradient, [(7, 2 * size), (7, size), (7,)], weighted_rows) for size in (30, 5000)),
     *(
-        Case(ops.choose_experts, [(5, 12)], chosen(biased, choice))
+        Case(ops.choose_experts, [(n, 12)], chosen(biased, choice))
+        for n in (5, 37)
         for biased, choice in ((False, Choice(3, "softmax", True)), (True, Choice(3, "sigmoid", False, 2.5)))
     ),
+    Case(ops.choose_experts, [(20, 12)], chosen(False, Choice(3, "softmax", True), torch.bfloat16), half=True),
+    *(Case(expert_lists, [(n, 12)], listed) for n in (5, 37)),
     *(Case(op, [(n, 200)], to_blocks(), half=True) for op in (quantize_1x128, quantize_columns) for n in (5, 130)),
     *(Case(quantize_128x128, [(130, 200)], to_blocks(torch.bfloat16, flip), half=True) for flip in (False, True)),
     Case(transpose_fp8, [(3, 130, 70)], lambda f, x: f(x.to(FP8)).float(), half=True),

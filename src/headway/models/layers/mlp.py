@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from headway.models import ops
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
+from headway.models.layers.norm import RMSNorm
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -38,6 +39,13 @@ class FeedForward(nn.Module):
         `given` are the experts to use, -1 where the router chooses.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward")
+
+    def add_and_norm(
+        self, stream_TD: Tensor, x_TD: Tensor, norm: RMSNorm, context: ForwardContext, given_Tk: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute the stream with the output added to it, `norm` of that, and the experts that were used."""
+        out_TD, used_Tk = self(x_TD, context, given_Tk)
+        return *norm.add_and_norm(stream_TD, out_TD), used_Tk
 
     def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
         """Return a tensor with the gradients of the output, whose values are of no interest."""

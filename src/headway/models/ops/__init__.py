@@ -14,7 +14,7 @@ from headway.models.ops.lora_blocks import add_lora_blocks
 from headway.models.ops.paged_attention import paged_attention, paged_token_attention
 from headway.models.ops.qk_norm_rope import qk_norm_rope, qkv_norm_rope, rope
 from headway.models.ops.rms_norm import add_rms_norm, rms_norm
-from headway.models.ops.routed_experts import routed_experts
+from headway.models.ops.routed_experts import add_routed_experts, routed_experts
 from headway.models.ops.sample import draw_tokens
 from headway.models.ops.ssd_scan import ssd_scan
 
@@ -22,6 +22,7 @@ __all__ = [
     "add_gated_ranks",
     "add_lora_blocks",
     "add_rms_norm",
+    "add_routed_experts",
     "causal_conv",
     "choose_experts",
     "draw_tokens",

@@ -1,56 +1,77 @@
-"""The choice of a router, in one kernel: scores, the k best, gates."""
+"""The choice of a router, in one kernel: scores, the k best, gates, and the experts' lists of who chose them."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.choose_experts import TINY, Choice
+from headway.models.ops.choose_experts import TINY, Choice, Routing
+from headway.models.ops.expert_lists import FEW_TOKENS, GROUP
+from headway.models.ops.triton.expert_lists import empty_lists, store_lists
+
+_GROUP: tl.constexpr = tl.constexpr(GROUP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _choose_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    logits, bias, gates, chosen, stride, count, scale, tiny, K: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    logits, bias, gates, chosen, choices, counts, tokens, groups, stride, experts, scale, tiny, K: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    LIST: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(0)
+    token = group * _GROUP + tl.arange(0, _GROUP)
     e = tl.arange(0, WIDTH)
-    real = e < count
-    x = tl.load(logits + token * stride + e, mask=real, other=float("-inf")).to(tl.float32)
+    inside = (token < tokens)[:, None]
+    real = (e < experts)[None, :]
+    x = tl.load(logits + token.to(tl.int64)[:, None] * stride + e[None, :], inside & real, other=0.0).to(tl.float32)
+    x = tl.where(real, x, float("-inf"))
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-x))
     else:
-        scores = tl.exp(x - tl.max(x, 0))
-        scores = scores / tl.sum(scores, 0)
+        scores = tl.exp(x - tl.max(x, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
     ranked = scores
     if BIASED:
-        ranked = scores + tl.load(bias + e, mask=real, other=0.0).to(tl.float32)
+        ranked = scores + tl.load(bias + e, e < experts, other=0.0).to(tl.float32)[None, :]
     ranked = tl.where(real, ranked, float("-inf"))
-    slot = tl.arange(0, SLOTS)
-    picked = tl.zeros([SLOTS], tl.float32)
-    numbers = tl.zeros([SLOTS], tl.int32)
+    slot = tl.arange(0, SLOTS)[None, :]
+    picked = tl.zeros([_GROUP, SLOTS], tl.float32)
+    numbers = tl.zeros([_GROUP, SLOTS], tl.int32)
+    which = tl.zeros([_GROUP, WIDTH], tl.int32)
     for choice in tl.static_range(K):
-        best = tl.argmax(ranked, 0)
-        picked = tl.where(slot == choice, tl.sum(tl.where(e == best, scores, 0.0), 0), picked)
-        numbers = tl.where(slot == choice, best, numbers)
-        ranked = tl.where(e == best, float("-inf"), ranked)
+        best = tl.argmax(ranked, 1)
+        hit = e[None, :] == best[:, None]
+        picked = tl.where(slot == choice, tl.sum(tl.where(hit, scores, 0.0), 1)[:, None], picked)
+        numbers = tl.where(slot == choice, best[:, None], numbers)
+        which = tl.where(hit, choice + 1, which)
+        ranked = tl.where(hit, float("-inf"), ranked)
     if NORMALIZE:
-        picked = picked / (tl.sum(picked, 0) + tiny)
-    place = token * K + slot
-    tl.store(gates + place, picked * scale, mask=slot < K)
-    tl.store(chosen + place, numbers.to(tl.int64), mask=slot < K)
+        picked = picked / (tl.sum(picked, 1)[:, None] + tiny)
+    place = token.to(tl.int64)[:, None] * K + slot
+    tl.store(gates + place, picked * scale, inside & (slot < K))
+    tl.store(chosen + place, numbers.to(tl.int64), inside & (slot < K))
+    if LIST:
+        store_lists(tl.where(inside, which, 0), group, choices, counts, groups, experts, K, WIDTH)
 
 
 def choose_experts(
-    logits_TE: Tensor, bias_E: Tensor | None, given_Tk: Tensor | None, choice: Choice
-) -> tuple[Tensor, Tensor]:
-    (tokens, experts), k = logits_TE.shape, choice.k
-    gates = torch.empty((tokens, k), dtype=torch.float32, device=logits_TE.device)
-    chosen = torch.empty((tokens, k), dtype=torch.int64, device=logits_TE.device)
-    bias = logits_TE if bias_E is None else bias_E
-    _choose_kernel[(tokens,)](
-        logits_TE, bias, gates, chosen, logits_TE.stride(0), experts, choice.scale, TINY, K=k,
-        WIDTH=triton.next_power_of_2(experts), SLOTS=triton.next_power_of_2(k), SIGMOID=choice.score == "sigmoid",
-        BIASED=bias_E is not None, NORMALIZE=choice.normalize, num_warps=1,
-    )  # fmt: skip
-    return gates, chosen
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    given_Tk: Tensor | None,
+    choice: Choice,
+    dtype: torch.dtype = torch.float32,
+) -> Routing:
+    (tokens, experts), k, device = logits_TE.shape, choice.k, logits_TE.device
+    gates = torch.empty((tokens, k), dtype=dtype, device=device)
+    chosen = torch.empty((tokens, k), dtype=torch.int64, device=device)
+    lists = empty_lists(tokens, experts, device) if tokens <= FEW_TOKENS else None
+    if groups := triton.cdiv(tokens, GROUP):
+        width = triton.next_power_of_2(experts)
+        bias = logits_TE if bias_E is None else bias_E
+        _choose_kernel[(groups,)](
+            logits_TE, bias, gates, chosen, *(lists or (chosen, chosen)), tokens, groups, logits_TE.stride(0), experts,
+            choice.scale, TINY, K=k, WIDTH=width, SLOTS=triton.next_power_of_2(k), SIGMOID=choice.score == "sigmoid",
+            BIASED=bias_E is not None, NORMALIZE=choice.normalize, LIST=lists is not None,
+            num_warps=4 if width <= 256 else 8,
+        )  # fmt: skip
+    return Routing(gates, chosen, lists)

@@ -11,6 +11,14 @@ _PROGRAMS = 1024
 """Programs of the backward pass: each adds up its rows' part of the weight's gradient."""
 
 
+@triton.jit
+def norm_row(value, weight, column, inside, size, eps):  # type: ignore[no-untyped-def]
+    """The norm of a row of numbers, in float32."""
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    return wide * scale * tl.load(weight + column, inside, other=0.0).to(tl.float32)
+
+
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _forward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
     x, delta, weight, total, out, scales, size, eps, ADD: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr
@@ -132,7 +140,7 @@ def _norm(
     if rows:
         delta, scales = x_TD if delta_TD is None else delta_TD, out if scales_T is None else scales_T
         block = triton.next_power_of_2(size)
-        warps = _warps(block, 1 if scales_T is None else 4)
+        warps = norm_warps(block, 1 if scales_T is None else 4)
         _forward_kernel[(rows,)](
             x_TD, delta, weight, total, out, scales, size, eps, delta_TD is not None, scales_T is not None, block,
             num_warps=warps,
@@ -151,10 +159,11 @@ def _gradients(
     added = grad_TD if grad_total is None else grad_total
     _backward_kernel[(programs,)](
         x_TD, weight, scales_T, grad_TD, added, grad_x, parts, rows, size, grad_total is not None, wants_weight,
-        block, num_warps=_warps(block, 4),
+        block, num_warps=norm_warps(block, 4),
     )  # fmt: skip
     return grad_x, parts.sum(0).to(weight.dtype) if wants_weight else None
 
 
-def _warps(block: int, least: int) -> int:
+def norm_warps(block: int, least: int) -> int:
+    """Warps for rows of so many numbers."""
     return min(16, max(least, block // 512))
