@@ -134,6 +134,11 @@ def chosen(biased: bool, choice: Choice, dtype: torch.dtype = torch.float32) -> 
     return call
 
 
+def routing(f: Call, x: Tensor, weight: Tensor) -> Any:
+    gates, experts, lists = f(x, weight, Choice(3, "softmax", True))
+    return gates, experts, *whole_lists(lists or expert_lists.reference(experts, len(weight)))
+
+
 def cached(f: Call, k: Tensor, v: Tensor) -> Any:
     keys, values = (torch.zeros(20, *k.shape[1:]).to(k) for _ in range(2))
     f(k, v, torch.tensor([7, 0, 11], device=k.device), keys, values)
@@ -239,6 +244,20 @@ def of_blocks(quantize: Op[..., Any], *more: Any) -> Call:
     return call
 
 
+def norm_to_blocks(f: Call, x: Tensor, weight: Tensor) -> Any:
+    """Rows of 2 and -2, whose norm is the weight."""
+    half = x.sign()
+    total, normed, (values, scales) = f(half, half, even(weight[None])[0], 0.0)
+    return total, normed, values.float(), scales
+
+
+def silu_to_blocks(f: Call, x: Tensor) -> Any:
+    """Whole numbers again: a gate of 64 is its own silu."""
+    up = even(x)
+    hidden, (values, scales) = f(*torch.cat([torch.full_like(up, 64), up / 64], 1).chunk(2, 1))
+    return hidden, values.float(), scales
+
+
 def groups_of_blocks(f: Call, rows: Tensor, weights: Tensor) -> Any:
     tables = quantize_experts(even(weights.flatten(0, 1)).view(weights.shape), torch.bfloat16)
     ends = torch.tensor([4, 4, len(rows)], dtype=torch.int32, device=rows.device)
@@ -299,8 +318,11 @@ CASES = [
         for biased, choice in ((False, Choice(3, "softmax", True)), (True, Choice(3, "sigmoid", False, 2.5)))
     ),
     Case(ops.choose_experts, [(20, 12)], chosen(False, Choice(3, "softmax", True), torch.bfloat16), half=True),
+    *(Case(ops.route_experts, [(n, 256), (12, 256)], routing) for n in (5, 37)),
     *(Case(expert_lists, [(n, 12)], listed) for n in (5, 37)),
     *(Case(op, [(n, 200)], to_blocks(), half=True) for op in (quantize_1x128, quantize_columns) for n in (5, 130)),
+    *(Case(ops.add_rms_norm_fp8, [(5, size), (size,)], norm_to_blocks, half=True) for size in (128, 384)),
+    *(Case(ops.gated_silu_fp8, [(5, size)], silu_to_blocks, half=True) for size in (128, 1408)),
     *(Case(quantize_128x128, [(130, 200)], to_blocks(torch.bfloat16, flip), half=True) for flip in (False, True)),
     Case(transpose_fp8, [(3, 130, 70)], lambda f, x: f(x.to(FP8)).float(), half=True),
     *(

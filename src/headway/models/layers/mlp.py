@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,6 +11,7 @@ from headway.models import ops
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
+from headway.models.ops.fp8 import keep_blocks
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -78,7 +80,10 @@ class GatedMlp(FeedForward):
             return ACTIVATIONS[self.activation](gate_TM) * up_TM
         if self.projections.prefers_fused(x_TD, context.adapter_gate):
             return ops.gated_silu(self.projections.fused(x_TD, context.adapter_gate))
-        return ops.gated_silu(*self.projections(x_TD, context.adapter_gate))
+        gate_TM, up_TM = self.projections(x_TD, context.adapter_gate)
+        if self.down_proj.fp8 and torch.is_inference_mode_enabled():
+            return keep_blocks(*ops.gated_silu_fp8(gate_TM, up_TM))
+        return ops.gated_silu(gate_TM, up_TM)
 
 
 class Mlp(FeedForward):

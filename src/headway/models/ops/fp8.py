@@ -48,6 +48,17 @@ def quantize_1x128(x_TI: Tensor) -> Fp8Blocks:
     return Fp8Blocks(values.flatten(1)[:, :width].contiguous(), scales.t().contiguous().t())
 
 
+def quantized_rows(x_TI: Tensor) -> Fp8Blocks:
+    """`quantize_1x128`, unless the kernel that made the rows has quantized them, too."""
+    return getattr(x_TI, "fp8_blocks", None) or quantize_1x128(x_TI)
+
+
+def keep_blocks(x_TI: Tensor, blocks: Fp8Blocks) -> Tensor:
+    """Return the same rows, of which `quantized_rows` knows the blocks."""
+    x_TI.fp8_blocks = blocks  # type: ignore[attr-defined]  # of no other tensor, and gone with this one
+    return x_TI
+
+
 @Op
 def quantize_columns(x_TI: Tensor) -> Fp8Blocks:
     """`quantize_1x128` of the transposed matrix (I, T), with columns of zeros up to a multiple of 512: the operands of

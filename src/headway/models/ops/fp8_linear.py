@@ -24,6 +24,7 @@ from headway.models.ops.fp8 import (
     quantize_1x128,
     quantize_128x128,
     quantize_columns,
+    quantized_rows,
     transpose_blocks,
 )
 from headway.models.ops.linear import Scale, rank_parts, scaled_product, stacked
@@ -115,7 +116,7 @@ def join_blocks(tables: Sequence[Fp8Blocks]) -> Fp8Blocks | None:
 
 
 def _output(x_TI: Tensor, weights: Weights) -> Tensor:
-    x = quantize_1x128(x_TI)
+    x = quantized_rows(x_TI)
     parts = [fp8_matmul(*x, *table, x_TI.dtype) for table in _tables(weights, x_TI.dtype)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

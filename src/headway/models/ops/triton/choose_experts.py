@@ -1,4 +1,5 @@
-"""The choice of a router, in one kernel: scores, the k best, gates, and the experts' lists of who chose them."""
+"""The choice of a router, in one kernel: scores, the k best, gates, and the experts' lists of who chose them; for few
+tokens the router's logits, too."""
 
 import torch
 import triton
@@ -13,17 +14,17 @@ _GROUP: tl.constexpr = tl.constexpr(GROUP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _choose_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    logits, bias, gates, chosen, choices, counts, tokens, groups, stride, experts, scale, tiny, K: tl.constexpr,
+def _choose(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
     LIST: tl.constexpr,
 ):  # fmt: skip
+    """Choose for a group of tokens, of which `x` (GROUP, WIDTH) are the logits."""
     group = tl.program_id(0)
     token = group * _GROUP + tl.arange(0, _GROUP)
     e = tl.arange(0, WIDTH)
     inside = (token < tokens)[:, None]
     real = (e < experts)[None, :]
-    x = tl.load(logits + token.to(tl.int64)[:, None] * stride + e[None, :], inside & real, other=0.0).to(tl.float32)
     x = tl.where(real, x, float("-inf"))
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-x))
@@ -54,6 +55,45 @@ def _choose_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
         store_lists(tl.where(inside, which, 0), group, choices, counts, groups, experts, K, WIDTH)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _choose_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    logits, stride, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * _GROUP + tl.arange(0, _GROUP)
+    e = tl.arange(0, WIDTH)
+    at = logits + token.to(tl.int64)[:, None] * stride + e[None, :]
+    x = tl.load(at, (token < tokens)[:, None] & (e < experts)[None, :], other=0.0).to(tl.float32)
+    _choose(
+        x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K, WIDTH, SLOTS, SIGMOID, BIASED,
+        NORMALIZE, LIST,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _route_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    rows, weight, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    LIST: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * _GROUP + tl.arange(0, _GROUP)
+    e = tl.arange(0, WIDTH)
+    d = tl.arange(0, STEP)
+    # Beyond the edges something else is read, and nothing is stored.
+    row_td = rows + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * DEPTH + d[None, :]
+    weight_de = weight + (e % experts)[None, :] * DEPTH + d[:, None]
+    x = tl.zeros([_GROUP, WIDTH], tl.float32)
+    for at in range(0, DEPTH, STEP):
+        x = tl.dot(tl.load(row_td + at), tl.load(weight_de + at), x, input_precision="ieee")
+    # Rounded as a product by itself is.
+    x = x.to(rows.dtype.element_ty).to(tl.float32)
+    _choose(
+        x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K, WIDTH, SLOTS, SIGMOID, BIASED,
+        NORMALIZE, LIST,
+    )  # fmt: skip
+
+
 def choose_experts(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -61,17 +101,50 @@ def choose_experts(
     choice: Choice,
     dtype: torch.dtype = torch.float32,
 ) -> Routing:
-    (tokens, experts), k, device = logits_TE.shape, choice.k, logits_TE.device
-    gates = torch.empty((tokens, k), dtype=dtype, device=device)
-    chosen = torch.empty((tokens, k), dtype=torch.int64, device=device)
-    lists = empty_lists(tokens, experts, device) if tokens <= FEW_TOKENS else None
-    if groups := triton.cdiv(tokens, GROUP):
-        width = triton.next_power_of_2(experts)
+    tokens, experts = logits_TE.shape
+    routing = _empty(tokens, experts, choice, dtype, logits_TE.device)
+    if tokens:
         bias = logits_TE if bias_E is None else bias_E
-        _choose_kernel[(groups,)](
-            logits_TE, bias, gates, chosen, *(lists or (chosen, chosen)), tokens, groups, logits_TE.stride(0), experts,
-            choice.scale, TINY, K=k, WIDTH=width, SLOTS=triton.next_power_of_2(k), SIGMOID=choice.score == "sigmoid",
-            BIASED=bias_E is not None, NORMALIZE=choice.normalize, LIST=lists is not None,
-            num_warps=4 if width <= 256 else 8,
+        _choose_kernel[(triton.cdiv(tokens, GROUP),)](
+            logits_TE, logits_TE.stride(0), bias, *_pointers(routing), tokens, triton.cdiv(tokens, GROUP), experts,
+            choice.scale, TINY, **_constants(experts, choice, bias_E is not None, routing),
+            num_warps=4 if experts <= 256 else 8,
         )  # fmt: skip
-    return Routing(gates, chosen, lists)
+    return routing
+
+
+def route_experts(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> Routing:
+    """A program multiplies the rows of a group with the whole weight, which stays in the cache."""
+    x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
+    (tokens, depth), experts = x_TD.shape, len(weight_ED)
+    routing = _empty(tokens, experts, choice, x_TD.dtype, x_TD.device)
+    if tokens:
+        _route_kernel[(triton.cdiv(tokens, GROUP),)](
+            x_TD, weight_ED, x_TD, *_pointers(routing), tokens, triton.cdiv(tokens, GROUP), experts, choice.scale, TINY,
+            **_constants(experts, choice, False, routing), DEPTH=depth, STEP=128 if experts <= 128 else 64,
+            num_warps=4 if experts <= 256 else 8, num_stages=4,
+        )  # fmt: skip
+    return routing
+
+
+def _empty(tokens: int, experts: int, choice: Choice, dtype: torch.dtype, device: torch.device) -> Routing:
+    gates = torch.empty((tokens, choice.k), dtype=dtype, device=device)
+    chosen = torch.empty((tokens, choice.k), dtype=torch.int64, device=device)
+    return Routing(gates, chosen, empty_lists(tokens, experts, device) if tokens <= FEW_TOKENS else None)
+
+
+def _pointers(routing: Routing) -> tuple[Tensor, ...]:
+    gates, chosen, lists = routing
+    return gates, chosen, *(lists or (chosen, chosen))
+
+
+def _constants(experts: int, choice: Choice, biased: bool, routing: Routing) -> dict[str, int | bool]:
+    return {
+        "K": choice.k,
+        "WIDTH": max(16, int(triton.next_power_of_2(experts))),
+        "SLOTS": int(triton.next_power_of_2(choice.k)),
+        "SIGMOID": choice.score == "sigmoid",
+        "BIASED": biased,
+        "NORMALIZE": choice.normalize,
+        "LIST": routing.lists is not None,
+    }

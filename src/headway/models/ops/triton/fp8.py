@@ -31,6 +31,19 @@ def _inverse(scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def store_row_blocks(number, values, scales, row, first, size, scales_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Quantize BLOCK numbers of a row, from number `first` on, a whole number of blocks, as `quantize_1x128` does."""
+    block = tl.arange(0, BLOCK // _SIDE)
+    number = tl.reshape(number.to(tl.float32), (BLOCK // _SIDE, _SIDE))
+    scale = _scale_of(tl.max(tl.abs(number), 1))
+    quantized = (number * _inverse(scale)[:, None]).to(tl.float8e4nv)
+    column = first + block[:, None] * _SIDE + tl.arange(0, _SIDE)[None, :]
+    tl.store(values + row * size + column, quantized, column < size)
+    block += first // _SIDE
+    tl.store(scales + block.to(tl.int64) * scales_stride + row, scale, block * _SIDE < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _rows_kernel(x, values, scales, rows, width, x_stride, scales_stride, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(1)
@@ -145,12 +158,18 @@ def quantize_1x128(x_TI: Tensor) -> Fp8Blocks:
     """The memory has rows up to a multiple of 16, unset, for products of whole tiles."""
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     rows, width = x_TI.shape
-    padded = triton.cdiv(rows, ROWS) * ROWS
-    values = torch.empty((padded, width), dtype=FP8, device=x_TI.device)[:rows]
-    scales = torch.empty((blocks_of(width), padded), dtype=torch.float32, device=x_TI.device)
+    blocks = empty_rows(rows, width, x_TI.device)
     if rows:
         grid = (triton.cdiv(rows, _TOKENS), blocks_of(width))
-        _rows_kernel[grid](x_TI, values, scales, rows, width, x_TI.stride(0), padded, TOKENS=_TOKENS)
+        _rows_kernel[grid](x_TI, *blocks, rows, width, x_TI.stride(0), blocks.scales.stride(1), TOKENS=_TOKENS)
+    return blocks
+
+
+def empty_rows(rows: int, width: int, device: torch.device) -> Fp8Blocks:
+    """Quantized rows for a kernel to fill, in memory of rows up to a multiple of 16."""
+    padded = triton.cdiv(rows, ROWS) * ROWS
+    values = torch.empty((padded, width), dtype=FP8, device=device)[:rows]
+    scales = torch.empty((blocks_of(width), padded), dtype=torch.float32, device=device)
     return Fp8Blocks(values, scales[:, :rows].t())
 
 

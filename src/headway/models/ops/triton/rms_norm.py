@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.ops.fp8 import BLOCK, Fp8Blocks
+from headway.models.ops.triton.fp8 import empty_rows, store_row_blocks
+
 _PROGRAMS = 1024
 """Programs of the backward pass: each adds up its rows' part of the weight's gradient."""
 
@@ -67,6 +70,22 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers 
         tl.store(grad_weight + first.to(tl.int64) * size + column, summed, inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_fp8_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    x, delta, weight, total, out, values, scales, size, scales_stride, eps, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    at = row * size + column
+    inside = column < size
+    value = tl.load(x + at, inside, other=0.0)
+    value = (value.to(tl.float32) + tl.load(delta + at, inside, other=0.0).to(tl.float32)).to(value.dtype)
+    tl.store(total + at, value, inside)
+    normed = norm_row(value, weight, column, inside, size, eps).to(value.dtype)
+    tl.store(out + at, normed, inside)
+    store_row_blocks(normed, values, scales, row, 0, size, scales_stride, BLOCK)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,6 +139,19 @@ def add_rms_norm_serving(x_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: fl
     total, out = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _norm(x_TD, delta_TD.contiguous(), weight, eps, total, out, None)
     return total, out
+
+
+def add_rms_norm_fp8(x_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Fp8Blocks]:
+    x_TD = x_TD.contiguous()
+    rows, size = x_TD.shape
+    total, out, blocks = torch.empty_like(x_TD), torch.empty_like(x_TD), empty_rows(rows, size, x_TD.device)
+    if rows:
+        block = max(BLOCK, triton.next_power_of_2(size))
+        _add_fp8_kernel[(rows,)](
+            x_TD, delta_TD.contiguous(), weight, total, out, *blocks, size, blocks.scales.stride(1), eps, BLOCK=block,
+            num_warps=norm_warps(block, 1),
+        )  # fmt: skip
+    return total, out, blocks
 
 
 def _scales(x_TD: Tensor) -> Tensor:
