@@ -1,6 +1,6 @@
 """A layer of a decode step in CUDA graphs: `PYTHONPATH=benchmarks python -m gpu_parts.decode_layer [RESULTS]`.
 
-30B-A3B in bfloat16 with 256 sequences and 8B in FP8 with 64, 2,000 tokens each. First every kernel that does the work
+30B-A3B in bfloat16 with 256 sequences and 8B in FP8 with 64, 384 tokens each. First every kernel that does the work
 of several is compared with these, on those shapes. Then a step is captured with some layers and with more of them: the
 difference is that of whole layers. It prints microseconds a layer, with the kernels as they are ("one") and with every
 operation by itself ("single"), and torch's profile of the kernels. On a CPU shapes are small, to try the script.
@@ -34,7 +34,7 @@ from headway.models.layers.mlp import GatedMlp
 from headway.models.layers.norm import RMSNorm
 from headway.models.ops.choose_experts import Choice, Routing
 from headway.models.ops.expert_lists import expert_lists
-from headway.models.ops.fp8 import quantize_1x128
+from headway.models.ops.fp8 import fp8_matmul, fp8_matmul_parts, quantize_1x128, quantize_128x128
 from headway.models.ops.paged_attention import Tiles
 from headway.models.packed import PackedTokens
 from headway.models.serving import fuse_projections
@@ -42,7 +42,7 @@ from headway.models.serving import fuse_projections
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 FEW, MANY = (4, 12) if CUDA else (1, 2)
-LENGTH, BLOCK_SIZE = (2000 if CUDA else 20), 16
+LENGTH, BLOCK_SIZE = (384 if CUDA else 20), 16
 EPS = 1e-6
 
 
@@ -112,12 +112,23 @@ def _check_fp8() -> Iterator[dict[str, Any]]:
         wanted = ops.add_rms_norm(stream, delta, weight, EPS)
         yield _row(f"stream in FP8's norm of {tokens}", total, wanted[0], 0)
         yield _row(f"FP8's norm of {tokens}", normed, wanted[1], 0.004)
+        yield from _check_parts(stream, hidden=_normal(tokens, config.mlp_width), weight=weight)
         hidden, hidden_blocks = ops.gated_silu_fp8(*both.chunk(2, 1))
         yield _row(f"FP8's silu of {tokens}", hidden, ops.gated_silu(*both.chunk(2, 1)), 0)
         for name, rows, own in (("norm", normed, blocks), ("silu", hidden, hidden_blocks)):
             values, scales = quantize_1x128(rows)
             yield _row(f"values of {name}s of {tokens}", own.values.float(), values.float(), 0)
             yield _row(f"scales of {name}s of {tokens}", own.scales, scales, 0)
+
+
+def _check_parts(stream: Tensor, hidden: Tensor, weight: Tensor) -> Iterator[dict[str, Any]]:
+    """A product whose last sum is made with that of the stream."""
+    table = quantize_128x128(_normal(stream.shape[1], hidden.shape[1], scale=0.02), DTYPE)
+    rows = quantize_1x128(hidden)
+    total, normed, _ = ops.add_rms_norm_fp8(stream, fp8_matmul_parts(*rows, *table), weight, EPS)
+    wanted = ops.add_rms_norm(stream, fp8_matmul(*rows, *table, DTYPE), weight, EPS)
+    yield _row(f"stream with parts of {len(stream)}", total, wanted[0], 0)
+    yield _row(f"norm of the stream with parts of {len(stream)}", normed, wanted[1], 0.004)
 
 
 def measure(name: str, sequences: int, *, fp8: bool) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from headway.models import ops
 from headway.models.ops.attention import PackedSamples
 from headway.models.ops.choose_experts import Choice
 from headway.models.ops.expert_lists import GROUP, ExpertLists, expert_lists
-from headway.models.ops.fp8 import FP8, fp8_matmul, quantize_1x128, quantize_128x128, quantize_columns, transpose_fp8
+from headway.models.ops.fp8 import (
+    FP8,
+    fp8_matmul,
+    fp8_matmul_parts,
+    quantize_1x128,
+    quantize_128x128,
+    quantize_columns,
+    transpose_fp8,
+)
 from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.gated_gradient import gated_gradient
 from headway.models.ops.paged_attention import Tiles
@@ -244,11 +252,19 @@ def of_blocks(quantize: Op[..., Any], *more: Any) -> Call:
     return call
 
 
-def norm_to_blocks(f: Call, x: Tensor, weight: Tensor) -> Any:
-    """Rows of 2 and -2, whose norm is the weight."""
-    half = x.sign()
-    total, normed, (values, scales) = f(half, half, even(weight[None])[0], 0.0)
-    return total, normed, values.float(), scales
+def norm_of_parts(f: Call, x: Tensor, parts: Tensor, weight: Tensor) -> Any:
+    return f(x, parts.float(), weight, EPS)
+
+
+def norm_to_blocks(parts: int) -> Call:
+    def call(f: Call, x: Tensor, weight: Tensor) -> Any:
+        """Rows of 2 and -2, whose norm is the weight."""
+        half = x.sign()
+        delta = torch.stack([half.float() / parts] * parts) if parts else half
+        total, normed, (values, scales) = f(half, delta, even(weight[None])[0], 0.0)
+        return total, normed, values.float(), scales
+
+    return call
 
 
 def silu_to_blocks(f: Call, x: Tensor) -> Any:
@@ -256,6 +272,11 @@ def silu_to_blocks(f: Call, x: Tensor) -> Any:
     up = even(x)
     hidden, (values, scales) = f(*torch.cat([torch.full_like(up, 64), up / 64], 1).chunk(2, 1))
     return hidden, values.float(), scales
+
+
+def parts_of_blocks(f: Call, a: Tensor, b: Tensor) -> Any:
+    """Some kernels make more parts than others."""
+    return of_blocks(quantize_128x128, torch.bfloat16)(f, a, b).sum(0)
 
 
 def groups_of_blocks(f: Call, rows: Tensor, weights: Tensor) -> Any:
@@ -268,6 +289,7 @@ KV = (15 * SIZE, 2, 32)
 CASES = [
     *(Case(ops.rms_norm, [(7, size), (size,)], norm, mixed=mixed) for size in (30, 200) for mixed in (False, True)),
     *(Case(ops.add_rms_norm, [(7, 30), (7, 30), (30,)], norm_of_sum, mixed=mixed) for mixed in (False,)),
+    Case(ops.add_rms_norm, [(7, 30), (3, 7, 30), (30,)], norm_of_parts, only=("add_rms_norm_serving",)),
     Case(ops.gated_silu, [(7, 30), (7, 30)], plain, only=("c", "gated_silu", "gated_silu_serving")),
     Case(ops.gated_silu, [(7, 1100)], plain, only=("c", "gated_halves")),
     Case(ops.gated_silu, [(7, 60)], lambda f, x: f(*x.chunk(2, 1)), only=("c", "gated_silu_serving")),
@@ -321,7 +343,10 @@ CASES = [
     *(Case(ops.route_experts, [(n, 256), (12, 256)], routing) for n in (5, 37)),
     *(Case(expert_lists, [(n, 12)], listed) for n in (5, 37)),
     *(Case(op, [(n, 200)], to_blocks(), half=True) for op in (quantize_1x128, quantize_columns) for n in (5, 130)),
-    *(Case(ops.add_rms_norm_fp8, [(5, size), (size,)], norm_to_blocks, half=True) for size in (128, 384)),
+    *(
+        Case(ops.add_rms_norm_fp8, [(5, size), (size,)], norm_to_blocks(parts), half=True)
+        for size, parts in ((128, 0), (384, 4))
+    ),
     *(Case(ops.gated_silu_fp8, [(5, size)], silu_to_blocks, half=True) for size in (128, 1408)),
     *(Case(quantize_128x128, [(130, 200)], to_blocks(torch.bfloat16, flip), half=True) for flip in (False, True)),
     Case(transpose_fp8, [(3, 130, 70)], lambda f, x: f(x.to(FP8)).float(), half=True),
@@ -334,6 +359,7 @@ CASES = [
         Case(fp8_matmul, [(130, 512), (272, 512)], of_blocks(*quantize), only=("cuda",), half=True)
         for quantize in ((quantize_1x128,), (quantize_128x128, torch.bfloat16))
     ),
+    *(Case(fp8_matmul_parts, [(n, 2200), (130, 2200)], parts_of_blocks, half=True) for n in (5, 40)),
     *(Case(fp8_grouped_matmul, [(n, 200), (3, 128, 200)], groups_of_blocks, half=True) for n in (21, 400)),
     Case(ops.write_cache, [(3, 2, 4), (3, 2, 4)], cached),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24), (24,), (24,)], heads_to_cache),

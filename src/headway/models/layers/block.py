@@ -57,7 +57,10 @@ class Block(nn.Module):
 
     def mix(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """Run the first stage, between tokens. Returns what it adds to the stream."""
-        return self.mixed_norm(self.self_attn(context.normed(x_TD, self.input_layernorm), context))
+        normed_TD = context.normed(x_TD, self.input_layernorm)
+        if context.next_norm is not None and type(self) is Block:  # a subclass may norm the sum
+            return self.self_attn.summands(normed_TD, context)
+        return self.mixed_norm(self.self_attn(normed_TD, context))
 
     def mixed_norm(self, mixed_TD: Tensor) -> Tensor:
         """Norm what the first stage adds to the stream, in blocks that do."""

@@ -296,7 +296,7 @@ class SparseMlp(FeedForward):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The sum over experts goes into the stream as it is made."""
         experts = self.experts
-        one = self._is_one_operation(context.adapter_gate)
+        one = self._is_one_operation(context.adapter_gate) and type(self) is SparseMlp
         if not (one and isinstance(experts, Experts)) or experts.fp8:
             return super().add_and_norm(stream_TD, x_TD, norm, context, given_Tk)
         routing: Routing = self.gate(x_TD, given_Tk)

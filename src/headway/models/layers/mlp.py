@@ -69,6 +69,15 @@ class GatedMlp(FeedForward):
     def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, None]:
         return self.down_proj(self.hidden(x_TD, context), context.adapter_gate), None
 
+    def add_and_norm(
+        self, stream_TD: Tensor, x_TD: Tensor, norm: RMSNorm, context: ForwardContext, given_Tk: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The last sums of the last product are made with the stream's."""
+        if type(self) is not GatedMlp:  # a subclass may do more with its output
+            return super().add_and_norm(stream_TD, x_TD, norm, context, given_Tk)
+        out = self.down_proj.summands(self.hidden(x_TD, context), context.adapter_gate)
+        return *norm.add_and_norm(stream_TD, out), None
+
     def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
         """The last product is not computed."""
         return self.down_proj.grad_only(self.hidden(x_TD, context), context.adapter_gate)

@@ -19,8 +19,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @Op
 def add_rms_norm(stream_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The stream with `delta` added to it, and the norm of that: between two stages of a block."""
-    stream_TD = stream_TD + delta_TD
+    """The stream with `delta` added to it, and the norm of that: between two stages of a block. In serving passes
+    `delta` may be parts (S, T, D) in float32, whose sum is rounded and added."""
+    stream_TD = stream_TD + (delta_TD if delta_TD.dim() == stream_TD.dim() else delta_TD.sum(0).to(stream_TD.dtype))
     return stream_TD, _normed(stream_TD, weight, eps)
 
 

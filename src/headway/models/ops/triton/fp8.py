@@ -218,18 +218,28 @@ def fp8_matmul(
     a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     a_MK, b_NK = a_MK.contiguous(), b_NK.contiguous()
+    if not len(a_MK):
+        return torch.empty((0, len(b_NK)), dtype=dtype, device=a_MK.device)
+    return tiled_matmul(a_MK, a_scales, b_NK, b_scales, dtype, **_tiling(a_MK, b_NK))
+
+
+def fp8_matmul_parts(a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Tensor) -> Tensor:
+    a_MK, b_NK = a_MK.contiguous(), b_NK.contiguous()
+    if not len(a_MK):
+        return torch.empty((1, 0, len(b_NK)), dtype=torch.float32, device=a_MK.device)
+    return _tiled_parts(a_MK, a_scales, b_NK, b_scales, torch.float32, **_tiling(a_MK, b_NK))
+
+
+def _tiling(a_MK: Tensor, b_NK: Tensor) -> dict[str, int]:
+    """The sizes of tiles, the parts of a sum, warps and stages."""
     (rows, depth), outputs = a_MK.shape, len(b_NK)
-    if not rows:
-        return torch.empty((0, outputs), dtype=dtype, device=a_MK.device)
     # The fastest of `benchmarks/gpu_parts/fp8_tiles.py` on an H200.
     tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     tile_n = 64 if rows <= 128 else 128
     tiles = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_m)
     splits = _splits(tiles, blocks_of(depth), _PROGRAMS if rows <= 64 else _PROGRAMS * 2 // 3)
-    return tiled_matmul(
-        a_MK, a_scales, b_NK, b_scales, dtype, tile_n, tile_m, splits,
-        warps=4 if tile_n == 64 else 8, stages=4 if tile_n == 64 else 3,
-    )  # fmt: skip
+    launch = {"warps": 4, "stages": 4} if tile_n == 64 else {"warps": 8, "stages": 3}
+    return {"tile_n": tile_n, "tile_m": tile_m, "splits": splits} | launch
 
 
 def tiled_matmul(
@@ -238,18 +248,31 @@ def tiled_matmul(
 ) -> Tensor:  # fmt: skip
     """Compute the product in tiles of `tile_n` outputs by `tile_m` rows, the sum in `splits` parts. None of these
     changes the result except by the order of sums."""
+    parts = _tiled_parts(
+        a_MK, a_scales, b_NK, b_scales, dtype, tile_n, tile_m, splits, warps=warps, stages=stages
+    )  # fmt: skip
+    if splits == 1:
+        return parts[0]
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=a_MK.device)
+    _sum_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), SPLITS=splits, BLOCK=1024)
+    return out
+
+
+def _tiled_parts(
+    a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Tensor, dtype: torch.dtype,
+    tile_n: int, tile_m: int, splits: int, *, warps: int, stages: int,
+) -> Tensor:  # fmt: skip
+    """The parts (splits, M, N) of the product, in float32, or in `dtype` where there is one alone."""
     (rows, depth), outputs = a_MK.shape, len(b_NK)
     tiles = triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_m)
-    out = torch.empty((rows, outputs), dtype=dtype, device=a_MK.device)
-    parts = out if splits == 1 else torch.empty((splits, rows, outputs), dtype=torch.float32, device=a_MK.device)
+    dtype = dtype if splits == 1 else torch.float32
+    parts = torch.empty((splits, rows, outputs), dtype=dtype, device=a_MK.device)
     _matmul_kernel[(*tiles, splits)](
         a_MK, a_scales, b_NK, b_scales, parts, rows, outputs, depth, *a_scales.stride(), *b_scales.stride(),
         triton.cdiv(blocks_of(depth), splits), GROUP=1 if len(b_scales) == outputs else BLOCK,
         EVEN=depth % BLOCK == 0, N=tile_n, M=tile_m, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if splits > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), SPLITS=splits, BLOCK=1024)
-    return out
+    return parts
 
 
 def _splits(tiles: int, blocks: int, programs: int) -> int:

@@ -22,18 +22,32 @@ def norm_row(value, weight, column, inside, size, eps):  # type: ignore[no-untyp
     return wide * scale * tl.load(weight + column, inside, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _sum(value, delta, at, inside, size, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`value` and `delta`, or the sum of its PARTS: rounded as the stream is stored, so that the norm is that of the
+    stored sum."""
+    if PARTS == 0:
+        added = tl.load(delta + at, inside, other=0.0).to(tl.float32)
+    else:
+        added = tl.zeros(value.shape, tl.float32)
+        for part in tl.static_range(PARTS):
+            added += tl.load(delta + part * size * tl.num_programs(0) + at, inside, other=0.0)
+        added = added.to(value.dtype).to(tl.float32)
+    return (value.to(tl.float32) + added).to(value.dtype)
+
+
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _forward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    x, delta, weight, total, out, scales, size, eps, ADD: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, delta, weight, total, out, scales, size, eps, ADD: tl.constexpr, PARTS: tl.constexpr, KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     at = row * size + column
     inside = column < size
     value = tl.load(x + at, inside, other=0.0)
     if ADD:
-        # Rounded as the stream is stored, so that the norm is that of the stored sum.
-        value = (value.to(tl.float32) + tl.load(delta + at, inside, other=0.0).to(tl.float32)).to(value.dtype)
+        value = _sum(value, delta, at, inside, size, PARTS)
         tl.store(total + at, value, inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
@@ -72,14 +86,13 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _add_fp8_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    x, delta, weight, total, out, values, scales, size, scales_stride, eps, BLOCK: tl.constexpr
+    x, delta, weight, total, out, values, scales, size, scales_stride, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     at = row * size + column
     inside = column < size
-    value = tl.load(x + at, inside, other=0.0)
-    value = (value.to(tl.float32) + tl.load(delta + at, inside, other=0.0).to(tl.float32)).to(value.dtype)
+    value = _sum(tl.load(x + at, inside, other=0.0), delta, at, inside, size, PARTS)
     tl.store(total + at, value, inside)
     normed = norm_row(value, weight, column, inside, size, eps).to(value.dtype)
     tl.store(out + at, normed, inside)
@@ -148,8 +161,8 @@ def add_rms_norm_fp8(x_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float)
     if rows:
         block = max(BLOCK, triton.next_power_of_2(size))
         _add_fp8_kernel[(rows,)](
-            x_TD, delta_TD.contiguous(), weight, total, out, *blocks, size, blocks.scales.stride(1), eps, BLOCK=block,
-            num_warps=norm_warps(block, 1),
+            x_TD, delta_TD.contiguous(), weight, total, out, *blocks, size, blocks.scales.stride(1), eps,
+            PARTS=_parts(delta_TD), BLOCK=block, num_warps=norm_warps(block, 1),
         )  # fmt: skip
     return total, out, blocks
 
@@ -174,8 +187,8 @@ def _norm(
         block = triton.next_power_of_2(size)
         warps = norm_warps(block, 1 if scales_T is None else 4)
         _forward_kernel[(rows,)](
-            x_TD, delta, weight, total, out, scales, size, eps, delta_TD is not None, scales_T is not None, block,
-            num_warps=warps,
+            x_TD, delta, weight, total, out, scales, size, eps, ADD=delta_TD is not None, PARTS=_parts(delta),
+            KEEP=scales_T is not None, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 
 
@@ -194,6 +207,11 @@ def _gradients(
         block, num_warps=norm_warps(block, 4),
     )  # fmt: skip
     return grad_x, parts.sum(0).to(weight.dtype) if wants_weight else None
+
+
+def _parts(delta: Tensor) -> int:
+    """The number of parts (S, T, D) whose sum is to be added, 0 for one that is summed."""
+    return len(delta) if delta.dim() == 3 else 0
 
 
 def norm_warps(block: int, least: int) -> int:
