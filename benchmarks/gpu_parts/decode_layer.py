@@ -212,7 +212,12 @@ def _captured(work: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = work()
-    return lambda: (graph.replay(), kept)
+
+    def replay() -> Any:
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def _microseconds(work: Callable[[], Any], rounds: int = 20) -> float:

@@ -39,7 +39,8 @@ def _choose(  # type: ignore[no-untyped-def]  # arguments are pointers to the co
     picked = tl.zeros([_GROUP, SLOTS], tl.float32)
     numbers = tl.zeros([_GROUP, SLOTS], tl.int32)
     which = tl.zeros([_GROUP, WIDTH], tl.int32)
-    for choice in tl.static_range(K):
+    # Not unrolled, which would take long to compile and gain nothing: a choice waits for the one before.
+    for choice in range(K):
         best = tl.argmax(ranked, 1)
         hit = e[None, :] == best[:, None]
         picked = tl.where(slot == choice, tl.sum(tl.where(hit, scores, 0.0), 1)[:, None], picked)

@@ -102,7 +102,7 @@ def gated_silu_serving(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
 def gated_silu_fp8(gate_TM: Tensor, up_TM: Tensor) -> tuple[Tensor, Fp8Blocks]:
     """Rows as `gated_silu_serving` takes them."""
     out = torch.empty(gate_TM.shape, dtype=gate_TM.dtype, device=gate_TM.device)
-    blocks = empty_rows(*gate_TM.shape, gate_TM.device)
+    blocks = empty_rows(len(gate_TM), gate_TM.shape[1], gate_TM.device)
     if grid := _grid(gate_TM):
         _fp8_kernel[grid](
             gate_TM, up_TM, out, *blocks, gate_TM.shape[1], gate_TM.stride(0), up_TM.stride(0),

@@ -22,7 +22,7 @@ def norm_row(value, weight, column, inside, size, eps):  # type: ignore[no-untyp
     return wide * scale * tl.load(weight + column, inside, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _sum(value, delta, at, inside, size, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`value` and `delta`, or the sum of its PARTS: rounded as the stream is stored, so that the norm is that of the
     stored sum."""
