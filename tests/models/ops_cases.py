@@ -10,7 +10,16 @@ from torch import Tensor
 from headway.models import ops
 from headway.models.ops.attention import PackedSamples
 from headway.models.ops.choose_experts import Choice
-from headway.models.ops.fp8 import FP8, fp8_matmul, quantize_1x128, quantize_128x128, quantize_columns, transpose_fp8
+from headway.models.ops.expert_lists import GROUP, ExpertLists, expert_lists
+from headway.models.ops.fp8 import (
+    FP8,
+    fp8_matmul,
+    fp8_matmul_parts,
+    quantize_1x128,
+    quantize_128x128,
+    quantize_columns,
+    transpose_fp8,
+)
 from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.gated_gradient import gated_gradient
 from headway.models.ops.paged_attention import Tiles
@@ -88,6 +97,30 @@ def routed(f: Call, x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
     return f(x, x[:, :2].sigmoid(), choices, gate_up, down)
 
 
+def routed_to_stream(beside: bool) -> Call:
+    def call(f: Call, x: Tensor, gate_up: Tensor, down: Tensor, *rest: Tensor) -> Any:
+        stream, more, norm_weight = rest
+
+        def add(*arguments: Tensor) -> Any:
+            lists = expert_lists.reference(arguments[2], len(down))
+            return f(*arguments, False, stream, more if beside else None, norm_weight, EPS, lists)
+
+        return routed(add, x, gate_up, down)
+
+    return call
+
+
+def whole_lists(lists: ExpertLists) -> tuple[Tensor, Tensor]:
+    """Lists with -1 where nothing is listed, and their counts."""
+    choices, counts = lists
+    listed = torch.arange(GROUP, device=choices.device) < counts.unsqueeze(-1)
+    return torch.where(listed.flatten(1), choices, -1), counts
+
+
+def listed(f: Call, logits: Tensor) -> Any:
+    return whole_lists(f(logits.topk(3).indices, logits.shape[1]))
+
+
 def routed_rows(f: Call, rows: Tensor, gates: Tensor) -> Any:
     """Rows that lie anywhere; one is of no token."""
     places = torch.tensor([[3, 0, 6], [1, 5, 2]], device=rows.device)
@@ -98,12 +131,20 @@ def weighted_rows(f: Call, wide: Tensor, grad: Tensor, weights: Tensor) -> Any:
     return f(wide, grad, weights)
 
 
-def chosen(biased: bool, choice: Choice) -> Call:
+def chosen(biased: bool, choice: Choice, dtype: torch.dtype = torch.float32) -> Call:
     def call(f: Call, logits: Tensor) -> Any:
+        """The reference makes no lists."""
         bias = torch.linspace(-0.5, 0.5, logits.shape[1], device=logits.device) if biased else None
-        return f(logits, bias, None, choice)
+        gates, experts, lists = f(logits, bias, None, choice, dtype)
+        assert gates.dtype is dtype
+        return gates, experts, *whole_lists(lists or expert_lists.reference(experts, logits.shape[1]))
 
     return call
+
+
+def routing(f: Call, x: Tensor, weight: Tensor) -> Any:
+    gates, experts, lists = f(x, weight, Choice(3, "softmax", True))
+    return gates, experts, *whole_lists(lists or expert_lists.reference(experts, len(weight)))
 
 
 def cached(f: Call, k: Tensor, v: Tensor) -> Any:
@@ -211,6 +252,33 @@ def of_blocks(quantize: Op[..., Any], *more: Any) -> Call:
     return call
 
 
+def norm_of_parts(f: Call, x: Tensor, parts: Tensor, weight: Tensor) -> Any:
+    return f(x, parts.float(), weight, EPS)
+
+
+def norm_to_blocks(parts: int) -> Call:
+    def call(f: Call, x: Tensor, weight: Tensor) -> Any:
+        """Rows of 2 and -2, whose norm is the weight."""
+        half = x.sign()
+        delta = torch.stack([half.float() / parts] * parts) if parts else half
+        total, normed, (values, scales) = f(half, delta, even(weight[None])[0], 0.0)
+        return total, normed, values.float(), scales
+
+    return call
+
+
+def silu_to_blocks(f: Call, x: Tensor) -> Any:
+    """Whole numbers again: a gate of 64 is its own silu."""
+    up = even(x)
+    hidden, (values, scales) = f(*torch.cat([torch.full_like(up, 64), up / 64], 1).chunk(2, 1))
+    return hidden, values.float(), scales
+
+
+def parts_of_blocks(f: Call, a: Tensor, b: Tensor) -> Any:
+    """Some kernels make more parts than others."""
+    return of_blocks(quantize_128x128, torch.bfloat16)(f, a, b).sum(0)
+
+
 def groups_of_blocks(f: Call, rows: Tensor, weights: Tensor) -> Any:
     tables = quantize_experts(even(weights.flatten(0, 1)).view(weights.shape), torch.bfloat16)
     ends = torch.tensor([4, 4, len(rows)], dtype=torch.int32, device=rows.device)
@@ -221,6 +289,7 @@ KV = (15 * SIZE, 2, 32)
 CASES = [
     *(Case(ops.rms_norm, [(7, size), (size,)], norm, mixed=mixed) for size in (30, 200) for mixed in (False, True)),
     *(Case(ops.add_rms_norm, [(7, 30), (7, 30), (30,)], norm_of_sum, mixed=mixed) for mixed in (False,)),
+    Case(ops.add_rms_norm, [(7, 30), (3, 7, 30), (30,)], norm_of_parts, only=("add_rms_norm_serving",)),
     Case(ops.gated_silu, [(7, 30), (7, 30)], plain, only=("c", "gated_silu", "gated_silu_serving")),
     Case(ops.gated_silu, [(7, 1100)], plain, only=("c", "gated_halves")),
     Case(ops.gated_silu, [(7, 60)], lambda f, x: f(*x.chunk(2, 1)), only=("c", "gated_silu_serving")),
@@ -255,13 +324,30 @@ CASES = [
     *(Case(ops.grouped_linear, [(11, 16), (3, 8, 16)], groups, mixed=mixed) for mixed in (False, True)),
     *(Case(ops.routed_experts, [(n, 64), (4, 256, 64), (4, 64, 128)], routed) for n in (3, 20)),
     Case(ops.routed_experts, [(20, 64), (4, 256, 64), (4, 64, 128)], routed, only=("torch",), mixed=True),
+    *(
+        Case(
+            ops.add_routed_experts,
+            [(n, 64), (4, 256, 64), (4, 64, 128), (n, 64), (n, 64), (64,)],
+            routed_to_stream(beside),
+        )
+        for n, beside in ((3, False), (40, True))
+    ),
     Case(sum_choices, [(7, 1100), (2, 3)], routed_rows),
     *(Case(gated_gradient, [(7, 2 * size), (7, size), (7,)], weighted_rows) for size in (30, 5000)),
     *(
-        Case(ops.choose_experts, [(5, 12)], chosen(biased, choice))
+        Case(ops.choose_experts, [(n, 12)], chosen(biased, choice))
+        for n in (5, 37)
         for biased, choice in ((False, Choice(3, "softmax", True)), (True, Choice(3, "sigmoid", False, 2.5)))
     ),
+    Case(ops.choose_experts, [(20, 12)], chosen(False, Choice(3, "softmax", True), torch.bfloat16), half=True),
+    *(Case(ops.route_experts, [(n, 256), (12, 256)], routing) for n in (5, 37)),
+    *(Case(expert_lists, [(n, 12)], listed) for n in (5, 37)),
     *(Case(op, [(n, 200)], to_blocks(), half=True) for op in (quantize_1x128, quantize_columns) for n in (5, 130)),
+    *(
+        Case(ops.add_rms_norm_fp8, [(5, size), (size,)], norm_to_blocks(parts), half=True)
+        for size, parts in ((128, 0), (384, 4))
+    ),
+    *(Case(ops.gated_silu_fp8, [(5, size)], silu_to_blocks, half=True) for size in (128, 1408)),
     *(Case(quantize_128x128, [(130, 200)], to_blocks(torch.bfloat16, flip), half=True) for flip in (False, True)),
     Case(transpose_fp8, [(3, 130, 70)], lambda f, x: f(x.to(FP8)).float(), half=True),
     *(
@@ -273,6 +359,7 @@ CASES = [
         Case(fp8_matmul, [(130, 512), (272, 512)], of_blocks(*quantize), only=("cuda",), half=True)
         for quantize in ((quantize_1x128,), (quantize_128x128, torch.bfloat16))
     ),
+    *(Case(fp8_matmul_parts, [(n, 2200), (130, 2200)], parts_of_blocks, half=True) for n in (5, 40)),
     *(Case(fp8_grouped_matmul, [(n, 200), (3, 128, 200)], groups_of_blocks, half=True) for n in (21, 400)),
     Case(ops.write_cache, [(3, 2, 4), (3, 2, 4)], cached),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24), (24,), (24,)], heads_to_cache),

@@ -132,6 +132,30 @@ def test_weights_that_are_quantized_once_compute_the_same() -> None:
         torch.testing.assert_close(x, y)
 
 
+def test_serving_quantizes_rows_where_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and activations quantize what they compute, to the same numbers. Only the first norm, which stands behind
+    no sum, and attention leave it to the layers behind them."""
+    config = replace(CONFIG, layers=3, heads=4, kv_heads=4, head_dim=32)
+    model = build_model(config)
+    apply_fp8(model)
+    quantize_weights(model, torch.float32)
+    alone = []
+
+    def quantize(x_TI: Tensor) -> Any:
+        alone.append(x_TI)
+        return quantize_1x128(x_TI)
+
+    monkeypatch.setattr("headway.models.ops.fp8.quantize_1x128", quantize)
+    tokens = PackedTokens(torch.arange(7), torch.arange(7), PackedPlan([7]))
+    with torch.no_grad():
+        expected = model(tokens).hidden_TD
+    assert len(alone) == 4 * 3
+    alone.clear()
+    with torch.inference_mode():
+        assert torch.equal(model(tokens).hidden_TD, expected)
+    assert len(alone) == 1 + 3
+
+
 def test_a_model_in_fp8_learns() -> None:
     model = tiny()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)

@@ -27,6 +27,24 @@ def test_joining_changes_neither_weights_nor_what_is_computed(family: str, chang
     assert all(torch.equal(tensor, weights[name]) for name, tensor in hf_tensors(model))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2"])
+def test_norms_that_are_computed_a_block_ahead_are_the_same(family: str) -> None:
+    model = random_model(small(family))
+    with torch.no_grad():
+        expected = packed_logits(model, random_tokens(model.config, LENGTHS), LENGTHS)
+    assert torch.equal(served(model), expected)
+
+
+def test_a_block_computes_the_next_ones_norm_with_its_last_sum() -> None:
+    model = random_model(small("qwen3_moe"))
+    alone = []
+    for name, module in model.named_modules():
+        if name.endswith((".input_layernorm", "model.norm")):
+            module.register_forward_hook(lambda *_, name=name: alone.append(name))
+    served(model)
+    assert alone == ["model.layers.0.input_layernorm"]
+
+
 def test_models_swap_their_weights_joined_or_not() -> None:
     for joined in (True, False):
         live, standby = random_model(small("qwen3"), seed=1), random_model(small("qwen3"), seed=2)

@@ -54,12 +54,20 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, and each layer's experts (T, k). `given` are the experts to use."""
         x_TD = self.embed_tokens(token_ids_T)
         experts: list[Tensor | None] = []
-        for number, layer in enumerate(self.layers):
+        for number, (layer, next_norm) in enumerate(zip(self.layers, self._next_norms(), strict=True)):
+            context.next_norm = next_norm
             x_TD, experts_Tk = layer(x_TD, context, None if given_TLk is None else given_TLk[:, number])
             experts.append(experts_Tk)
         if context.parts:
             return torch.cat([self.norm(part) for part in torch.split(x_TD, context.part_sizes)]), experts
-        return self.norm(x_TD), experts
+        return context.normed(x_TD, self.norm), experts
+
+    def _next_norms(self) -> list[RMSNorm | None]:
+        """For each block the norm with which what comes after it begins. In serving passes alone: where weights are
+        sharded, those of the next block are not there yet."""
+        if not torch.is_inference_mode_enabled():
+            return [None] * len(self.layers)
+        return [*(layer.first_norm for layer in self.layers[1:] if isinstance(layer, Block)), self.norm]
 
 
 class DecoderLM(nn.Module):

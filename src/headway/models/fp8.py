@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from headway.models.decoder import DecoderLM
+from headway.models.layers.block import Block
 from headway.models.layers.experts import Experts
 from headway.models.layers.linear import FusedProjections, Linear, fused_projections
+from headway.models.layers.norm import RMSNorm
 from headway.models.ops.fp8 import BLOCK, Fp8Blocks, quantize_128x128
 from headway.models.ops.fp8_experts import quantize_experts
 from headway.models.ops.fp8_linear import join_blocks
@@ -32,6 +34,8 @@ def apply_fp8(model: DecoderLM) -> None:
         projections.fp8 = all(linear.fp8 for linear in projections.linears)
         for linear in projections.linears:
             linear.fp8 = projections.fp8
+    for block in model.layers:
+        _mark_norms(block)
     for experts in _experts(model):
         rows = (experts.gate_up_proj.shape[1], experts.down_proj.shape[1])
         experts.fp8 = all(size % BLOCK == 0 for size in rows)
@@ -77,6 +81,16 @@ def requantize_weights(model: DecoderLM, source: DecoderLM) -> None:
             for name, table in experts.quantized.items():
                 weight = others.get_parameter(name).detach()
                 quantize_experts(weight, weight.dtype, table)
+
+
+def _mark_norms(block: nn.Module) -> None:
+    """Let the norms whose rows all go into FP8 quantize them, in serving passes."""
+    if type(block) is not Block:  # others may norm elsewhere
+        return
+    for norm, stage in ((block.input_layernorm, block.self_attn), (block.post_attention_layernorm, block.mlp)):
+        projections = getattr(stage, "projections", None)
+        if isinstance(norm, RMSNorm) and isinstance(projections, FusedProjections):
+            norm.fp8 = projections.fp8
 
 
 def _join(projections: FusedProjections) -> None:

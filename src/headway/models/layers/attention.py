@@ -37,6 +37,11 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         return self.output(self.attend(x_TD, context), context)
 
+    def summands(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        """The output as `RMSNorm.add_and_norm` takes it in serving passes: (T, D), or parts (S, T, D) of it."""
+        out_TD: Tensor = self(x_TD, context)
+        return out_TD
+
     def attend(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """Project and attend, without the output projection: (T, H, D)."""
         raise NotImplementedError(f"{type(self).__name__} must override attend")
@@ -121,6 +126,11 @@ class SelfAttention(Attention):
     def output(self, attended_THD: Tensor, context: ForwardContext) -> Tensor:
         out_TD: Tensor = self.o_proj(attended_THD.flatten(1), context.adapter_gate)
         return out_TD
+
+    def summands(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
+        if type(self) is not SelfAttention:  # a subclass may do more with its output
+            return super().summands(x_TD, context)
+        return self.o_proj.summands(self.attend(x_TD, context).flatten(1), context.adapter_gate)
 
     def _project(self, x_TD: Tensor, context: ForwardContext) -> QKV:
         """Queries, keys and values before the norms per head and rotary positions."""

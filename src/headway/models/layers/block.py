@@ -33,6 +33,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = post_attention_norm
         self.mlp = feed_forward
 
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        """The norm with which the block begins, which the block before may compute; None: there is none."""
+        return self.input_layernorm if isinstance(self.input_layernorm, RMSNorm) else None
+
     def forward(
         self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
@@ -52,7 +57,10 @@ class Block(nn.Module):
 
     def mix(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
         """Run the first stage, between tokens. Returns what it adds to the stream."""
-        return self.mixed_norm(self.self_attn(self.input_layernorm(x_TD), context))
+        normed_TD = context.normed(x_TD, self.input_layernorm)
+        if context.next_norm is not None and type(self) is Block:  # a subclass may norm the sum
+            return self.self_attn.summands(normed_TD, context)
+        return self.mixed_norm(self.self_attn(normed_TD, context))
 
     def mixed_norm(self, mixed_TD: Tensor) -> Tensor:
         """Norm what the first stage adds to the stream, in blocks that do."""
@@ -79,6 +87,10 @@ class Block(nn.Module):
         x_TD, normed_TD = self.post_attention_layernorm.add_and_norm(x_TD, mixed_TD)
         if grad_only:
             return x_TD + self.mlp.grad_only(normed_TD, context, given_Tk), given_Tk
+        if context.next_norm is not None:
+            x_TD, next_TD, used_Tk = self.mlp.add_and_norm(x_TD, normed_TD, context.next_norm, context, given_Tk)
+            context.ahead = x_TD, next_TD
+            return x_TD, used_Tk
         out_TD, used_Tk = self.mlp(normed_TD, context, given_Tk)
         return x_TD + out_TD, used_Tk
 

@@ -14,9 +14,10 @@ from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward, GatedMlp
+from headway.models.layers.norm import RMSNorm
 from headway.models.layers.tape import Tape, taped_linear
 from headway.models.ops.choices import Choices
-from headway.models.ops.choose_experts import Choice
+from headway.models.ops.choose_experts import Choice, Routing
 from headway.models.ops.fp8 import Fp8Blocks
 from headway.models.ops.fp8_experts import fp8_grouped_linear
 from headway.models.ops.sum_choices import sum_choices
@@ -69,14 +70,24 @@ class ExpertRouter(nn.Module):
         self.regularizer: Regularizer | None = None
         self.tape: Tape | None = None
 
-    def forward(self, x_TD: Tensor, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, given_Tk: Tensor | None = None) -> Routing:
         """Gates and experts, (T, k). Given choices (-1: choose freely) are gated by the live router's scores."""
+        if given_Tk is None and self._is_one_operation():
+            return ops.route_experts(x_TD, self.weight, self.choice)
         # Sigmoids of many experts lie so close together that their logits, too, are computed in float32.
         logits_TE = self._logits(x_TD.float() if self.choice.score == "sigmoid" else x_TD)
-        gates_Tk, experts_Tk = ops.choose_experts(logits_TE, self.e_score_correction_bias, given_Tk, self.choice)
-        if self.regularizer is not None:
-            gates_Tk = self.regularizer(gates_Tk, logits_TE, experts_Tk)
-        return gates_Tk.to(x_TD.dtype), experts_Tk
+        dtype = x_TD.dtype if self.regularizer is None else torch.float32
+        routing = ops.choose_experts(logits_TE, self.e_score_correction_bias, given_Tk, self.choice, dtype)
+        if self.regularizer is None:
+            return routing
+        gates_Tk = self.regularizer(routing.gates_Tk, logits_TE, routing.experts_Tk)
+        return routing._replace(gates_Tk=gates_Tk.to(x_TD.dtype))
+
+    def _is_one_operation(self) -> bool:
+        """Tell if `ops.route_experts` computes this router, in a serving pass."""
+        plain = self.bias is None and self.e_score_correction_bias is None and self.logit_cap is None
+        serves = torch.is_inference_mode_enabled() and self.regularizer is None and self.tape is None
+        return serves and plain and self.choice.score == "softmax"
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
@@ -274,39 +285,56 @@ class SparseMlp(FeedForward):
 
     def forward(self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mixed output and the experts used, (T, k)."""
-        gates_Tk, experts_Tk = self.gate(x_TD, given_Tk)
-        out_TD = self._mix(x_TD, gates_Tk, experts_Tk, context.adapter_gate)
+        routing: Routing = self.gate(x_TD, given_Tk)
+        out_TD = self._mix(x_TD, routing, context.adapter_gate)
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts(x_TD, context)[0]
-        return out_TD, experts_Tk
+        return out_TD, routing.experts_Tk
+
+    def add_and_norm(
+        self, stream_TD: Tensor, x_TD: Tensor, norm: RMSNorm, context: ForwardContext, given_Tk: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The sum over experts goes into the stream as it is made."""
+        experts = self.experts
+        one = self._is_one_operation(context.adapter_gate) and type(self) is SparseMlp
+        if not (one and isinstance(experts, Experts)) or experts.fp8:
+            return super().add_and_norm(stream_TD, x_TD, norm, context, given_Tk)
+        routing: Routing = self.gate(x_TD, given_Tk)
+        beside_TD = None if self.shared_experts is None else self.shared_experts(x_TD, context)[0]
+        weights = experts.operand("gate_up_proj"), experts.operand("down_proj")
+        stream_TD, normed_TD = ops.add_routed_experts(
+            *(x_TD, routing.gates_Tk, routing.experts_Tk, *weights, experts.fp8),
+            *(stream_TD, beside_TD, norm.scale, norm.eps, routing.lists),
+        )
+        return stream_TD, normed_TD, routing.experts_Tk
 
     def grad_only(self, x_TD: Tensor, context: ForwardContext, used_Tk: Tensor | None) -> Tensor:
         """The experts' products are left to the backward pass, which needs one of them."""
-        gates_Tk, experts_Tk = self.gate(x_TD, used_Tk)
-        out_TD = self._mix(x_TD, gates_Tk, experts_Tk, context.adapter_gate, grad_only=True)
+        routing: Routing = self.gate(x_TD, used_Tk)
+        out_TD = self._mix(x_TD, routing, context.adapter_gate, grad_only=True)
         if self.shared_experts is not None:
             out_TD = out_TD + self.shared_experts.grad_only(x_TD, context, None)
         return out_TD
 
-    def _mix(
-        self,
-        x_TD: Tensor,
-        gates_Tk: Tensor,
-        experts_Tk: Tensor,
-        adapter_gate: AdapterGate,
-        *,
-        grad_only: bool = False,
-    ) -> Tensor:
-        experts = self.experts
-        # Blocks have no adapters of experts.
-        gate = None if isinstance(adapter_gate, AdapterBlocks) else adapter_gate
-        if isinstance(experts, Experts) and experts.adapted and gate is not None:
+    def _mix(self, x_TD: Tensor, routing: Routing, adapter_gate: AdapterGate, *, grad_only: bool = False) -> Tensor:
+        experts, (gates_Tk, experts_Tk, lists) = self.experts, routing
+        if (gate := self._gate_of_adapters(adapter_gate)) is not None:
             return self._mix_adapted(x_TD, gates_Tk, experts_Tk, gate)
-        if isinstance(self.dispatcher, LocalDispatcher) and isinstance(experts, Experts) and experts.plain:
+        if self._is_one_operation(adapter_gate) and isinstance(experts, Experts):
             weights = experts.operand("gate_up_proj"), experts.operand("down_proj")
-            return ops.routed_experts(x_TD, gates_Tk, experts_Tk, *weights, experts.fp8, grad_only=grad_only)
+            return ops.routed_experts(x_TD, gates_Tk, experts_Tk, *weights, experts.fp8, grad_only, lists)
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)
         return self.dispatcher.combine(experts(rows_ND, counts_E), dispatched)
+
+    def _gate_of_adapters(self, adapter_gate: AdapterGate) -> Tensor | float | None:
+        """The gate of the experts' own adapters; None where they have none. Blocks have no adapters of experts."""
+        adapted = isinstance(self.experts, Experts) and self.experts.adapted
+        return adapter_gate if adapted and not isinstance(adapter_gate, AdapterBlocks) else None
+
+    def _is_one_operation(self, adapter_gate: AdapterGate) -> bool:
+        """Tell if `ops.routed_experts` computes these experts."""
+        local = isinstance(self.dispatcher, LocalDispatcher) and self._gate_of_adapters(adapter_gate) is None
+        return local and isinstance(self.experts, Experts) and self.experts.plain
 
     def _mix_adapted(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: Tensor | float) -> Tensor:
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)

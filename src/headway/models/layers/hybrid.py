@@ -24,7 +24,7 @@ class LinearAttentionBlock(Block):
         self.mlp = feed_forward
 
     def mix(self, x_TD: Tensor, context: ForwardContext) -> Tensor:
-        mixed_TD: Tensor = self.linear_attn(self.input_layernorm(x_TD), context)
+        mixed_TD: Tensor = self.linear_attn(context.normed(x_TD, self.input_layernorm), context)
         return mixed_TD
 
 
@@ -36,6 +36,10 @@ class OneStageBlock(Block):
         self.recompute = None
         self.norm = norm
         self.mixer = mixer
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        return None
 
     def run(
         self, x_TD: Tensor, context: ForwardContext, given_Tk: Tensor | None = None

@@ -27,7 +27,7 @@ class LatentMoe(SparseMlp):
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
             return super().forward(x_TD, context, given_Tk)
         assert self.shared_experts is not None
-        gates_Tk, experts_Tk = self.gate(x_TD, given_Tk)
+        gates_Tk, experts_Tk, _ = self.gate(x_TD, given_Tk)
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(
             self.fc1_latent_proj(x_TD, context.adapter_gate), gates_Tk, experts_Tk
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks, AdapterGate
 from headway.models.ops.fp8 import Fp8Blocks
-from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears
+from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears, fp8_summands
 from headway.models.ops.linear import Scale, prefers_fused
 from headway.models.ops.registry import cast, in_triton
 
@@ -108,6 +108,12 @@ class Linear(nn.Module):
         if isinstance(adapter_gate, Tensor):
             return ops.add_gated_ranks(out_TO, ranks_TR, adapter_gate, [self.lora_B])
         return torch.addmm(out_TO, ranks_TR * adapter_gate, cast(self.lora_B, out_TO.dtype))
+
+    def summands(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
+        """The output as `RMSNorm.add_and_norm` takes it in serving passes: (T, out), or parts (S, T, out) of it."""
+        if self.fp8 and adapter_gate is None and self.bias is None:
+            return fp8_summands(x_TI, self.operand)
+        return self(x_TI, adapter_gate)  # type: ignore[no-any-return]  # modules have no types
 
     def grad_only(self, x_TI: Tensor, adapter_gate: AdapterGate = None) -> Tensor:
         """The output as far as its gradients go: cheaper, where its values are known or of no interest."""

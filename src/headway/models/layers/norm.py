@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.ops.fp8 import keep_blocks
 
 
 class RMSNorm(nn.Module):
@@ -15,6 +16,8 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
+        self.fp8 = False
+        """The normed rows go into layers in FP8: serving passes quantize them here."""
         self.weight = nn.Parameter(torch.empty(size))
 
     @property
@@ -27,7 +30,10 @@ class RMSNorm(nn.Module):
 
     def add_and_norm(self, stream_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, Tensor]:
         """The stream with `delta` added to it, and the norm of that: between two stages of a block."""
-        return ops.add_rms_norm(stream_TD, delta_TD, self.scale, self.eps)
+        if not (self.fp8 and torch.is_inference_mode_enabled()):
+            return ops.add_rms_norm(stream_TD, delta_TD, self.scale, self.eps)
+        stream_TD, normed_TD, blocks = ops.add_rms_norm_fp8(stream_TD, delta_TD, self.scale, self.eps)
+        return stream_TD, keep_blocks(normed_TD, blocks)
 
 
 class ZeroCenteredRMSNorm(RMSNorm):

@@ -3,18 +3,18 @@
 
 from headway.models.ops.attention import packed_attention, packed_attention_backward, packed_attention_forward
 from headway.models.ops.causal_conv import causal_conv
-from headway.models.ops.choose_experts import choose_experts
+from headway.models.ops.choose_experts import choose_experts, route_experts
 from headway.models.ops.gated_delta_rule import gated_delta_rule
 from headway.models.ops.gated_ranks import add_gated_ranks
-from headway.models.ops.gated_silu import gated_silu
+from headway.models.ops.gated_silu import gated_silu, gated_silu_fp8
 from headway.models.ops.grouped_linear import grouped_linear
 from headway.models.ops.kv_cache import qk_norm_rope_to_cache, write_cache
 from headway.models.ops.linear import fused_linears, linear, linear_grad_only, linears, lora_linears, wide_linears
 from headway.models.ops.lora_blocks import add_lora_blocks
 from headway.models.ops.paged_attention import paged_attention, paged_token_attention
 from headway.models.ops.qk_norm_rope import qk_norm_rope, qkv_norm_rope, rope
-from headway.models.ops.rms_norm import add_rms_norm, rms_norm
-from headway.models.ops.routed_experts import routed_experts
+from headway.models.ops.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm
+from headway.models.ops.routed_experts import add_routed_experts, routed_experts
 from headway.models.ops.sample import draw_tokens
 from headway.models.ops.ssd_scan import ssd_scan
 
@@ -22,12 +22,15 @@ __all__ = [
     "add_gated_ranks",
     "add_lora_blocks",
     "add_rms_norm",
+    "add_rms_norm_fp8",
+    "add_routed_experts",
     "causal_conv",
     "choose_experts",
     "draw_tokens",
     "fused_linears",
     "gated_delta_rule",
     "gated_silu",
+    "gated_silu_fp8",
     "grouped_linear",
     "linear",
     "linear_grad_only",
@@ -43,6 +46,7 @@ __all__ = [
     "qkv_norm_rope",
     "rms_norm",
     "rope",
+    "route_experts",
     "routed_experts",
     "ssd_scan",
     "wide_linears",

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.models.ops.expert_lists import FEW_TOKENS, ExpertLists
 from headway.models.ops.registry import Op, in_triton_serving
 
 TINY = 1e-20
@@ -25,12 +26,25 @@ class Choice(NamedTuple):
     groups_per_token: int = 1
 
 
+class Routing(NamedTuple):
+    """The gates and experts of tokens, (T, k), and the experts' lists of these choices, where a kernel made them with
+    the choice."""
+
+    gates_Tk: Tensor
+    experts_Tk: Tensor
+    lists: ExpertLists | None = None
+
+
 @Op
 def choose_experts(
-    logits_TE: Tensor, bias_E: Tensor | None, given_Tk: Tensor | None, choice: Choice
-) -> tuple[Tensor, Tensor]:
-    """Gates in float32 and experts, (T, k). `bias` is added to scores to choose, and to nothing else; `given` are
-    choices made already, -1 where there is none."""
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    given_Tk: Tensor | None,
+    choice: Choice,
+    dtype: torch.dtype = torch.float32,
+) -> Routing:
+    """Choose experts; gates are computed in float32 and returned in `dtype`. `bias` is added to scores to choose, and
+    to nothing else; `given` are choices made already, -1 where there is none."""
     sigmoid = choice.score == "sigmoid"
     scores_TE = logits_TE.float().sigmoid() if sigmoid else F.softmax(logits_TE, -1, dtype=torch.float32)
     ranked_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
@@ -42,7 +56,14 @@ def choose_experts(
     gates_Tk = scores_TE.gather(-1, experts_Tk)
     if choice.normalize:
         gates_Tk = gates_Tk / (gates_Tk.sum(-1, keepdim=True) + TINY)
-    return gates_Tk if choice.scale == 1 else gates_Tk * choice.scale, experts_Tk
+    gates_Tk = gates_Tk if choice.scale == 1 else gates_Tk * choice.scale
+    return Routing(gates_Tk.to(dtype), experts_Tk)
+
+
+@Op
+def route_experts(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> Routing:
+    """`choose_experts` by the logits of a router without biases, with gates as `x` is."""
+    return choose_experts(F.linear(x_TD, weight_ED), None, None, choice, x_TD.dtype)
 
 
 def _within_best_groups(scores_TE: Tensor, choice: Choice) -> Tensor:
@@ -54,8 +75,21 @@ def _within_best_groups(scores_TE: Tensor, choice: Choice) -> Tensor:
     return scores_TGE.masked_fill(excluded_TG.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def _freely(logits_TE: Tensor, bias_E: Tensor | None, given_Tk: Tensor | None, choice: Choice) -> bool:
+def _freely(logits_TE: Tensor, bias_E: Tensor | None, given_Tk: Tensor | None, choice: Choice, *_: torch.dtype) -> bool:
     return given_Tk is None and choice.groups == 1 and in_triton_serving(logits_TE)
 
 
-choose_experts.backend("triton", takes=_freely)("headway.models.ops.triton.choose_experts:choose_experts")
+_DEPTH = 128
+"""Numbers of a row that the Triton kernel multiplies at a time."""
+
+
+def _few_rows(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> bool:
+    if not in_triton_serving(x_TD) or len(x_TD) > FEW_TOKENS or choice.groups > 1:
+        return False
+    half = x_TD.dtype is not torch.float32 and x_TD.dtype is weight_ED.dtype
+    return half and x_TD.shape[1] % _DEPTH == 0 and len(weight_ED) <= 256
+
+
+_TRITON = "headway.models.ops.triton.choose_experts"
+choose_experts.backend("triton", takes=_freely)(f"{_TRITON}:choose_experts")
+route_experts.backend("triton", takes=_few_rows)(f"{_TRITON}:route_experts")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops.registry import Op, in_triton
+from headway.models.ops.registry import Op, in_triton, in_triton_serving
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -46,6 +46,17 @@ def quantize_1x128(x_TI: Tensor) -> Fp8Blocks:
     padded = F.pad(x_TI.float(), (0, -width % BLOCK)).view(rows, -1, BLOCK)
     values, scales = _quantized(padded, (2,))
     return Fp8Blocks(values.flatten(1)[:, :width].contiguous(), scales.t().contiguous().t())
+
+
+def quantized_rows(x_TI: Tensor) -> Fp8Blocks:
+    """`quantize_1x128`, unless the kernel that made the rows has quantized them, too."""
+    return getattr(x_TI, "fp8_blocks", None) or quantize_1x128(x_TI)
+
+
+def keep_blocks(x_TI: Tensor, blocks: Fp8Blocks) -> Tensor:
+    """Return the same rows, of which `quantized_rows` knows the blocks."""
+    x_TI.fp8_blocks = blocks  # type: ignore[attr-defined]  # of no other tensor, and gone with this one
+    return x_TI
 
 
 @Op
@@ -92,6 +103,12 @@ def fp8_matmul(
 ) -> Tensor:
     """a @ b.T of two matrices in FP8, (M, N) in `dtype`; a is in blocks of 1x128, b of 1x128 or 128x128."""
     return (dequantize(a_MK, a_scales) @ dequantize(b_NK, b_scales).t()).to(dtype)
+
+
+@Op
+def fp8_matmul_parts(a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Tensor) -> Tensor:
+    """`fp8_matmul` before its last sum: parts (S, M, N) in float32, of any number."""
+    return fp8_matmul(a_MK, a_scales, b_NK, b_scales).unsqueeze(0)
 
 
 def dequantize(values: Tensor, scales: Tensor) -> Tensor:
@@ -147,4 +164,10 @@ def _fp8_matmul_cublas(
     return torch._scaled_mm(whole, b_NK.t(), scales, b_scales.t(), out_dtype=dtype)[: len(a_MK)]
 
 
+def splits_sums(x_TI: Tensor) -> bool:
+    """Tell if products of these rows are made in parts, which whoever takes them may sum."""
+    return len(x_TI) <= _MANY_ROWS and in_triton_serving(x_TI)
+
+
 fp8_matmul.backend("triton", takes=in_triton)(f"{_TRITON}fp8_matmul")
+fp8_matmul_parts.backend("triton", takes=lambda a_MK, *_: splits_sums(a_MK))(f"{_TRITON}fp8_matmul_parts")

@@ -21,9 +21,12 @@ from headway.models.ops.fp8 import (
     Fp8Blocks,
     blocks_of,
     fp8_matmul,
+    fp8_matmul_parts,
     quantize_1x128,
     quantize_128x128,
     quantize_columns,
+    quantized_rows,
+    splits_sums,
     transpose_blocks,
 )
 from headway.models.ops.linear import Scale, rank_parts, scaled_product, stacked
@@ -41,6 +44,13 @@ def fp8_linears(x_TI: Tensor, weights: Weights, grad_only: bool = False) -> Tens
     trained = [weight for weight in weights if isinstance(weight, Tensor)]
     out: Tensor = _Fp8Linears.apply(x_TI, frozen, grad_only, *trained)  # type: ignore[no-untyped-call]  # torch has no types here
     return out
+
+
+def fp8_summands(x_TI: Tensor, weight: Tensor | Fp8Blocks) -> Tensor:
+    """Compute x @ weight.T for `add_rms_norm`: in parts (S, T, out) where a kernel makes those, else (T, out)."""
+    if isinstance(weight, Fp8Blocks) and splits_sums(x_TI):
+        return fp8_matmul_parts(*quantized_rows(x_TI), *weight)
+    return fp8_linears(x_TI, [weight])
 
 
 def fp8_lora_linears(
@@ -115,7 +125,7 @@ def join_blocks(tables: Sequence[Fp8Blocks]) -> Fp8Blocks | None:
 
 
 def _output(x_TI: Tensor, weights: Weights) -> Tensor:
-    x = quantize_1x128(x_TI)
+    x = quantized_rows(x_TI)
     parts = [fp8_matmul(*x, *table, x_TI.dtype) for table in _tables(weights, x_TI.dtype)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.models.ops.fp8 import BLOCK, Fp8Blocks, quantize_1x128
 from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.registry import Op, cast, in_c, in_triton, in_triton_serving
 
@@ -18,9 +19,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @Op
 def add_rms_norm(stream_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The stream with `delta` added to it, and the norm of that: between two stages of a block."""
-    stream_TD = stream_TD + delta_TD
+    """The stream with `delta` added to it, and the norm of that: between two stages of a block. In serving passes
+    `delta` may be parts (S, T, D) in float32, whose sum is rounded and added."""
+    stream_TD = stream_TD + (delta_TD if delta_TD.dim() == stream_TD.dim() else delta_TD.sum(0).to(stream_TD.dtype))
     return stream_TD, _normed(stream_TD, weight, eps)
+
+
+@Op
+def add_rms_norm_fp8(
+    stream_TD: Tensor, delta_TD: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Fp8Blocks]:
+    """`add_rms_norm`, and the normed rows in FP8."""
+    stream_TD, normed_TD = add_rms_norm(stream_TD, delta_TD, weight, eps)
+    return stream_TD, normed_TD, quantize_1x128(normed_TD)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,8 +66,13 @@ def _rows_in_triton(x: Tensor, *_: Any) -> bool:
     return x.dim() == 2 and in_triton(x)
 
 
+def _blocks_in_triton(x: Tensor, *_: Any) -> bool:
+    return x.shape[-1] % BLOCK == 0 and in_triton_serving(x)
+
+
 _TRITON = "headway.models.ops.triton.rms_norm"
 rms_norm.backend("triton", takes=lambda x, *_: x.dim() == 2 and in_triton_serving(x))(f"{_TRITON}:rms_norm_serving")
 rms_norm.backend("triton", takes=_rows_in_triton, trains=True)(f"{_TRITON}:rms_norm")
 add_rms_norm.backend("triton", takes=in_triton_serving)(f"{_TRITON}:add_rms_norm_serving")
 add_rms_norm.backend("triton", takes=in_triton, trains=True)(f"{_TRITON}:add_rms_norm")
+add_rms_norm_fp8.backend("triton", takes=_blocks_in_triton)(f"{_TRITON}:add_rms_norm_fp8")

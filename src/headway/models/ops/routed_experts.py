@@ -1,19 +1,21 @@
 """The gated MLPs of the experts that tokens chose, weighted and summed: a mixture of experts after its router."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from headway.models.ops.choices import Choices
+from headway.models.ops.expert_lists import FEW_TOKENS, ExpertLists
 from headway.models.ops.fp8 import Fp8Blocks
 from headway.models.ops.fp8_experts import fp8_grouped_linear
 from headway.models.ops.gated_silu import gated_silu
 from headway.models.ops.grouped_linear import grouped_linear
 from headway.models.ops.registry import Op, in_triton_serving
+from headway.models.ops.rms_norm import add_rms_norm
 from headway.models.ops.sum_choices import sum_choices
 from headway.models.ops.trained_experts import ExpertWeight, expert_count, trained_experts
 
-_FEW_TOKENS = 1024
-"""Beyond, experts have so many rows each that products are bound by arithmetic, where sorted rows are better."""
 _SIDE = 64
 """The Triton kernels' smallest tile of a weight."""
 
@@ -27,12 +29,34 @@ def routed_experts(
     down_EDI: ExpertWeight,
     fp8: bool = False,
     grad_only: bool = False,
+    lists: ExpertLists | None = None,
 ) -> Tensor:
     """down(silu(gate) * up) of each of a token's `experts`, times its gate, summed over them: (T, D). M = 2 * I: gates
-    above ups. `grad_only`: the result may hold anything, but has its gradients."""
+    above ups. `grad_only`: the result may hold anything, but has its gradients. `lists` are those of `experts`, where
+    they are known."""
     choices = Choices.of(experts_Tk, expert_count(down_EDI))
     wide_NM = _linear(x_TD[choices.tokens_N], gate_up_EMD, choices, fp8)
     return sum_choices(_linear(gated_silu(wide_NM), down_EDI, choices, fp8), choices.places_Tk, gates_Tk)
+
+
+@Op
+def add_routed_experts(
+    x_TD: Tensor,
+    gates_Tk: Tensor,
+    experts_Tk: Tensor,
+    gate_up_EMD: ExpertWeight,
+    down_EDI: ExpertWeight,
+    fp8: bool,
+    stream_TD: Tensor,
+    beside_TD: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    lists: ExpertLists | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The stream with `routed_experts`, and what is computed `beside` them, added to it, and the norm of that: between
+    two blocks."""
+    out_TD = routed_experts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, fp8, lists=lists)
+    return add_rms_norm(stream_TD, out_TD if beside_TD is None else out_TD + beside_TD, norm_weight, eps)
 
 
 def _linear(rows_NI: Tensor, weight_EOI: ExpertWeight, choices: Choices, fp8: bool) -> Tensor:
@@ -42,9 +66,10 @@ def _linear(rows_NI: Tensor, weight_EOI: ExpertWeight, choices: Choices, fp8: bo
 
 
 def _few_rows(
-    x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, gate_up_EMD: Tensor, down_EDI: Tensor, fp8: bool = False
-) -> bool:
-    if fp8 or not in_triton_serving(x_TD) or len(x_TD) > _FEW_TOKENS:
+    x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, gate_up_EMD: Tensor, down_EDI: Tensor, fp8: bool = False,
+    *_: Any,
+) -> bool:  # fmt: skip
+    if fp8 or not in_triton_serving(x_TD) or len(x_TD) > FEW_TOKENS:
         return False
     aligned = down_EDI.shape[1] % _SIDE == 0 and down_EDI.shape[2] % _SIDE == 0
     return aligned and x_TD.dtype is not torch.float32 and x_TD.dtype is gate_up_EMD.dtype
@@ -54,5 +79,7 @@ def _any_rows(*_: object) -> bool:
     return True
 
 
-routed_experts.backend("triton", takes=_few_rows)("headway.models.ops.triton.routed_experts:routed_experts")
+_TRITON = "headway.models.ops.triton.routed_experts"
+routed_experts.backend("triton", takes=_few_rows)(f"{_TRITON}:routed_experts")
+add_routed_experts.backend("triton", takes=_few_rows)(f"{_TRITON}:add_routed_experts")
 routed_experts.backend("torch", takes=_any_rows, trains=True)(trained_experts)

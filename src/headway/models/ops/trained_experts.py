@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headway.models.ops.choices import Choices
+from headway.models.ops.expert_lists import ExpertLists
 from headway.models.ops.fp8 import FP8, Fp8Blocks, quantize_1x128, transpose_blocks
 from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.gated_gradient import gated_gradient
@@ -35,8 +36,9 @@ def trained_experts(
     down_EDI: ExpertWeight,
     fp8: bool = False,
     grad_only: bool = False,
+    lists: ExpertLists | None = None,
 ) -> Tensor:
-    """`routed_experts`, forward and backward."""
+    """`routed_experts`, forward and backward. Rows are sorted, and lists of no use."""
     out_TD: Tensor = _TrainedExperts.apply(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, fp8, grad_only)  # type: ignore[no-untyped-call]  # torch has no types here
     return out_TD
 

@@ -1,56 +1,151 @@
-"""The choice of a router, in one kernel: scores, the k best, gates."""
+"""The choice of a router, in one kernel: scores, the k best, gates, and the experts' lists of who chose them; for few
+tokens the router's logits, too."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.choose_experts import TINY, Choice
+from headway.models.ops.choose_experts import TINY, Choice, Routing
+from headway.models.ops.expert_lists import FEW_TOKENS, GROUP
+from headway.models.ops.triton.expert_lists import empty_lists, store_lists
+
+_GROUP: tl.constexpr = tl.constexpr(GROUP)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _choose(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    """Choose for a group of tokens, of which `x` (GROUP, WIDTH) are the logits."""
+    group = tl.program_id(0)
+    token = group * _GROUP + tl.arange(0, _GROUP)
+    e = tl.arange(0, WIDTH)
+    inside = (token < tokens)[:, None]
+    real = (e < experts)[None, :]
+    x = tl.where(real, x, float("-inf"))
+    if SIGMOID:
+        scores = 1 / (1 + tl.exp(-x))
+    else:
+        scores = tl.exp(x - tl.max(x, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
+    ranked = scores
+    if BIASED:
+        ranked = scores + tl.load(bias + e, e < experts, other=0.0).to(tl.float32)[None, :]
+    ranked = tl.where(real, ranked, float("-inf"))
+    slot = tl.arange(0, SLOTS)[None, :]
+    picked = tl.zeros([_GROUP, SLOTS], tl.float32)
+    numbers = tl.zeros([_GROUP, SLOTS], tl.int32)
+    which = tl.zeros([_GROUP, WIDTH], tl.int32)
+    # Not unrolled, which would take long to compile and gain nothing: a choice waits for the one before.
+    for choice in range(K):
+        best = tl.argmax(ranked, 1)
+        hit = e[None, :] == best[:, None]
+        picked = tl.where(slot == choice, tl.sum(tl.where(hit, scores, 0.0), 1)[:, None], picked)
+        numbers = tl.where(slot == choice, best[:, None], numbers)
+        which = tl.where(hit, choice + 1, which)
+        ranked = tl.where(hit, float("-inf"), ranked)
+    if NORMALIZE:
+        picked = picked / (tl.sum(picked, 1)[:, None] + tiny)
+    place = token.to(tl.int64)[:, None] * K + slot
+    tl.store(gates + place, picked * scale, inside & (slot < K))
+    tl.store(chosen + place, numbers.to(tl.int64), inside & (slot < K))
+    if LIST:
+        store_lists(tl.where(inside, which, 0), group, choices, counts, groups, experts, K, WIDTH)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _choose_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    logits, bias, gates, chosen, stride, count, scale, tiny, K: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    logits, stride, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    LIST: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0) * _GROUP + tl.arange(0, _GROUP)
     e = tl.arange(0, WIDTH)
-    real = e < count
-    x = tl.load(logits + token * stride + e, mask=real, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        scores = 1 / (1 + tl.exp(-x))
-    else:
-        scores = tl.exp(x - tl.max(x, 0))
-        scores = scores / tl.sum(scores, 0)
-    ranked = scores
-    if BIASED:
-        ranked = scores + tl.load(bias + e, mask=real, other=0.0).to(tl.float32)
-    ranked = tl.where(real, ranked, float("-inf"))
-    slot = tl.arange(0, SLOTS)
-    picked = tl.zeros([SLOTS], tl.float32)
-    numbers = tl.zeros([SLOTS], tl.int32)
-    for choice in tl.static_range(K):
-        best = tl.argmax(ranked, 0)
-        picked = tl.where(slot == choice, tl.sum(tl.where(e == best, scores, 0.0), 0), picked)
-        numbers = tl.where(slot == choice, best, numbers)
-        ranked = tl.where(e == best, float("-inf"), ranked)
-    if NORMALIZE:
-        picked = picked / (tl.sum(picked, 0) + tiny)
-    place = token * K + slot
-    tl.store(gates + place, picked * scale, mask=slot < K)
-    tl.store(chosen + place, numbers.to(tl.int64), mask=slot < K)
+    at = logits + token.to(tl.int64)[:, None] * stride + e[None, :]
+    x = tl.load(at, (token < tokens)[:, None] & (e < experts)[None, :], other=0.0).to(tl.float32)
+    _choose(
+        x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K, WIDTH, SLOTS, SIGMOID, BIASED,
+        NORMALIZE, LIST,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _route_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    rows, weight, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
+    LIST: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * _GROUP + tl.arange(0, _GROUP)
+    e = tl.arange(0, WIDTH)
+    d = tl.arange(0, STEP)
+    # Beyond the edges something else is read, and nothing is stored.
+    row_td = rows + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * DEPTH + d[None, :]
+    weight_de = weight + (e % experts)[None, :] * DEPTH + d[:, None]
+    x = tl.zeros([_GROUP, WIDTH], tl.float32)
+    for at in range(0, DEPTH, STEP):
+        x = tl.dot(tl.load(row_td + at), tl.load(weight_de + at), x, input_precision="ieee")
+    # Rounded as a product by itself is.
+    x = x.to(rows.dtype.element_ty).to(tl.float32)
+    _choose(
+        x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K, WIDTH, SLOTS, SIGMOID, BIASED,
+        NORMALIZE, LIST,
+    )  # fmt: skip
 
 
 def choose_experts(
-    logits_TE: Tensor, bias_E: Tensor | None, given_Tk: Tensor | None, choice: Choice
-) -> tuple[Tensor, Tensor]:
-    (tokens, experts), k = logits_TE.shape, choice.k
-    gates = torch.empty((tokens, k), dtype=torch.float32, device=logits_TE.device)
-    chosen = torch.empty((tokens, k), dtype=torch.int64, device=logits_TE.device)
-    bias = logits_TE if bias_E is None else bias_E
-    _choose_kernel[(tokens,)](
-        logits_TE, bias, gates, chosen, logits_TE.stride(0), experts, choice.scale, TINY, K=k,
-        WIDTH=triton.next_power_of_2(experts), SLOTS=triton.next_power_of_2(k), SIGMOID=choice.score == "sigmoid",
-        BIASED=bias_E is not None, NORMALIZE=choice.normalize, num_warps=1,
-    )  # fmt: skip
-    return gates, chosen
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    given_Tk: Tensor | None,
+    choice: Choice,
+    dtype: torch.dtype = torch.float32,
+) -> Routing:
+    tokens, experts = logits_TE.shape
+    routing = _empty(tokens, experts, choice, dtype, logits_TE.device)
+    if tokens:
+        bias = logits_TE if bias_E is None else bias_E
+        _choose_kernel[(triton.cdiv(tokens, GROUP),)](
+            logits_TE, logits_TE.stride(0), bias, *_pointers(routing), tokens, triton.cdiv(tokens, GROUP), experts,
+            choice.scale, TINY, **_constants(experts, choice, bias_E is not None, routing),
+            num_warps=4 if experts <= 256 else 8,
+        )  # fmt: skip
+    return routing
+
+
+def route_experts(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> Routing:
+    """A program multiplies the rows of a group with the whole weight, which stays in the cache."""
+    x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
+    (tokens, depth), experts = x_TD.shape, len(weight_ED)
+    routing = _empty(tokens, experts, choice, x_TD.dtype, x_TD.device)
+    if tokens:
+        _route_kernel[(triton.cdiv(tokens, GROUP),)](
+            x_TD, weight_ED, x_TD, *_pointers(routing), tokens, triton.cdiv(tokens, GROUP), experts, choice.scale, TINY,
+            **_constants(experts, choice, False, routing), DEPTH=depth, STEP=128 if experts <= 128 else 64,
+            num_warps=4 if experts <= 256 else 8, num_stages=4,
+        )  # fmt: skip
+    return routing
+
+
+def _empty(tokens: int, experts: int, choice: Choice, dtype: torch.dtype, device: torch.device) -> Routing:
+    gates = torch.empty((tokens, choice.k), dtype=dtype, device=device)
+    chosen = torch.empty((tokens, choice.k), dtype=torch.int64, device=device)
+    return Routing(gates, chosen, empty_lists(tokens, experts, device) if tokens <= FEW_TOKENS else None)
+
+
+def _pointers(routing: Routing) -> tuple[Tensor, ...]:
+    gates, chosen, lists = routing
+    return gates, chosen, *(lists or (chosen, chosen))
+
+
+def _constants(experts: int, choice: Choice, biased: bool, routing: Routing) -> dict[str, int | bool]:
+    return {
+        "K": choice.k,
+        "WIDTH": max(16, int(triton.next_power_of_2(experts))),
+        "SLOTS": int(triton.next_power_of_2(choice.k)),
+        "SIGMOID": choice.score == "sigmoid",
+        "BIASED": biased,
+        "NORMALIZE": choice.normalize,
+        "LIST": routing.lists is not None,
+    }

@@ -31,6 +31,19 @@ def _inverse(scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def store_row_blocks(number, values, scales, row, first, size, scales_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Quantize BLOCK numbers of a row, from number `first` on, a whole number of blocks, as `quantize_1x128` does."""
+    block = tl.arange(0, BLOCK // _SIDE)
+    number = tl.reshape(number.to(tl.float32), (BLOCK // _SIDE, _SIDE))
+    scale = _scale_of(tl.max(tl.abs(number), 1))
+    quantized = (number * _inverse(scale)[:, None]).to(tl.float8e4nv)
+    column = first + block[:, None] * _SIDE + tl.arange(0, _SIDE)[None, :]
+    tl.store(values + row * size + column, quantized, column < size)
+    block += first // _SIDE
+    tl.store(scales + block.to(tl.int64) * scales_stride + row, scale, block * _SIDE < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _rows_kernel(x, values, scales, rows, width, x_stride, scales_stride, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(1)
@@ -145,12 +158,18 @@ def quantize_1x128(x_TI: Tensor) -> Fp8Blocks:
     """The memory has rows up to a multiple of 16, unset, for products of whole tiles."""
     x_TI = x_TI if x_TI.stride(1) == 1 else x_TI.contiguous()
     rows, width = x_TI.shape
-    padded = triton.cdiv(rows, ROWS) * ROWS
-    values = torch.empty((padded, width), dtype=FP8, device=x_TI.device)[:rows]
-    scales = torch.empty((blocks_of(width), padded), dtype=torch.float32, device=x_TI.device)
+    blocks = empty_rows(rows, width, x_TI.device)
     if rows:
         grid = (triton.cdiv(rows, _TOKENS), blocks_of(width))
-        _rows_kernel[grid](x_TI, values, scales, rows, width, x_TI.stride(0), padded, TOKENS=_TOKENS)
+        _rows_kernel[grid](x_TI, *blocks, rows, width, x_TI.stride(0), blocks.scales.stride(1), TOKENS=_TOKENS)
+    return blocks
+
+
+def empty_rows(rows: int, width: int, device: torch.device) -> Fp8Blocks:
+    """Quantized rows for a kernel to fill, in memory of rows up to a multiple of 16."""
+    padded = triton.cdiv(rows, ROWS) * ROWS
+    values = torch.empty((padded, width), dtype=FP8, device=device)[:rows]
+    scales = torch.empty((blocks_of(width), padded), dtype=torch.float32, device=device)
     return Fp8Blocks(values, scales[:, :rows].t())
 
 
@@ -199,18 +218,28 @@ def fp8_matmul(
     a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     a_MK, b_NK = a_MK.contiguous(), b_NK.contiguous()
+    if not len(a_MK):
+        return torch.empty((0, len(b_NK)), dtype=dtype, device=a_MK.device)
+    return tiled_matmul(a_MK, a_scales, b_NK, b_scales, dtype, **_tiling(a_MK, b_NK))
+
+
+def fp8_matmul_parts(a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Tensor) -> Tensor:
+    a_MK, b_NK = a_MK.contiguous(), b_NK.contiguous()
+    if not len(a_MK):
+        return torch.empty((1, 0, len(b_NK)), dtype=torch.float32, device=a_MK.device)
+    return _tiled_parts(a_MK, a_scales, b_NK, b_scales, torch.float32, **_tiling(a_MK, b_NK))
+
+
+def _tiling(a_MK: Tensor, b_NK: Tensor) -> dict[str, int]:
+    """The sizes of tiles, the parts of a sum, warps and stages."""
     (rows, depth), outputs = a_MK.shape, len(b_NK)
-    if not rows:
-        return torch.empty((0, outputs), dtype=dtype, device=a_MK.device)
     # The fastest of `benchmarks/gpu_parts/fp8_tiles.py` on an H200.
     tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     tile_n = 64 if rows <= 128 else 128
     tiles = triton.cdiv(outputs, tile_n) * triton.cdiv(rows, tile_m)
     splits = _splits(tiles, blocks_of(depth), _PROGRAMS if rows <= 64 else _PROGRAMS * 2 // 3)
-    return tiled_matmul(
-        a_MK, a_scales, b_NK, b_scales, dtype, tile_n, tile_m, splits,
-        warps=4 if tile_n == 64 else 8, stages=4 if tile_n == 64 else 3,
-    )  # fmt: skip
+    launch = {"warps": 4, "stages": 4} if tile_n == 64 else {"warps": 8, "stages": 3}
+    return {"tile_n": tile_n, "tile_m": tile_m, "splits": splits} | launch
 
 
 def tiled_matmul(
@@ -219,18 +248,31 @@ def tiled_matmul(
 ) -> Tensor:  # fmt: skip
     """Compute the product in tiles of `tile_n` outputs by `tile_m` rows, the sum in `splits` parts. None of these
     changes the result except by the order of sums."""
+    parts = _tiled_parts(
+        a_MK, a_scales, b_NK, b_scales, dtype, tile_n, tile_m, splits, warps=warps, stages=stages
+    )  # fmt: skip
+    if splits == 1:
+        return parts[0]
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=a_MK.device)
+    _sum_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), SPLITS=splits, BLOCK=1024)
+    return out
+
+
+def _tiled_parts(
+    a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Tensor, dtype: torch.dtype,
+    tile_n: int, tile_m: int, splits: int, *, warps: int, stages: int,
+) -> Tensor:  # fmt: skip
+    """The parts (splits, M, N) of the product, in float32, or in `dtype` where there is one alone."""
     (rows, depth), outputs = a_MK.shape, len(b_NK)
     tiles = triton.cdiv(outputs, tile_n), triton.cdiv(rows, tile_m)
-    out = torch.empty((rows, outputs), dtype=dtype, device=a_MK.device)
-    parts = out if splits == 1 else torch.empty((splits, rows, outputs), dtype=torch.float32, device=a_MK.device)
+    dtype = dtype if splits == 1 else torch.float32
+    parts = torch.empty((splits, rows, outputs), dtype=dtype, device=a_MK.device)
     _matmul_kernel[(*tiles, splits)](
         a_MK, a_scales, b_NK, b_scales, parts, rows, outputs, depth, *a_scales.stride(), *b_scales.stride(),
         triton.cdiv(blocks_of(depth), splits), GROUP=1 if len(b_scales) == outputs else BLOCK,
         EVEN=depth % BLOCK == 0, N=tile_n, M=tile_m, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if splits > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), 1024),)](parts, out, out.numel(), SPLITS=splits, BLOCK=1024)
-    return out
+    return parts
 
 
 def _splits(tiles: int, blocks: int, programs: int) -> int:

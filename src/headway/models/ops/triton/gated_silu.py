@@ -8,6 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.ops.fp8 import Fp8Blocks
+from headway.models.ops.triton.fp8 import empty_rows, store_row_blocks
+
 _BLOCK = 1024
 
 
@@ -18,6 +21,22 @@ def _forward_kernel(gate, up, out, size, gate_stride, up_stride, BLOCK: tl.const
     g = tl.load(gate + row * gate_stride + column, column < size).to(tl.float32)
     u = tl.load(up + row * up_stride + column, column < size).to(tl.float32)
     tl.store(out + row * size + column, g * tl.sigmoid(g) * u, column < size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _fp8_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    gate, up, out, values, scales, size, gate_stride, up_stride, scales_stride, BLOCK: tl.constexpr
+):
+    first = tl.program_id(1) * BLOCK
+    column = first + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    inside = column < size
+    g = tl.load(gate + row * gate_stride + column, inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, inside, other=0.0).to(tl.float32)
+    # Quantized as the stored numbers would be.
+    active = (g * tl.sigmoid(g) * u).to(out.dtype.element_ty)
+    tl.store(out + row * size + column, active, inside)
+    store_row_blocks(active, values, scales, row, first, size, scales_stride, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -78,6 +97,18 @@ def gated_halves(both_TM: Tensor, up: None = None) -> Tensor:
 def gated_silu_serving(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
     """Rows may be apart, as those of one product's halves are; within a row all must be dense."""
     return _forward(gate_TM, up_TM)
+
+
+def gated_silu_fp8(gate_TM: Tensor, up_TM: Tensor) -> tuple[Tensor, Fp8Blocks]:
+    """Rows as `gated_silu_serving` takes them."""
+    out = torch.empty(gate_TM.shape, dtype=gate_TM.dtype, device=gate_TM.device)
+    blocks = empty_rows(len(gate_TM), gate_TM.shape[1], gate_TM.device)
+    if grid := _grid(gate_TM):
+        _fp8_kernel[grid](
+            gate_TM, up_TM, out, *blocks, gate_TM.shape[1], gate_TM.stride(0), up_TM.stride(0),
+            blocks.scales.stride(1), BLOCK=_BLOCK,
+        )  # fmt: skip
+    return out, blocks
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:

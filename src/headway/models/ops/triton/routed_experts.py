@@ -1,8 +1,10 @@
 """Experts of a decode step: few rows for each, so that the time is that of reading the weights once.
 
-Nothing is sorted. Every expert lists the choices (token and place among its k) that fell on it; a product takes the
-tile of a weight and goes over the expert's list. Tokens are the narrow side of the matrix products, so that a few of
-them waste little. Results are kept per choice and summed in the order of choices: the same for any batch.
+Nothing is sorted. Every expert has a list of the choices (token and place among its k) that fell on it; a product takes
+the tile of a weight and goes over the expert's list. Tokens are the narrow side of the matrix products, so that a few
+of them waste little. Results are kept per choice and summed in the order of choices: the same for any batch.
+
+The sum goes out by itself, or into the stream, with the norm of that for the next block.
 """
 
 import torch
@@ -10,36 +12,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.ops.expert_lists import ExpertLists, expert_lists
+from headway.models.ops.triton.expert_lists import compiled_groups, ends_of_groups, listed_choices
+from headway.models.ops.triton.rms_norm import norm_row, norm_warps
+
 _BLOCK = 1024
-"""Choices that a program looks through at a time."""
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _list_kernel(experts, lists, counts, choices, capacity, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    expert = tl.program_id(0)
-    found = 0
-    for start in range(0, choices, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mine = (tl.load(experts + at, mask=at < choices, other=-1) == expert).to(tl.int32)
-        place = found + tl.cumsum(mine, 0) - 1
-        tl.store(lists + expert * capacity + place, at, mask=mine > 0)
-        found += tl.sum(mine, 0)
-    tl.store(counts + expert, found)
+"""Numbers of a row that a program sums."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _gate_up_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    x, weight, lists, counts, hidden, capacity, k, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, lists, counts, hidden, groups, k, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts + expert)
+    ends = ends_of_groups(counts, expert, groups, GROUPS)
+    count = tl.max(ends, 0)
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     d = tl.arange(0, DEPTH)
     gate_od = weight + expert * 2 * INNER * WIDTH + o[:, None] * WIDTH + d[None, :]
     for start in range(0, count, ROWS):
         r = start + tl.arange(0, ROWS)
-        choice = tl.load(lists + expert * capacity + r, mask=r < count, other=0)
+        choice = listed_choices(lists, ends, r, count, expert, groups)
         x_dr = x + (choice // k)[None, :].to(tl.int64) * WIDTH + d[:, None]
         gate = tl.zeros([OUTPUTS, ROWS], tl.float32)
         up = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -56,17 +50,18 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _down_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    hidden, weight, lists, counts, gates, parts, capacity, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    hidden, weight, lists, counts, gates, parts, groups, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts + expert)
+    ends = ends_of_groups(counts, expert, groups, GROUPS)
+    count = tl.max(ends, 0)
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     d = tl.arange(0, DEPTH)
     weight_od = weight + expert * WIDTH * INNER + o[:, None] * INNER + d[None, :]
     for start in range(0, count, ROWS):
         r = start + tl.arange(0, ROWS)
-        choice = tl.load(lists + expert * capacity + r, mask=r < count, other=0)
+        choice = listed_choices(lists, ends, r, count, expert, groups)
         hidden_dr = hidden + choice[None, :].to(tl.int64) * INNER + d[:, None]
         acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for at in range(0, INNER, DEPTH):
@@ -86,6 +81,27 @@ def _sum_kernel(parts, out, WIDTH: tl.constexpr, K: tl.constexpr, BLOCK: tl.cons
     tl.store(out + token * WIDTH + d, total, mask=d < WIDTH)
 
 
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _add_norm_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    parts, beside, stream, weight, total, out, size, eps, K: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    at = row * size + column
+    value = tl.zeros([BLOCK], tl.float32)
+    # Unrolled: the rows are read at once and summed in order.
+    for choice in tl.static_range(K):
+        value += tl.load(parts + (row * K + choice) * size + column, inside, other=0.0).to(tl.float32)
+    # Rounded after every sum, as single operations round.
+    value = value.to(total.dtype.element_ty)
+    if BESIDE:
+        value = (value.to(tl.float32) + tl.load(beside + at, inside, other=0.0).to(tl.float32)).to(value.dtype)
+    value = (tl.load(stream + at, inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(value.dtype)
+    tl.store(total + at, value, inside)
+    tl.store(out + at, norm_row(value, weight, column, inside, size, eps), inside)
+
+
 def routed_experts(
     x_TD: Tensor,
     gates_Tk: Tensor,
@@ -94,28 +110,66 @@ def routed_experts(
     down_EDI: Tensor,
     fp8: bool = False,
     grad_only: bool = False,
+    lists: ExpertLists | None = None,
 ) -> Tensor:
-    """The sizes of tiles are those that were fastest on an H200; none changes a result."""
+    parts, out = _parts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, lists), torch.empty_like(x_TD)
     tokens, width = x_TD.shape
-    choices, (experts, _, inner) = experts_Tk.numel(), down_EDI.shape
-    lists = torch.empty((experts, tokens), dtype=torch.int32, device=x_TD.device)
-    counts = torch.empty(experts, dtype=torch.int32, device=x_TD.device)
+    _sum_kernel[(tokens, triton.cdiv(width, _BLOCK))](parts, out, WIDTH=width, K=experts_Tk.shape[1], BLOCK=_BLOCK)
+    return out
+
+
+def add_routed_experts(
+    x_TD: Tensor,
+    gates_Tk: Tensor,
+    experts_Tk: Tensor,
+    gate_up_EMD: Tensor,
+    down_EDI: Tensor,
+    fp8: bool,
+    stream_TD: Tensor,
+    beside_TD: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    lists: ExpertLists | None = None,
+) -> tuple[Tensor, Tensor]:
+    parts = _parts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, lists)
+    stream_TD = stream_TD.contiguous()
+    total, out = torch.empty_like(stream_TD), torch.empty_like(stream_TD)
+    beside = stream_TD if beside_TD is None else beside_TD.contiguous()
+    tokens, width = x_TD.shape
+    block = triton.next_power_of_2(width)
+    _add_norm_kernel[(tokens,)](
+        parts, beside, stream_TD, norm_weight, total, out, width, eps, K=experts_Tk.shape[1],
+        BESIDE=beside_TD is not None, BLOCK=block, num_warps=norm_warps(block, 1),
+    )  # fmt: skip
+    return total, out
+
+
+def _parts(
+    x_TD: Tensor,
+    gates_Tk: Tensor,
+    experts_Tk: Tensor,
+    gate_up_EMD: Tensor,
+    down_EDI: Tensor,
+    lists: ExpertLists | None,
+) -> Tensor:
+    """The output of each choice (T * k, D), times its gate. The sizes of tiles are those that were fastest on an H200;
+    none changes a result."""
+    width, choices, (experts, _, inner) = x_TD.shape[1], experts_Tk.numel(), down_EDI.shape
+    lists = expert_lists(experts_Tk, experts) if lists is None else lists
+    groups = lists.counts_EG.shape[1]
     hidden = torch.empty((choices, inner), dtype=x_TD.dtype, device=x_TD.device)
     parts = torch.empty((choices, width), dtype=x_TD.dtype, device=x_TD.device)
-    out = torch.empty_like(x_TD)
-    rows = _rows(choices / experts)
-    _list_kernel[(experts,)](experts_Tk, lists, counts, choices, tokens, BLOCK=_BLOCK)
+    tile = {"GROUPS": compiled_groups(groups), "ROWS": _rows(choices / experts)}
     _gate_up_kernel[(inner // 64, experts)](
-        x_TD, gate_up_EMD, lists, counts, hidden, tokens, experts_Tk.shape[1], WIDTH=width, INNER=inner, ROWS=rows,
+        x_TD, gate_up_EMD, *lists, hidden, groups, experts_Tk.shape[1], WIDTH=width, INNER=inner, **tile,
         OUTPUTS=64, DEPTH=_side(width, 128), num_warps=4, num_stages=4,
     )  # fmt: skip
     outputs = _side(width, 256)
     _down_kernel[(width // outputs, experts)](
-        hidden, down_EDI, lists, counts, gates_Tk, parts, tokens, WIDTH=width, INNER=inner, ROWS=rows,
+        hidden, down_EDI, *lists, gates_Tk, parts, groups, WIDTH=width, INNER=inner, **tile,
         OUTPUTS=outputs, DEPTH=64, num_warps=8 if outputs == 256 else 4, num_stages=4,
     )  # fmt: skip
-    _sum_kernel[(tokens, triton.cdiv(width, _BLOCK))](parts, out, WIDTH=width, K=experts_Tk.shape[1], BLOCK=_BLOCK)
-    return out
+    return parts
 
 
 def _rows(mean: float) -> int:
