@@ -55,8 +55,7 @@ def test_repeated_steps_give_the_same_results(family: str, limits: dict[str, int
     engine, runs = make_engine(model, depth=1, **limits), []
     run = engine.runner.run
     engine.runner.most_repeats = 5
-    engine._step_seconds = 1e-6
-    engine._time_step = lambda repeats: None  # type: ignore[method-assign]
+    engine.clock.seconds = 1e-6
     engine.runner.run = lambda step, *, again=False: runs.append(again) or run(step, again=again)  # type: ignore
     ours, expected = run_all(engine, requests), run_all(make_engine(model, depth=0), requests)
     assert sum(runs) > 4, "steps were repeated"
@@ -75,7 +74,7 @@ def test_repeated_steps_give_the_same_results(family: str, limits: dict[str, int
 def test_requests_with_filters_are_drawn_by_the_host_in_every_step() -> None:
     model = make_model()
     engine = make_engine(model, depth=1)
-    engine.runner.most_repeats, engine._step_seconds = 5, 1e-6
+    engine.runner.most_repeats, engine.clock.seconds = 5, 1e-6
     engine.add(request(prompt(6), 9, seed=1, top_k=3), "filtered")
     engine.step()
     assert engine._most_repeats() == 1

@@ -142,11 +142,6 @@ def chosen(biased: bool, choice: Choice, dtype: torch.dtype = torch.float32) -> 
     return call
 
 
-def routing(f: Call, x: Tensor, weight: Tensor) -> Any:
-    gates, experts, lists = f(x, weight, Choice(3, "softmax", True))
-    return gates, experts, *whole_lists(lists or expert_lists.reference(experts, len(weight)))
-
-
 def cached(f: Call, k: Tensor, v: Tensor) -> Any:
     keys, values = (torch.zeros(20, *k.shape[1:]).to(k) for _ in range(2))
     f(k, v, torch.tensor([7, 0, 11], device=k.device), keys, values)
@@ -340,7 +335,6 @@ CASES = [
         for biased, choice in ((False, Choice(3, "softmax", True)), (True, Choice(3, "sigmoid", False, 2.5)))
     ),
     Case(ops.choose_experts, [(20, 12)], chosen(False, Choice(3, "softmax", True), torch.bfloat16), half=True),
-    *(Case(ops.route_experts, [(n, 256), (12, 256)], routing) for n in (5, 37)),
     *(Case(expert_lists, [(n, 12)], listed) for n in (5, 37)),
     *(Case(op, [(n, 200)], to_blocks(), half=True) for op in (quantize_1x128, quantize_columns) for n in (5, 130)),
     *(

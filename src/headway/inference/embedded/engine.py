@@ -19,6 +19,7 @@ from headway.inference.embedded.running.host_tier import HostTier
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.running.states import StateStore
+from headway.inference.embedded.running.step_clock import StepClock
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RATE_WINDOW = 5.0
-_REPEATED_SECONDS = 0.008
+_REPEATED_SECONDS = 0.016
 """A step and its repetitions take no longer than this: new requests and weights wait for them."""
 
 
@@ -63,6 +64,8 @@ class LaunchedStep:
     sequences: list[Sequence]
     versions: list[int]
     tokens: list[PendingTokens | HostTokens]
+    marks: tuple[torch.cuda.Event | None, torch.cuda.Event | None] | None
+    """On the device's clock, around a step in which everyone decodes."""
 
 
 Event = tuple[ActiveRequest, Chunk | Result | FailedError]
@@ -103,8 +106,7 @@ class EmbeddedEngine:
         self._recent: deque[tuple[float, int]] = deque()
         self._rate = 0.0
         self._counted_at = 0.0
-        self._step_seconds = _REPEATED_SECONDS
-        self._timed_at = 0.0
+        self.clock = StepClock(self.runner.device, _REPEATED_SECONDS)
 
     @property
     def model(self) -> DecoderLM:
@@ -265,7 +267,7 @@ class EmbeddedEngine:
         in_use = {sequence.adapter for sequence in self.scheduler.running} if step.admitted else ()
         for sequence in step.admitted:
             self.runner.enter(sequence, self.adapters.bring(sequence.adapter, in_use))
-        tokens = []
+        tokens, started = [], self.clock.mark()
         with torch.inference_mode():
             for repetition in range(step.repeats):
                 logits, drawing, which, positions = self.runner.run(step, again=repetition > 0)
@@ -277,7 +279,8 @@ class EmbeddedEngine:
         for sequence in grown:
             sequence.ahead += step.repeats
         versions = [self.version if s.adapter is None else self.adapters.version(s.adapter) for s in grown]
-        return LaunchedStep(grown, versions, tokens)
+        marks = (started, self.clock.mark()) if max(step.counts) == 1 else None
+        return LaunchedStep(grown, versions, tokens, marks)
 
     def _collect(self) -> list[Event]:
         """Append the tokens of the oldest launched step. Sequences that finished since then get none."""
@@ -285,7 +288,9 @@ class EmbeddedEngine:
         if not launched.tokens:
             return []
         sampled = [tokens.result() for tokens in launched.tokens]
-        self._time_step(len(sampled))
+        now = time.perf_counter()
+        if launched.marks is not None:
+            self.clock.count(*launched.marks, len(sampled))
         ended: list[Sequence] = []
         failed: list[Sequence] = []
         events: list[Event] = []
@@ -308,8 +313,8 @@ class EmbeddedEngine:
                 sequence.top_logprobs.append(top)
             if sequence.finished:
                 ended.append(sequence)
-            elif sequence.chunk_is_due(self._timed_at):
-                sequence.emitted_at = self._timed_at
+            elif sequence.chunk_is_due(now):
+                sequence.emitted_at = now
                 events.append((self.active[sequence.request_id], _chunk(sequence)))
         self._count(grown)
         events += self._finish(ended)
@@ -323,15 +328,7 @@ class EmbeddedEngine:
         running, most = self.scheduler.running, self.runner.most_repeats
         if most == 1 or not running or self.runner.rows.special[[s.row for s in running]].any():
             return 1
-        return max(1, min(most, int(_REPEATED_SECONDS / self._step_seconds)))
-
-    def _time_step(self, repeats: int) -> None:
-        """Follow the time that a step takes while steps are in flight one after the other."""
-        now = time.perf_counter()
-        if self._launched:
-            seconds = min((now - self._timed_at) / repeats, _REPEATED_SECONDS)
-            self._step_seconds += 0.2 * (seconds - self._step_seconds)
-        self._timed_at = now
+        return max(1, min(most, int(_REPEATED_SECONDS / self.clock.seconds)))
 
     def _fail(self, sequences: list[Sequence]) -> list[Event]:
         """Drop the requests of sequences whose logits were not finite while others' were; their KV is not reused."""

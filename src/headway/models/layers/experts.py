@@ -72,8 +72,6 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x_TD: Tensor, given_Tk: Tensor | None = None) -> Routing:
         """Gates and experts, (T, k). Given choices (-1: choose freely) are gated by the live router's scores."""
-        if given_Tk is None and self._is_one_operation():
-            return ops.route_experts(x_TD, self.weight, self.choice)
         # Sigmoids of many experts lie so close together that their logits, too, are computed in float32.
         logits_TE = self._logits(x_TD.float() if self.choice.score == "sigmoid" else x_TD)
         dtype = x_TD.dtype if self.regularizer is None else torch.float32
@@ -82,12 +80,6 @@ class ExpertRouter(nn.Module):
             return routing
         gates_Tk = self.regularizer(routing.gates_Tk, logits_TE, routing.experts_Tk)
         return routing._replace(gates_Tk=gates_Tk.to(x_TD.dtype))
-
-    def _is_one_operation(self) -> bool:
-        """Tell if `ops.route_experts` computes this router, in a serving pass."""
-        plain = self.bias is None and self.e_score_correction_bias is None and self.logit_cap is None
-        serves = torch.is_inference_mode_enabled() and self.regularizer is None and self.tape is None
-        return serves and plain and self.choice.score == "softmax"
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)

@@ -3,7 +3,7 @@
 
 from headway.models.ops.attention import packed_attention, packed_attention_backward, packed_attention_forward
 from headway.models.ops.causal_conv import causal_conv
-from headway.models.ops.choose_experts import choose_experts, route_experts
+from headway.models.ops.choose_experts import choose_experts
 from headway.models.ops.gated_delta_rule import gated_delta_rule
 from headway.models.ops.gated_ranks import add_gated_ranks
 from headway.models.ops.gated_silu import gated_silu, gated_silu_fp8
@@ -46,7 +46,6 @@ __all__ = [
     "qkv_norm_rope",
     "rms_norm",
     "rope",
-    "route_experts",
     "routed_experts",
     "ssd_scan",
     "wide_linears",

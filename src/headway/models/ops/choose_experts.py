@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops.expert_lists import FEW_TOKENS, ExpertLists
+from headway.models.ops.expert_lists import ExpertLists
 from headway.models.ops.registry import Op, in_triton_serving
 
 TINY = 1e-20
@@ -60,12 +60,6 @@ def choose_experts(
     return Routing(gates_Tk.to(dtype), experts_Tk)
 
 
-@Op
-def route_experts(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> Routing:
-    """`choose_experts` by the logits of a router without biases, with gates as `x` is."""
-    return choose_experts(F.linear(x_TD, weight_ED), None, None, choice, x_TD.dtype)
-
-
 def _within_best_groups(scores_TE: Tensor, choice: Choice) -> Tensor:
     """Exclude experts outside of a token's best groups; a group is as good as its two best experts together."""
     scores_TGE = scores_TE.view(len(scores_TE), choice.groups, -1)
@@ -79,17 +73,4 @@ def _freely(logits_TE: Tensor, bias_E: Tensor | None, given_Tk: Tensor | None, c
     return given_Tk is None and choice.groups == 1 and in_triton_serving(logits_TE)
 
 
-_DEPTH = 128
-"""Numbers of a row that the Triton kernel multiplies at a time."""
-
-
-def _few_rows(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> bool:
-    if not in_triton_serving(x_TD) or len(x_TD) > FEW_TOKENS or choice.groups > 1:
-        return False
-    half = x_TD.dtype is not torch.float32 and x_TD.dtype is weight_ED.dtype
-    return half and x_TD.shape[1] % _DEPTH == 0 and len(weight_ED) <= 256
-
-
-_TRITON = "headway.models.ops.triton.choose_experts"
-choose_experts.backend("triton", takes=_freely)(f"{_TRITON}:choose_experts")
-route_experts.backend("triton", takes=_few_rows)(f"{_TRITON}:route_experts")
+choose_experts.backend("triton", takes=_freely)("headway.models.ops.triton.choose_experts:choose_experts")

@@ -1,5 +1,4 @@
-"""The choice of a router, in one kernel: scores, the k best, gates, and the experts' lists of who chose them; for few
-tokens the router's logits, too."""
+"""The choice of a router, in one kernel: scores, the k best, gates, and the experts' lists of who chose them."""
 
 import torch
 import triton
@@ -14,17 +13,19 @@ _GROUP: tl.constexpr = tl.constexpr(GROUP)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _choose(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
+def _choose_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    logits, stride, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
     LIST: tl.constexpr,
 ):  # fmt: skip
-    """Choose for a group of tokens, of which `x` (GROUP, WIDTH) are the logits."""
+    """A program chooses for a group of tokens."""
     group = tl.program_id(0)
     token = group * _GROUP + tl.arange(0, _GROUP)
     e = tl.arange(0, WIDTH)
     inside = (token < tokens)[:, None]
     real = (e < experts)[None, :]
+    at = logits + token.to(tl.int64)[:, None] * stride + e[None, :]
+    x = tl.load(at, inside & real, other=0.0).to(tl.float32)
     x = tl.where(real, x, float("-inf"))
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-x))
@@ -56,45 +57,6 @@ def _choose(  # type: ignore[no-untyped-def]  # arguments are pointers to the co
         store_lists(tl.where(inside, which, 0), group, choices, counts, groups, experts, K, WIDTH)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _choose_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    logits, stride, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
-    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
-    LIST: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * _GROUP + tl.arange(0, _GROUP)
-    e = tl.arange(0, WIDTH)
-    at = logits + token.to(tl.int64)[:, None] * stride + e[None, :]
-    x = tl.load(at, (token < tokens)[:, None] & (e < experts)[None, :], other=0.0).to(tl.float32)
-    _choose(
-        x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K, WIDTH, SLOTS, SIGMOID, BIASED,
-        NORMALIZE, LIST,
-    )  # fmt: skip
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _route_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    rows, weight, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K: tl.constexpr,
-    WIDTH: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALIZE: tl.constexpr,
-    LIST: tl.constexpr, DEPTH: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0) * _GROUP + tl.arange(0, _GROUP)
-    e = tl.arange(0, WIDTH)
-    d = tl.arange(0, STEP)
-    # Beyond the edges something else is read, and nothing is stored.
-    row_td = rows + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * DEPTH + d[None, :]
-    weight_de = weight + (e % experts)[None, :] * DEPTH + d[:, None]
-    x = tl.zeros([_GROUP, WIDTH], tl.float32)
-    for at in range(0, DEPTH, STEP):
-        x = tl.dot(tl.load(row_td + at), tl.load(weight_de + at), x, input_precision="ieee")
-    # Rounded as a product by itself is.
-    x = x.to(rows.dtype.element_ty).to(tl.float32)
-    _choose(
-        x, bias, gates, chosen, choices, counts, tokens, groups, experts, scale, tiny, K, WIDTH, SLOTS, SIGMOID, BIASED,
-        NORMALIZE, LIST,
-    )  # fmt: skip
-
-
 def choose_experts(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -110,20 +72,6 @@ def choose_experts(
             logits_TE, logits_TE.stride(0), bias, *_pointers(routing), tokens, triton.cdiv(tokens, GROUP), experts,
             choice.scale, TINY, **_constants(experts, choice, bias_E is not None, routing),
             num_warps=4 if experts <= 256 else 8,
-        )  # fmt: skip
-    return routing
-
-
-def route_experts(x_TD: Tensor, weight_ED: Tensor, choice: Choice) -> Routing:
-    """A program multiplies the rows of a group with the whole weight, which stays in the cache."""
-    x_TD, weight_ED = x_TD.contiguous(), weight_ED.contiguous()
-    (tokens, depth), experts = x_TD.shape, len(weight_ED)
-    routing = _empty(tokens, experts, choice, x_TD.dtype, x_TD.device)
-    if tokens:
-        _route_kernel[(triton.cdiv(tokens, GROUP),)](
-            x_TD, weight_ED, x_TD, *_pointers(routing), tokens, triton.cdiv(tokens, GROUP), experts, choice.scale, TINY,
-            **_constants(experts, choice, False, routing), DEPTH=depth, STEP=128 if experts <= 128 else 64,
-            num_warps=4 if experts <= 256 else 8, num_stages=4,
         )  # fmt: skip
     return routing
 
