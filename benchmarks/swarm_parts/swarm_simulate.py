@@ -7,7 +7,9 @@ virtual seconds; a lie is seen where the real checks see it, with the share of c
 
 `honest_ideal` is what honest workers could give: the time that they were there, by the time that an order takes them.
 Bars: at least 90 % of that is used, and no more lies are trained than `lies_trained_at_most`, which is what trust
-allows on average: (1 - share) / share, at the least share that is rescored, each time that a key begins to lie.
+allows on average: (1 - chance) / chance, each time that a key of good name begins to lie about one episode of each
+order. The chance that such a lie is seen is that of being rescored, at the least share, or that its episode is the one
+that is computed again. A lie about all episodes is seen at once.
 """
 
 import argparse
