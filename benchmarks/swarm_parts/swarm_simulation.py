@@ -1,6 +1,7 @@
 """A thousand workers under virtual time: the run's desk, trust, limits, demand and ledger are real, engines are not."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -245,9 +246,10 @@ def _report(run: Simulation) -> dict[str, object]:
     seen, trust = run.seen, run.desk.trust
     honest = seen.honest["accepted"] - seen.honest["dropped"]
     refused = sum(count for what, count in seen.lies.items() if what.startswith("refused"))
-    # In a spell, lies get through until one is seen: (1 - chance) / chance on average, at the least chance.
+    # In a spell, lies get through until one is seen, at the least chance: their number has a geometric distribution.
+    mean, variance = (1 - LEAST_SEEN) / LEAST_SEEN, (1 - LEAST_SEEN) / LEAST_SEEN**2
     trained = sum(of["trained"] for of in (seen.lies, seen.honest, seen.disguise))
-    bound = (1 - LEAST_SEEN) / LEAST_SEEN * seen.spells
+    bound = mean * seen.spells + 3 * math.sqrt(variance * seen.spells)
     return {
         "keys": seen.keys,
         "keys_cut_off": sum(of.cut_off for of in trust.workers.values()),
@@ -261,6 +263,7 @@ def _report(run: Simulation) -> dict[str, object]:
         "lies_by_kind": {kind: dict(counts) for kind, counts in sorted(seen.kinds.items())},
         "spells_of_lies": seen.spells,
         "lies_trained": seen.lies["trained"],
+        "lies_trained_on_average": round(mean * seen.spells),
         "lies_trained_at_most": round(bound),
         "lies_trained_share": round(seen.lies["trained"] / max(1, trained), 5),
     }
