@@ -43,7 +43,9 @@ from headway.swarm.trust.checks.form import Form
 from headway.swarm.trust.checks.numbers import lean_of
 from headway.swarm.trust.checks.termination import Termination
 from headway.swarm.trust.play import Player
-from headway.swarm.trust.verifier import Verifier, rescore_contribution
+from headway.swarm.trust.queue import seeded_traces
+from headway.swarm.trust.rescore import rescore_all
+from headway.swarm.trust.verifier import Verifier
 
 RESULTS = Path(__file__).parents[1] / "results"
 LEARNING_RATE = 1e-4
@@ -57,7 +59,7 @@ LEAST_LIES, MOST_HONEST = 0.99, 0.005
 def figures(model: DecoderLM, order: WorkOrder, contribution: Contribution) -> list[float]:
     """Differences of logprobs, misses of draws and errors of proven states (mean, largest of each), the share of right
     indices in proofs, the chance of the ranks, the tokens, and the bytes of the contribution and of its proofs."""
-    again = rescore_contribution(model, order, contribution)
+    again = rescore_all(model, seeded_traces(order, contribution), order.sampling.temperature)
     differences, missed = np.abs(again.claimed - again.logprobs), again.missed
     _, chance = lean_of(again.rank, again.rank_variance)
     states = again.states_PD
@@ -81,7 +83,7 @@ def judge_kind(kind: str, worker: Worker, verifier: Verifier, terms: RunTerms, c
         order = terms.order(b"w" * 32, 1, "weights", number)
         another = msgspec.structs.replace(order, seeds=tuple(seed + 1000 for seed in order.seeds))
         contribution = worker.honest(order) if kind == "honest" else worker.lie(kind, order, another)
-        verdict, _ = asyncio.run(verifier.verify(order, contribution, rescored=True))
+        verdict, _ = asyncio.run(verifier.verify(order, contribution, spot=None))
         if not verdict.accepted:
             refused[verdict.check] += 1
         elif kind != "honest":

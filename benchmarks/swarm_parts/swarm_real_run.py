@@ -227,6 +227,7 @@ def judged(run: RealRun, names: list[str]) -> dict[str, object]:
         counts["sent"] += 1
         counts["accepted" if verdict.accepted else f"refused by {verdict.check}"] += 1
         counts["trained"] += order in trained
+        counts["rescored"] += verdict.rescored
     told = [counts for kind, counts in kinds.items() if kind != "honest"]
     sent, lied = kinds.get("honest", Counter())["sent"], sum(counts["sent"] for counts in told)
     refused = {name: sum(count for what, count in kinds[name].items() if what.startswith("refused")) for name in kinds}

@@ -6,8 +6,10 @@ The run's side is the real one: orders, trust, limits, demand and ledger, under 
 virtual seconds; a lie is seen where the real checks see it, with the share of contributions that is rescored.
 
 `honest_ideal` is what honest workers could give: the time that they were there, by the time that an order takes them.
-Bars: at least 90 % of that is used, and no more lies are trained than `lies_trained_at_most`, which is what trust
-allows on average: (1 - share) / share, at the least share that is rescored, each time that a key begins to lie.
+Bars: at least 90 % of that is used, and no more lies are trained than `lies_trained_at_most`. Trust allows some each
+time that a key of good name begins to lie about one episode of each order: (1 - chance) / chance on average, and the
+bar is three standard deviations above. The chance that such a lie is seen is that of being rescored, at the least
+share, or that its episode is the one that is computed again. A lie about all episodes is seen at once.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """A thousand workers under virtual time: the run's desk, trust, limits, demand and ledger are real, engines are not."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,11 +24,16 @@ from headway.swarm.work.desk import Desk
 from headway.swarm.work.service import ADDRESS_FACTOR, BURST, MOST_NAMES, RATE
 
 RUN, PAUSE = "simulated", 1.0
-LIARS = ("weights", "rewards", "sleeper", "sometimes", "hoarder")
-"""Kinds of liars: other weights all the time, invented rewards, other weights once hardly anything is rescored, one
-lie in five, and orders that are taken and never answered."""
+LIARS = ("weights", "rewards", "sleeper", "careful", "sometimes", "hoarder")
+"""Kinds of liars: other weights all the time, invented rewards, other weights once hardly anything is rescored, those
+in one episode of each order alone, one lie in five, and orders that are taken and never answered."""
 GOOD_NAME = 80
-"""Accepted contributions after which the least share is rescored. Sleepers have them from the start, and lie then."""
+"""Accepted contributions after which the least share is rescored. Sleepers and careful liars have them from the start,
+and lie then."""
+GROUP = 16
+"""Episodes of an order. They are simulated as one, which says whether all are lies, or one of them."""
+LEAST_SEEN = 1 - (1 - LEAST_SHARE) * (1 - 1 / GROUP)
+"""Chance that a lie about one episode is seen: it is rescored, or its episode is the one that is computed again."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class Seen:
     lies: Counter[str] = field(default_factory=Counter)
     kinds: dict[str, Counter[str]] = field(default_factory=dict)
     spells: int = 0
-    """Times that a key began to lie while not all of its work was rescored: each may last until the next refusal."""
+    """Times that a key began to lie about one episode of each order while not all of its work was rescored: each may
+    last until the next refusal."""
     unseen: set[str] = field(default_factory=set)
     """Keys that are in such a spell."""
     keys: int = 0
@@ -72,24 +79,30 @@ class Seen:
 
 class KnowingVerifier(Verifier):
     """Takes the time that real checks take, and sees what these see: rewards always, other lies where the model
-    computes the tokens again. A few honest contributions are refused, too."""
+    computes the tokens again, which it does for one episode always. A few honest contributions are refused, too."""
 
     def __init__(self, scene: Scene, chance: random.Random) -> None:
         self._scene, self._chance, self._model = scene, chance, asyncio.Lock()
 
     async def verify(
-        self, order: WorkOrder, contribution: Contribution, *, rescored: bool
+        self, order: WorkOrder, contribution: Contribution, *, spot: int | None
     ) -> tuple[Verdict, list[Episode]]:
         (episode,) = contribution.episodes
         lie = episode.traces[0].agent
         if lie == "rewards":
             return Verdict(False, "rewards", "invented"), []
-        if rescored:
-            async with self._model:
-                await asyncio.sleep(self._scene.rescore_seconds)
-            if lie or self._chance.random() < self._scene.honest_refused:
-                return Verdict(False, "logprobs", "they differ", rescored=True), []
-        return Verdict(True, rescored=rescored, tokens=100), [episode]
+        if spot is not None:
+            await self._compute(1 / GROUP)
+            if not lie or (lie == "one_episode" and self._chance.random() > 1 / GROUP):
+                return Verdict(True, tokens=100), [episode]
+        await self._compute(1)
+        if lie or self._chance.random() < self._scene.honest_refused:
+            return Verdict(False, "logprobs", "they differ", rescored=True), []
+        return Verdict(True, rescored=True, tokens=100), [episode]
+
+    async def _compute(self, share: float) -> None:
+        async with self._model:
+            await asyncio.sleep(share * self._scene.rescore_seconds)
 
 
 class Simulation:
@@ -124,7 +137,7 @@ class Simulation:
 
     async def contribute(self, key: SigningKey, address: str, order: WorkOrder, lie: str, kind: str) -> None:
         request, worker = order.request(0), key.public.hex()
-        if lie == "weights" and self.desk.trust.share(worker) < 1 and worker not in self.seen.unseen:
+        if lie == "one_episode" and self.desk.trust.share(worker) < 1 and worker not in self.seen.unseen:
             self.seen.spells += 1
             self.seen.unseen.add(worker)
         episode = Episode(request.episode_id, order.id, order.env, order.task, traces=[Trace(lie)])
@@ -162,7 +175,7 @@ class SimulatedWorker:
         self._run, self._kind, self._address = run, kind, f"10.{number >> 16}.{number >> 8 & 255}.{number & 255}"
         self._seconds = run.chance.uniform(*run.scene.seconds)
         self._renew()
-        if kind == "sleeper":
+        if kind in ("sleeper", "careful"):
             standing = Standing(accepted=GOOD_NAME, streak=GOOD_NAME)
             run.desk.trust.workers[self._key.public.hex()] = standing
 
@@ -204,8 +217,9 @@ class SimulatedWorker:
     def _lie(self, worker: str) -> str:
         """Return the kind of lie to tell now; none where it is to look honest."""
         match self._kind:
-            case "sleeper":
-                return "weights" if self._run.desk.trust.workers[worker].accepted >= GOOD_NAME else ""
+            case "sleeper" | "careful":
+                lie = "weights" if self._kind == "sleeper" else "one_episode"
+                return lie if self._run.desk.trust.workers[worker].accepted >= GOOD_NAME else ""
             case "sometimes":
                 return "weights" if self._run.chance.random() < 0.2 else ""
             case kind:
@@ -232,9 +246,10 @@ def _report(run: Simulation) -> dict[str, object]:
     seen, trust = run.seen, run.desk.trust
     honest = seen.honest["accepted"] - seen.honest["dropped"]
     refused = sum(count for what, count in seen.lies.items() if what.startswith("refused"))
-    # In a spell, lies get through until one is rescored: (1 - share) / share on average, at the least share.
+    # In a spell, lies get through until one is seen, at the least chance: their number has a geometric distribution.
+    mean, variance = (1 - LEAST_SEEN) / LEAST_SEEN, (1 - LEAST_SEEN) / LEAST_SEEN**2
     trained = sum(of["trained"] for of in (seen.lies, seen.honest, seen.disguise))
-    bound = (1 - LEAST_SHARE) / LEAST_SHARE * seen.spells
+    bound = mean * seen.spells + 3 * math.sqrt(variance * seen.spells)
     return {
         "keys": seen.keys,
         "keys_cut_off": sum(of.cut_off for of in trust.workers.values()),
@@ -248,6 +263,7 @@ def _report(run: Simulation) -> dict[str, object]:
         "lies_by_kind": {kind: dict(counts) for kind, counts in sorted(seen.kinds.items())},
         "spells_of_lies": seen.spells,
         "lies_trained": seen.lies["trained"],
+        "lies_trained_on_average": round(mean * seen.spells),
         "lies_trained_at_most": round(bound),
         "lies_trained_share": round(seen.lies["trained"] / max(1, trained), 5),
     }

@@ -100,6 +100,6 @@ def test_an_older_adapter_is_refused(swarm: Swarm, tmp_path: Path) -> None:
     }
     for served, refused_by in ((2, ["", ""]), (1, ["logprobs", "activations"])):
         sent = asyncio.run(contribute(swarm, order, versions, updates[served]))
-        found = [asyncio.run(verifier.verify(order, sent, rescored=True))[0] for verifier in verifiers.values()]
+        found = [asyncio.run(verifier.verify(order, sent, spot=None))[0] for verifier in verifiers.values()]
         assert [verdict.check for verdict in found] == refused_by, found
         assert [verdict.accepted for verdict in found] == [not check for check in refused_by]

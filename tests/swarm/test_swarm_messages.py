@@ -126,3 +126,10 @@ def test_the_share_that_is_rescored_is_as_asked_for() -> None:
     drawn = [terms().is_rescored(str(n), 0.25) for n in range(2000)]
     assert 0.2 < sum(drawn) / len(drawn) < 0.3
     assert all(terms().is_rescored(str(n), 1.0) for n in range(100))
+
+
+def test_every_episode_may_be_the_one_that_is_computed_again() -> None:
+    size = len(terms().order(b"w" * 32, 1, "weights", 0).seeds)
+    drawn = [terms().spot(str(n)) for n in range(200 * size)]
+    assert size > 1 and set(drawn) == set(range(size)) and all(100 < drawn.count(spot) < 300 for spot in range(size))
+    assert drawn == [terms().spot(str(n)) for n in range(200 * size)]

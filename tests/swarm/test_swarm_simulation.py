@@ -17,8 +17,9 @@ def test_liars_train_little_and_the_honest_lose_little(tmp_path: Path) -> None:
     assert isinstance(lies, dict) and isinstance(kinds, dict)
     # An order takes up to a twelfth of the time, and those that are under way at the end are lost.
     assert found["throughput"] >= 0.85  # type: ignore[operator]
-    assert found["lies_trained"] <= found["lies_trained_at_most"]  # type: ignore[operator]
     assert set(kinds) <= set(LIARS) and "accepted" not in kinds["rewards"] and "accepted" not in kinds["weights"]
     assert kinds["weights"]["refused by logprobs"] >= 3 and found["keys_cut_off"] >= 2  # type: ignore[operator]
-    # One sleeper has a good name from the start; until it is found out, some of its lies are accepted.
-    assert kinds["sleeper"]["accepted"] > 0 and kinds["sleeper"]["refused by logprobs"] > 0
+    # Two have a good name from the start, so that little of their work is rescored. One lies about all episodes of an
+    # order, and never gets through; the other about one of them, and does until it is found out.
+    assert "accepted" not in kinds["sleeper"] and kinds["sleeper"]["refused by logprobs"] > 0
+    assert kinds["careful"]["accepted"] > 0 and found["lies_trained"] == kinds["careful"]["trained"]

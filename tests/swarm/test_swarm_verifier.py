@@ -13,7 +13,7 @@ import torch
 from swarm_run import CONTEXT, Swarm, make_swarm
 from swarm_workers import Worker, quantized, stepped
 
-from headway.base.errors import UsageError
+from headway.base.errors import HeadwayError, UsageError
 from headway.core.episodes import EpisodeError
 from headway.envs.bundled.reverse_text import ReverseText
 from headway.models.decoder import DecoderLM
@@ -26,13 +26,17 @@ from headway.swarm.messages.limits import Limits, TooManyRequestsError
 from headway.swarm.messages.orders import Contribution, WorkOrder
 from headway.swarm.messages.verdict import Verdict
 from headway.swarm.trust.audit import audit_ledger
+from headway.swarm.trust.checks.base import Evidence
 from headway.swarm.trust.checks.form import Form
 from headway.swarm.trust.checks.numbers import Logprobs, Ranks, SeededDraws
 from headway.swarm.trust.checks.termination import Termination
 from headway.swarm.trust.ledger import Ledger
 from headway.swarm.trust.play import Player
-from headway.swarm.trust.rescore import rescore
-from headway.swarm.trust.verifier import Verifier, rescore_contribution
+from headway.swarm.trust.queue import RescoringQueue, seeded_traces
+from headway.swarm.trust.rescore import rescore, rescore_all
+from headway.swarm.trust.rescored import Rescored
+from headway.swarm.trust.standing import LEAST_SHARE, Standing
+from headway.swarm.trust.verifier import Verifier
 from headway.swarm.work.desk import Desk, Taken
 
 RUN = SigningKey(b"r" * 32)
@@ -52,17 +56,17 @@ def verifier(swarm: Swarm) -> Verifier:
     return Verifier(light, swarm.player, lambda version, precision: swarm.models[precision])
 
 
-def verify(swarm: Swarm, order: WorkOrder, sent: Contribution, *, rescored: bool = True) -> Verdict:
+def verify(swarm: Swarm, order: WorkOrder, sent: Contribution, *, spot: int | None = None) -> Verdict:
     # What is judged has gone over a wire.
     sent = msgspec.msgpack.decode(encode(sent), type=Contribution)
-    return asyncio.run(verifier(swarm).verify(order, sent, rescored=rescored))[0]
+    return asyncio.run(verifier(swarm).verify(order, sent, spot=spot))[0]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_honest_work_is_accepted(swarm: Swarm, precision: str) -> None:
     order = swarm.order()
     sent = swarm.workers[precision].honest(order)
-    verdict, episodes = asyncio.run(verifier(swarm).verify(order, sent, rescored=True))
+    verdict, episodes = asyncio.run(verifier(swarm).verify(order, sent, spot=None))
     assert verdict.accepted, verdict
     assert verdict.rescored and verdict.tokens > 8
     for episode, claimed in zip(episodes, sent.episodes, strict=True):
@@ -116,26 +120,58 @@ def test_of_a_model_that_is_certain_the_proof_alone_shows_the_weights(swarm: Swa
     without = Verifier(light, swarm.player, lambda *_: model, (Logprobs(), SeededDraws(), Ranks()))
     with_proof = Verifier(light, swarm.player, lambda *_: model)
     found = [
-        asyncio.run(verifier.verify(order, sent, rescored=True))[0].check
+        asyncio.run(verifier.verify(order, sent, spot=None))[0].check
         for verifier in (without, with_proof)
         for sent in (honest, lying)
     ]
     assert found == ["", "", "", "activations"]
 
 
-def test_rewards_are_computed_again_also_without_the_model(swarm: Swarm) -> None:
+def test_rewards_are_computed_again_also_where_tokens_are_not(swarm: Swarm) -> None:
     order = swarm.order(2)
     sent = swarm.workers["float32"].honest(order)
-    assert verify(swarm, order, sent, rescored=False) == Verdict(True, tokens=verify(swarm, order, sent).tokens)
+    assert verify(swarm, order, sent, spot=0) == Verdict(True, tokens=verify(swarm, order, sent).tokens)
     sent.episodes[2].traces[0].reward += 0.5
-    assert verify(swarm, order, sent, rescored=False).check == "rewards"
+    assert verify(swarm, order, sent, spot=0).check == "rewards"
     sent.episodes[1].traces[0].nodes[-1].finish_reason = "x" * 100_000
-    refused = verify(swarm, order, sent, rescored=False)
+    refused = verify(swarm, order, sent, spot=0)
     assert refused.check == "termination" and len(refused.reason) <= 300
     sent = swarm.workers["float32"].honest(order)
     prompt = sent.episodes[0].traces[0].nodes[0]
     prompt.token_ids = [prompt.token_ids[0] ^ 1, *prompt.token_ids[1:]]  # another prompt than the environment's
-    assert verify(swarm, order, sent, rescored=False).check == "rewards"
+    assert verify(swarm, order, sent, spot=0).check == "rewards"
+
+
+@pytest.mark.parametrize("lie", ["older_version", "quantized_weights", "other_temperature", "replayed"])
+def test_any_one_episode_shows_a_lie_about_all_of_them(swarm: Swarm, lie: str) -> None:
+    order = swarm.order(1)
+    another = msgspec.structs.replace(order, seeds=tuple(seed + 1000 for seed in order.seeds))
+    sent = swarm.workers["float32"].lie(lie, order, another)
+    whole = verify(swarm, order, sent)
+    assert not whole.accepted
+    assert [verify(swarm, order, sent, spot=spot) for spot in range(len(order.seeds))] == [whole] * len(order.seeds)
+
+
+def test_a_lie_about_one_episode_is_seen_in_that_one(swarm: Swarm) -> None:
+    order = swarm.order(2)
+    sent, older = swarm.workers["float32"].honest(order), swarm.workers["float32"].lie("older_version", order, order)
+    sent.episodes[3], sent.proofs[3] = older.episodes[3], older.proofs[3]
+    found = [verify(swarm, order, sent, spot=spot).accepted for spot in range(4)]
+    assert found == [True, True, True, False]
+
+
+def test_one_episode_alone_refuses_nobody(swarm: Swarm) -> None:
+    """Bounds hold for whole contributions: what looks wrong in one short reply is looked at among all."""
+
+    class Wary(Logprobs):
+        def refuse(self, evidence: Evidence) -> str | None:
+            return "too short to tell" if len(evidence.contribution.episodes) == 1 else super().refuse(evidence)
+
+    light = (Form(swarm.vocab_size, swarm.width), Termination(swarm.stops))
+    wary = Verifier(light, swarm.player, lambda *_: swarm.models["float32"], (Wary(),))
+    order = swarm.order(2)
+    verdict, episodes = asyncio.run(wary.verify(order, swarm.workers["float32"].honest(order), spot=1))
+    assert verdict.accepted and verdict.rescored and len(episodes) == len(order.seeds)
 
 
 def test_only_tokens_and_logprobs_of_a_stranger_are_trained_on(swarm: Swarm) -> None:
@@ -143,14 +179,14 @@ def test_only_tokens_and_logprobs_of_a_stranger_are_trained_on(swarm: Swarm) -> 
     sent = swarm.workers["float32"].honest(order)
     trace = sent.episodes[0].traces[0]
     trace.notes["to"], trace.metrics["made_up"], sent.episodes[0].timings = "the reader", 1.0, {"total": 0.0}
-    verdict, episodes = asyncio.run(verifier(swarm).verify(order, sent, rescored=False))
+    verdict, episodes = asyncio.run(verifier(swarm).verify(order, sent, spot=0))
     assert verdict.accepted and not episodes[0].traces[0].notes and "made_up" not in episodes[0].traces[0].metrics
 
 
 def test_rescoring_is_the_model_applied_to_each_prefix(swarm: Swarm) -> None:
     order = swarm.order(4)
     sent = swarm.workers["float32"].honest(order)
-    again = rescore_contribution(swarm.models["float32"], order, sent)
+    again = rescore_all(swarm.models["float32"], seeded_traces(order, sent), order.sampling.temperature)
     claimed = [value for e in sent.episodes for node in e.traces[0].nodes for value in node.logprobs or ()]
     assert np.allclose(again.claimed, claimed) and np.allclose(again.logprobs, claimed, atol=1e-4)
     assert np.allclose(np.log(again.high - again.low), again.logprobs) and not again.missed.any()
@@ -158,6 +194,37 @@ def test_rescoring_is_the_model_applied_to_each_prefix(swarm: Swarm) -> None:
     trace = sent.episodes[0].traces[0]
     hotter = rescore(swarm.models["float32"], trace, order.seeds[0], 2.0).logprobs
     assert not np.allclose(hotter, again.logprobs[: len(hotter)], atol=1e-2)
+
+
+def test_contributions_that_wait_share_a_pass_and_get_their_own_numbers(swarm: Swarm) -> None:
+    """The first is computed alone; those that come meanwhile follow together, each kind of model by itself."""
+    passes: list[tuple[int, str]] = []
+
+    def model_of(version: int, precision: str) -> DecoderLM:
+        passes.append((version, precision))
+        if version == 7:
+            raise HeadwayError("it is gone")
+        return swarm.models[precision]
+
+    orders = [swarm.order(number) for number in range(5)]
+    sent = [swarm.workers["float32"].honest(order) for order in orders]
+    gone = msgspec.structs.replace(orders[0], version=7)
+
+    async def rescore_together() -> list[Rescored | BaseException]:
+        queue = RescoringQueue(model_of)
+        first = asyncio.create_task(queue.rescore(orders[0], sent[0]))
+        while not passes:  # noqa: ASYNC110 - the first is in a thread of its own
+            await asyncio.sleep(0)
+        later = [queue.rescore(*pair) for pair in zip((*orders[1:], gone), (*sent[1:], sent[0]), strict=True)]
+        return await asyncio.gather(first, *later, return_exceptions=True)
+
+    *found, failed = asyncio.run(rescore_together())
+    assert passes == [(1, "float32"), (1, "float32"), (7, "float32")] and isinstance(failed, HeadwayError)
+    for order, contribution, again in zip(orders, sent, found, strict=True):
+        alone = rescore_all(swarm.models["float32"], seeded_traces(order, contribution), order.sampling.temperature)
+        assert isinstance(again, Rescored) and np.array_equal(again.claimed, alone.claimed)
+        assert np.allclose(again.logprobs, alone.logprobs, atol=1e-5)
+        assert np.allclose(again.states_PD, alone.states_PD, atol=1e-5)
 
 
 def test_an_environment_that_does_not_repeat_itself_is_refused(swarm: Swarm) -> None:
@@ -230,6 +297,24 @@ def test_a_liar_is_cut_off(swarm: Swarm, tmp_path: Path) -> None:
         assert books.send(lie, OTHER).verdict.check == "rewards"
     assert books.ask(OTHER) is None and books.ask(WORKER) is not None
     assert "cut off" in (tmp_path / "ledger.jsonl").read_text().replace("_", " ")
+
+
+def test_a_worker_of_good_name_that_keeps_older_weights_is_refused_at_once(swarm: Swarm, tmp_path: Path) -> None:
+    """It worked honestly as long as there was no newer version, and so hardly anything of it is rescored."""
+    books = Books(swarm, tmp_path / "ledger.jsonl")
+    books.desk.trust.workers[WORKER.public.hex()] = Standing(accepted=80, streak=80)
+    books.desk.publish(2, "newer weights")
+    while (order := books.ask()) is not None and swarm.terms.is_rescored(order.id, LEAST_SHARE):
+        assert books.send(books.honest(order)).verdict.rescored
+    assert order is not None and books.desk.trust.share(WORKER.public.hex()) == LEAST_SHARE
+    honest = books.send(books.honest(order)).verdict
+    assert honest.accepted and not honest.rescored
+    while (order := books.ask()) is not None and swarm.terms.is_rescored(order.id, LEAST_SHARE):
+        assert books.send(books.honest(order)).verdict.rescored
+    assert order is not None
+    taken = books.send(swarm.workers["float32"].lie("older_version", order, order))
+    assert not taken.verdict.accepted and len(taken.dropped) == 1
+    assert books.desk.trust.share(WORKER.public.hex()) == 1.0
 
 
 def test_a_worker_with_many_open_orders_gets_the_oldest_again(swarm: Swarm, tmp_path: Path) -> None:

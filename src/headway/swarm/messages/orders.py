@@ -109,6 +109,10 @@ class RunTerms:
         """Decide if the answer to an order belongs to the `share` that is rescored. Workers can't tell before."""
         return int.from_bytes(self._derive("rescored", order)[:8]) < share * 2**64
 
+    def spot(self, order: str) -> int:
+        """Choose the episode that is computed again of an answer that is not rescored. Workers can't tell before."""
+        return int.from_bytes(self._derive("spot", order)[:16]) % self._group_size
+
     def _derive(self, *words: str | int) -> bytes:
         return hmac.digest(self._secret, msgspec.msgpack.encode([self.run, *words]), "sha256")
 

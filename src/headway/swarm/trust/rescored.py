@@ -1,5 +1,6 @@
 """Sampled tokens under a trusted model's distribution, as the checks of numbers look at them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +37,14 @@ class Rescored:
         """The distance from each token's noise to the interval that draws the token; 0 inside of it."""
         distance: Floats = np.maximum(self.low - self.noise, self.noise - self.high)
         return distance.clip(min=0.0)
+
+    def split(self, tokens: Sequence[int], states: Sequence[int]) -> "list[Rescored]":
+        """Divide what was joined, by the sampled tokens and the proven states of each part."""
+        parts = {
+            name: np.split(getattr(self, name), np.cumsum(states if name == "states_PD" else tokens)[:-1])
+            for name in self.__dataclass_fields__
+        }
+        return [Rescored(*columns) for columns in zip(*parts.values(), strict=True)]
 
     @classmethod
     def join(cls, parts: "list[Rescored]") -> "Rescored":

@@ -27,8 +27,9 @@ from headway.transport.weights.layout import Layout
 from headway.transport.weights.receive import WeightReceiver
 from headway.transport.weights.shards import Shard
 
-MODELS_KEPT = 2
-"""Trusted models in memory: one for the newest version, and one for answers to older orders."""
+MODELS_KEPT = 4
+"""Trusted models in memory: every contribution needs one. Most are of the newest version or the one before, in both
+precisions."""
 
 
 class VersionFolders:

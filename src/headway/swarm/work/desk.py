@@ -98,10 +98,10 @@ class Desk:
         order = self._order(self.trust.workers[worker].open[id])
         if self._versions.get(order.version) != order.fingerprint:
             return Taken(Verdict(False, "order", "its version is no longer in use"))
-        rescored = self._terms.is_rescored(id, self.trust.share(worker))
+        spot = None if self._terms.is_rescored(id, self.trust.share(worker)) else self._terms.spot(id)
         self._judging.add(id)
         try:
-            verdict, episodes = await self._verifier.verify(order, contribution, rescored=rescored)
+            verdict, episodes = await self._verifier.verify(order, contribution, spot=spot)
         finally:
             self._judging.discard(id)
         if not self.trust.is_open(worker, id):  # it was retired, or the worker cut off, meanwhile
