@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    return {"device": name, "torch": torch.__version__, "command": " ".join(sys.argv)}
+    return {"device": name, "torch": torch.__version__, "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])}
 
 
 def scratch_folder(gigabytes: float) -> str | None:

@@ -18,16 +18,20 @@ from headway.models.costs import (
     StepFlops,
     active_parameter_count,
     adapter_count,
+    block_shapes,
     image_numbers,
+    kept_numbers,
     kv_bytes_per_token,
     parameter_count,
     tower_weights,
 )
-from headway.models.registry import config_from_hf
+from headway.models.layers.experts import Experts, SparseMlp
+from headway.models.registry import config_from_hf, find_family
 from headway.models.vision.config import TowerTraining, VisionConfig
 from headway.models.vision.decoder import VisionLM
 from headway.models.vision.tower import PatchProjection, TowerLinear
 
+FAMILIES = Path(__file__).parent / "families"
 KINDS: tuple[TowerTraining, ...] = ("lora", "trained")
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
@@ -50,6 +54,28 @@ def test_weights_are_those_of_the_model(family: str, changes: dict[str, Any]) ->
     apply_lora(model, lora)
     assert adapter_count(config, lora) == sum(p.numel() for name, p in model.named_parameters() if "lora" in name)
     assert kv_bytes_per_token(config, 2) == 2 * 2 * config.layers * config.kv_heads * config.head_dim
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(file for file in FAMILIES.glob("*/*.json") if file.parent.name != "transformers"),
+    ids=lambda file: f"{file.parent.name}-{file.stem}",
+)
+def test_a_family_says_if_its_experts_are_one_operation(file: Path) -> None:
+    hf = json.loads(file.read_text())
+    hf.pop("images", None)
+    config = config_from_hf(hf)
+    sparse = [module for module in build_model(config, device="meta").modules() if isinstance(module, SparseMlp)]
+    plain = {isinstance(module.experts, Experts) and module.experts.plain for module in sparse}
+    assert plain <= {find_family(config.family).plain_experts}
+
+
+def test_experts_of_one_operation_keep_the_gate_and_what_it_gates() -> None:
+    config = small("qwen3_moe", layers=1)
+    (block,) = block_shapes(config)
+    apart, joined = (kept_numbers(config, block, "off", joined=joined) for joined in (False, True))
+    rows = 2 * config.experts_per_token * config.width
+    assert apart - joined == rows + config.experts_per_token * config.expert_width
 
 
 def test_a_step_counts_every_weight_six_times_a_frozen_one_four_times_and_half_of_all_pairs() -> None:

@@ -78,8 +78,10 @@ def state_bytes_per_sequence(config: ModelConfig) -> int:
     return sum(cache.bytes for cache in layer_caches(config) if isinstance(cache, RecurrentState))
 
 
-def kept_numbers(config: ModelConfig, block: BlockShape, recompute: Literal["off", "selective", "full"]) -> int:
-    """Numbers per token that a block keeps for the backward pass."""
+def kept_numbers(
+    config: ModelConfig, block: BlockShape, recompute: Literal["off", "selective", "full"], *, joined: bool = False
+) -> int:
+    """Numbers per token that a block keeps for the backward pass. `joined`: experts are one operation to autograd."""
     if recompute == "full":
         return config.width
     if recompute == "selective":
@@ -92,6 +94,8 @@ def kept_numbers(config: ModelConfig, block: BlockShape, recompute: Literal["off
     kept = 4 * config.width + 2 * block.query_width + block.key_value_width + 3 * block.mlp_width
     if find_family(config.family).qk_norm:  # whose gradient needs queries and keys from before it
         kept += block.query_width + block.key_value_width // 2
+    if joined:  # of experts the gate and what it gates
+        return kept - block.experts_per_token * block.expert_weights // (3 * config.width)
     return kept + 2 * block.experts_per_token * config.width  # a row per token and expert, before and after
 
 

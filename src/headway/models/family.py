@@ -186,6 +186,8 @@ class Family:
     """Queries and keys are normalized before they are rotated: per head, or over all heads at once."""
     block_norms = 2
     """Norms of the stream in a block."""
+    plain_experts = True
+    """Its experts, where it has some, are SiLU-gated MLPs without biases: one operation in training."""
     hf_defaults: Mapping[str, Any] = {}
     """Values of entries that config.json may lack, where these are not the defaults of our fields."""
     hf_reads: Collection[str] = ()

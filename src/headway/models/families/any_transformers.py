@@ -19,6 +19,7 @@ class AnyTransformers(Family):
     model_type = FAMILY
     architecture = ""
     config_class = TransformersConfig
+    plain_experts = False
 
     def config_from_hf(self, hf: dict[str, Any]) -> ModelConfig:
         """Read a config.json of any causal model. Raises UsageError for one that cannot be packed."""

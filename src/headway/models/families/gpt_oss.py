@@ -41,6 +41,7 @@ class GptOss(Family):
     hf_ignored = ("initial_context_length", "experts_per_token")  # said by others as well
     chat_format = "gpt-oss"
     rope_theta = 150_000.0
+    plain_experts = False
 
     def fields_from_hf(self, hf: dict[str, Any]) -> dict[str, Any]:
         return super().fields_from_hf(hf) | {"window_layers": window_layers(hf, full_every=2)}

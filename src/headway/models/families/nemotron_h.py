@@ -56,6 +56,7 @@ class NemotronH(Family):
     examples = "Nemotron-H, Nemotron 3"
     notes = "Mamba-2, attention, MLPs or experts, one stage per layer"
     config_class = NemotronHConfig
+    plain_experts = False
     hf_names = {
         "norm_eps": "layer_norm_epsilon",
         "mlp_bias": "mlp_bias",

@@ -16,6 +16,7 @@ from headway.models.costs import (
     tower_weights,
     working_numbers,
 )
+from headway.models.registry import find_family
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.layout import Layout
 
@@ -159,13 +160,20 @@ class _Sizes:
         numbers = []
         for layer, block in enumerate(self._blocks):
             full = settings.checkpoint == "selective" and layer < layers - with_attention
-            numbers.append(kept_numbers(self._config, block, "full" if full else settings.checkpoint))
+            recompute = "full" if full else settings.checkpoint
+            numbers.append(kept_numbers(self._config, block, recompute, joined=self._joins_experts))
             if settings.checkpoint == "selective" and not full and self._trainer.parallel.expert > 1:
                 # Rows as they arrived at the experts here, as many as leave where the load is even.
                 numbers[-1] += block.experts_per_token * self._config.width
         # Of those in CPU memory, the device has the one in use, and those that are on their way.
         here = sorted(numbers)[-OFFLOAD_BUFFERS:] if settings.offload else numbers
         return self._tokens * self._number * sum(here)
+
+    @property
+    def _joins_experts(self) -> bool:
+        """Tell if experts are one operation: those of this rank alone, without adapters."""
+        adapted = self._lora is not None and "experts" in self._lora.targets
+        return find_family(self._config.family).plain_experts and self._trainer.parallel.expert == 1 and not adapted
 
     @property
     def images(self) -> int:
