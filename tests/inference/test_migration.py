@@ -28,6 +28,7 @@ from headway.envs.partial_reply import PartialReply, merge_runs
 from headway.envs.tree import Reply
 from headway.inference.embedded import backpressure
 from headway.inference.embedded.load import load_service
+from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.engine import Chunk
 from headway.inference.server import ServerContext, build_app
 from headway.models.checkpoints.folders import load_model, save_checkpoint
@@ -168,6 +169,15 @@ def test_a_short_reply_comes_in_smaller_parts_than_a_long_one() -> None:
         sizes += [len(item.token_ids) for _, item in engine.step() if isinstance(item, Chunk)]
     assert sizes == [4, 196]
     assert [chunk_tokens(1, sent) for sent in (0, 500)] == [1, 1]
+
+
+def test_parts_come_less_often_where_many_sequences_run() -> None:
+    sequence = Sequence("r", 0, (0, 0, 0), list(range(20)), 10, SamplingParams(), 0, 100, frozenset(), streamed=True)
+    sequence.stream_seconds, sequence.emitted_at = 0.05, 1.0
+    assert sequence.chunk_is_due(1.06, running=100)
+    assert not sequence.chunk_is_due(1.06, running=512) and sequence.chunk_is_due(1.21, running=512)
+    sequence.stream_seconds = 0.0
+    assert sequence.chunk_is_due(1.0, running=512)
 
 
 def test_a_leaving_server_answers_with_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ RETRY_SECONDS = 60.0
 FIRST_WAIT, LONGEST_WAIT = 0.1, 5.0
 STREAM_INTERVAL = 8
 """Tokens in one part of a streamed reply: an engine that dies takes no more of a reply with it."""
-STREAM_SECONDS = 0.2
+STREAM_SECONDS = 0.05
 """Seconds between two parts of a reply at least, since each costs CPU time of engine and worker: an engine with
 hundreds of fast sequences would be held up by them, and takes no more than so many seconds of its work with it."""
 

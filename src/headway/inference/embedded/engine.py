@@ -288,7 +288,7 @@ class EmbeddedEngine:
         if not launched.tokens:
             return []
         sampled = [tokens.result() for tokens in launched.tokens]
-        now = time.perf_counter()
+        now, running = time.perf_counter(), len(self.scheduler.running)
         if launched.marks is not None:
             self.clock.count(*launched.marks, len(sampled))
         ended: list[Sequence] = []
@@ -313,7 +313,7 @@ class EmbeddedEngine:
                 sequence.top_logprobs.append(top)
             if sequence.finished:
                 ended.append(sequence)
-            elif sequence.chunk_is_due(now):
+            elif sequence.chunk_is_due(now, running):
                 sequence.emitted_at = now
                 events.append((self.active[sequence.request_id], _chunk(sequence)))
         self._count(grown)

@@ -15,6 +15,9 @@ from headway.inference.images import ServedImage
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+FEW_STREAMS = 128
+"""Running sequences up to which parts of replies leave as often as clients allow."""
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -92,9 +95,10 @@ class Sequence:
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    def chunk_is_due(self, now: float) -> bool:
-        """Tell if a streamed sequence has as many new tokens as are sent at a time, and the last ones left long ago."""
-        if not self.streamed or now - self.emitted_at < self.stream_seconds:
+    def chunk_is_due(self, now: float, running: int) -> bool:
+        """Tell if a streamed sequence has as many new tokens as are sent at a time, and the last ones left long ago:
+        the longer, the more sequences are `running`, since every part costs CPU time that all of them wait for."""
+        if not self.streamed or now - self.emitted_at < self.stream_seconds * max(1.0, running / FEW_STREAMS):
             return False
         return self.output_len - self.emitted >= chunk_tokens(self.stream_interval, self.emitted)
 
