@@ -30,6 +30,26 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+ENDS_WITH_CTRL_C = """
+import os, signal, sys
+from headway.cli import main
+
+class Impatient:
+    kill, me, ctrl_c = os.kill, os.getpid(), signal.SIGINT
+    def __del__(self):
+        self.kill(self.me, self.ctrl_c)
+
+sys.impatient = Impatient()
+sys.argv = ["headway", "--version"]
+main.main()
+"""
+
+
+def test_ctrl_c_while_the_interpreter_ends_leaves_the_outcome() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_WITH_CTRL_C], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
 def test_help_teaches(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(argv) == 0

@@ -45,7 +45,7 @@ def test_ctrl_c_leaves_no_process_and_a_run_that_resumes(moment: float, rl_flags
     os.kill(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=100)
     assert process.returncode in (STOPPED, 0), said[-6000:]
-    if process.returncode == STOPPED and run.metrics("trainer"):
+    if process.returncode == STOPPED and 0 < len(run.metrics("trainer")) < 12:
         assert "stopping: the step is finished first; Ctrl-C again kills at once" in said
         assert f"headway rl --resume {run.paths.root}" in said
     assert run.processes() == []

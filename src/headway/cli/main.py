@@ -6,6 +6,7 @@ Nothing heavy is imported here: `headway --help` must answer at once.
 import errno
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -71,7 +72,10 @@ DISK_ERRORS = {
 def main() -> None:
     """The console entry point."""
     die_with_parent_if_asked()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # The outcome stands: a Ctrl-C that comes while the interpreter ends must not turn it into a death by signal.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(argv: Sequence[str]) -> int:
