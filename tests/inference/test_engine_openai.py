@@ -80,7 +80,7 @@ def test_text_is_streamed_although_there_are_tools(client: openai.OpenAI) -> Non
     fields = {"model": "policy", "messages": ASK, "tools": [WEATHER.to_openai()], "temperature": 0}
     pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**fields, stream=True)]
     assert "".join(piece or "" for piece in pieces) == GREETING
-    assert sum(map(bool, pieces)) > 10
+    assert sum(map(bool, pieces)) > 3
 
 
 def test_a_tool_conversation_goes_on(client: openai.OpenAI) -> None:
