@@ -1,15 +1,19 @@
 """Agent programs in a sandbox: their model answers, and nothing else is within reach."""
 
 import asyncio
+import io
 import socket
+import stat
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sandbox_kinds import needs_bubblewrap
 
-from headway.envs.agents.agent import AgentProgram
+from headway.envs.agents.agent import AgentProgram, _unpack
 from headway.envs.policy import EpisodeFailure, ScriptedPolicy
+from headway.sandboxes.sandbox import Snapshot
 
 pytestmark = needs_bubblewrap
 
@@ -77,3 +81,22 @@ def test_an_agent_that_takes_too_long_is_a_timeout(tmp_path: Path) -> None:
     environment = agent(tmp_path, 1, "import time; time.sleep(1000)", sandbox="bubblewrap", timeout=1.0)
     with pytest.raises(EpisodeFailure, match="longer than 1 s"):
         asyncio.run(play(environment))
+
+
+def test_what_an_agent_leaves_is_written_into_its_folder_only(tmp_path: Path) -> None:
+    entries = {"./kept/run.sh": 0o4775, "../outside": 0o644, "/outside": 0o644, "kept/../../outside": 0o644}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, mode in entries.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = 2, mode
+            archive.addfile(entry, io.BytesIO(b"hi"))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
+            entry = tarfile.TarInfo(f"special{kind!r}")
+            entry.type, entry.linkname = kind, "/etc/passwd"
+            archive.addfile(entry)
+    (tmp_path / "scratch").mkdir()
+    _unpack(Snapshot(packed.getvalue()), str(tmp_path / "scratch"))
+    files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+    assert files == [tmp_path / "scratch" / "kept" / "run.sh"] and files[0].read_text() == "hi"
+    assert stat.S_IMODE(files[0].stat().st_mode) == 0o755

@@ -2,19 +2,23 @@
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_settings, spool
 
 from headway.base.files import write_atomic
 from headway.config.trainer import CheckpointSettings
 from headway.core.runs import RunPaths
+from headway.trainer.checkpoint_reader import SafeReader
 from headway.trainer.checkpoints import Checkpoints, superseded
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import local
@@ -120,3 +124,29 @@ def test_which_checkpoints_are_superseded() -> None:
     assert superseded(steps, CheckpointSettings(keep_last=2)) == [2, 4, 6, 8]
     assert superseded(steps, CheckpointSettings(keep_last=1, keep_interval=4)) == [2, 6, 10]
     assert superseded([3], CheckpointSettings(keep_last=2)) == []
+
+
+class Attribute:
+    """Pickled as an attribute of something, as members of enumerations are by Python 3.11.0 to 3.11.3."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.owner, self.name)
+
+
+def test_an_index_may_ask_for_members_of_enumerations_and_no_other_attributes(tmp_path: Path) -> None:
+    def read(attribute: Attribute) -> Any:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=attribute)))
+        return SafeReader(tmp_path).read_metadata().planner_data
+
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert read(Attribute(_MEM_FORMAT_ENCODING, member.name)) is member
+    for owner, name in (
+        (_MEM_FORMAT_ENCODING, "__class__"),
+        (TensorStorageMetadata, "__init__"),
+        (torch.Size, "numel"),
+    ):
+        with pytest.raises(pickle.UnpicklingError, match="which no checkpoint of tensors does"):
+            read(Attribute(owner, name))

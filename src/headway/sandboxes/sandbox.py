@@ -84,7 +84,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The work folder of a sandbox as a tar archive. Nothing outside a sandbox ever unpacks it."""
+    """The work folder of a sandbox as a tar archive. Outside a sandbox nothing but its plain files is ever unpacked."""
 
     archive: bytes
 

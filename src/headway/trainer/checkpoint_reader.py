@@ -6,6 +6,7 @@ classes that such an index consists of are allowed.
 
 import io
 import pickle
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,19 @@ def files_to_read(folder: Path, tensors: dict[str, Tensor]) -> set[str]:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"its index names {module}.{name}, which no checkpoint of tensors does")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """Return a member of an enumeration, which the first releases of Python 3.11 write as an attribute."""
+    if not (isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"its index asks for {name!r} of something, which no checkpoint of tensors does")
+    return kind[name]
 
 
 def _check(metadata: Any) -> None:

@@ -4,6 +4,7 @@ import inspect
 import io
 import json
 import math
+import os
 import re
 import sys
 import tarfile
@@ -142,13 +143,18 @@ class AgentProgram(Environment):
 
 
 def _unpack(snapshot: Snapshot, folder: str) -> None:
-    """Write the plain files and folders of a snapshot; links could lead out of the folder."""
-
-    def plain(entry: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-        return tarfile.data_filter(entry, path) if entry.isfile() or entry.isdir() else None
-
+    """Write the plain files and folders of a snapshot that lie in the folder; links could lead out of it."""
     with tarfile.open(fileobj=io.BytesIO(snapshot.archive)) as archive:
-        archive.extractall(folder, filter=plain)
+        for entry in archive:
+            path = Path(os.path.normpath(Path(folder, entry.name)))
+            if not path.is_relative_to(folder):
+                continue
+            if entry.isdir():
+                path.mkdir(parents=True, exist_ok=True)
+            elif content := archive.extractfile(entry) if entry.isfile() else None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content.read())
+                path.chmod(entry.mode & 0o755 | 0o600)
 
 
 def _read_tasks(tasks: str | Sequence[Mapping[str, Any]]) -> list[Task]:
