@@ -77,10 +77,14 @@ def test_a_call_is_streamed_while_its_arguments_come(client: openai.OpenAI) -> N
 
 
 def test_text_is_streamed_although_there_are_tools(client: openai.OpenAI) -> None:
+    """A server whose machine is busy joins pieces, so that it is asked more than once."""
     fields = {"model": "policy", "messages": ASK, "tools": [WEATHER.to_openai()], "temperature": 0}
-    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**fields, stream=True)]
-    assert "".join(piece or "" for piece in pieces) == GREETING
-    assert sum(map(bool, pieces)) > 3
+    counts = []
+    for _ in range(3):
+        pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**fields, stream=True)]
+        assert "".join(piece or "" for piece in pieces) == GREETING
+        counts.append(sum(map(bool, pieces)))
+    assert max(counts) > 10, counts
 
 
 def test_a_tool_conversation_goes_on(client: openai.OpenAI) -> None:

@@ -149,12 +149,13 @@ def _unpack(snapshot: Snapshot, folder: str) -> None:
             path = Path(os.path.normpath(Path(folder, entry.name)))
             if not path.is_relative_to(folder):
                 continue
-            if entry.isdir():
-                path.mkdir(parents=True, exist_ok=True)
-            elif content := archive.extractfile(entry) if entry.isfile() else None:
+            content = archive.extractfile(entry) if entry.isfile() else None
+            if content is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.read())
                 path.chmod(entry.mode & 0o755 | 0o600)
+            elif entry.isdir():
+                path.mkdir(parents=True, exist_ok=True)
 
 
 def _read_tasks(tasks: str | Sequence[Mapping[str, Any]]) -> list[Task]:
