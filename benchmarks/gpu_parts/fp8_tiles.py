@@ -1,8 +1,10 @@
-"""Sizes of tiles for FP8 products of few rows: `PYTHONPATH=benchmarks python -m gpu_parts.fp8_tiles`.
+"""Sizes of tiles for FP8 products: `PYTHONPATH=benchmarks python -m gpu_parts.fp8_tiles few | experts`.
 
-Prints the fastest (outputs / warps / stages / splits) of each shape, beside what `fp8_matmul` chooses, in microseconds.
+Prints the fastest of each shape in microseconds. `few`: of few rows, as outputs / warps / stages / splits, beside what
+`fp8_matmul` chooses. `experts`: of experts in training, as outputs / rows / warps / stages.
 """
 
+import sys
 import time
 
 import torch
@@ -10,13 +12,18 @@ import torch
 from gpu_parts.fp8 import _milliseconds, _normal
 from headway.models.ops.fp8 import fp8_matmul, quantize_1x128, quantize_128x128
 from headway.models.ops.triton.fp8 import tiled_matmul
+from headway.models.ops.triton.fp8_experts import many_rows_matmul
 
 SHAPES = [(4096, 6144), (4096, 4096), (4096, 24_576), (12_288, 4096)]
 TILES = {16: [(64, 4, 6), (128, 4, 4), (64, 4, 4)], 64: [(64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4)],
          128: [(64, 4, 4), (128, 8, 3), (128, 4, 3)]}  # fmt: skip
+EXPERTS, EXPERT_ROWS = 128, 16_384 * 8
+EXPERT_SHAPES = [(2048, 1536), (768, 2048), (1536, 2048), (2048, 768)]
+EXPERT_TILES = [(128, 64, 4, 3), (128, 64, 4, 4), (64, 128, 4, 3), (64, 128, 8, 3), (128, 128, 4, 3), (128, 128, 8, 3),
+                (128, 256, 8, 3), (64, 64, 4, 4)]  # fmt: skip
 
 
-def main() -> None:
+def few() -> None:
     started = time.monotonic()
     for rows, tiles in TILES.items():
         for inputs, outputs in SHAPES:
@@ -43,5 +50,24 @@ def main() -> None:
             )
 
 
+def experts() -> None:
+    ends = torch.arange(1, EXPERTS + 1, device="cuda", dtype=torch.int32) * (EXPERT_ROWS // EXPERTS)
+    for inputs, outputs in EXPERT_SHAPES:
+        rows = quantize_1x128(_normal(EXPERT_ROWS, inputs))
+        blocks = [quantize_128x128(_normal(outputs, inputs), torch.bfloat16) for _ in range(EXPERTS)]
+        tables = torch.stack([block.values for block in blocks]), torch.stack([block.scales for block in blocks])
+        out = torch.empty((EXPERT_ROWS, outputs), dtype=torch.bfloat16, device="cuda")
+        found = []
+        for n, m, warps, stages in EXPERT_TILES:
+
+            def work(n=n, m=m, w=warps, s=stages, rows=rows, tables=tables, out=out):  # type: ignore[no-untyped-def]
+                many_rows_matmul(*rows, *tables, ends, out, tile_n=n, tile_m=m, warps=w, stages=s)  # type: ignore[arg-type]
+
+            found.append((1000 * _milliseconds(work), f"{n}/{m}/{warps}/{stages}"))
+        teraflop = 2e-12 * EXPERT_ROWS * inputs * outputs
+        best = " ".join(f"{us:.0f}={name}" for us, name in sorted(found))
+        print(f"{EXPERT_ROWS}x{inputs}x{outputs}: {1e6 * teraflop / min(found)[0]:.0f} TFLOP/s; {best}", flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    {"few": few, "experts": experts}[sys.argv[1]]()

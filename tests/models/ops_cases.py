@@ -355,6 +355,7 @@ CASES = [
     ),
     *(Case(fp8_matmul_parts, [(n, 2200), (130, 2200)], parts_of_blocks, half=True) for n in (5, 40)),
     *(Case(fp8_grouped_matmul, [(n, 200), (3, 128, 200)], groups_of_blocks, half=True) for n in (21, 400)),
+    *(Case(fp8_grouped_matmul, [(700, n), (3, 256, n)], groups_of_blocks, half=True) for n in (208, 512)),
     Case(ops.write_cache, [(3, 2, 4), (3, 2, 4)], cached),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24), (24,), (24,)], heads_to_cache),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24)], heads_to_cache),
