@@ -34,11 +34,11 @@ def measure(shape: str, sequences: int, prompt: int = 128, output: int = 512) ->
     service = EmbeddedService(engine, fingerprint="")
     with asyncio.Runner() as runner:
         runner.run(service.start())
-        runner.run(_round(service, 1, prompt, 1))
+        runner.run(sample_all(service, 1, prompt, 1))
         start_seconds = time.perf_counter() - started
-        runner.run(_round(service, sequences, prompt, min(output, 64)))
-        prefill_seconds = median(runner.run(_round(service, sequences, prompt, 1)) for _ in range(rounds))
-        seconds = median(runner.run(_round(service, sequences, prompt, output)) for _ in range(rounds))
+        runner.run(sample_all(service, sequences, prompt, min(output, 64)))
+        prefill_seconds = median(runner.run(sample_all(service, sequences, prompt, 1)) for _ in range(rounds))
+        seconds = median(runner.run(sample_all(service, sequences, prompt, output)) for _ in range(rounds))
         runner.run(service.close())
     return {
         "tokens_per_second": sequences * output / seconds,
@@ -87,14 +87,16 @@ def floor_ms(model: DecoderLM, sequences: int, context: int) -> float:
     return 1000 * (weights + sequences * context * per_token) / BANDWIDTH
 
 
-def prompts(sequences: int, length: int) -> list[list[int]]:
-    return [[(31 * i + 17 * j) % 100_000 for i in range(length)] for j in range(sequences)]
+def prompts(sequences: int, length: int, vocab: int = 100_000) -> list[list[int]]:
+    return [[(31 * i + 17 * j) % min(vocab, 100_000) for i in range(length)] for j in range(sequences)]
 
 
-async def _round(service: EmbeddedService, sequences: int, prompt: int, output: int) -> float:
+async def sample_all(service: EmbeddedService, sequences: int, prompt: int, output: int) -> float:
+    """Seconds of so many requests at once."""
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     started = time.perf_counter()
-    requests = [GenerateRequest(tokens, sampling_params=params) for tokens in prompts(sequences, prompt)]
+    given = prompts(sequences, prompt, service.vocab_size)
+    requests = [GenerateRequest(tokens, sampling_params=params) for tokens in given]
     await asyncio.gather(*(service.generate(request) for request in requests))
     return time.perf_counter() - started
 
