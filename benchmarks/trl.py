@@ -1,7 +1,7 @@
 """The whole loop beside TRL's GRPOTrainer: the same model, prompts, replies a step and longest reply, on this machine.
 
     python benchmarks/trl.py [--model FOLDER] [--device cuda] [--python INTERPRETER]
-                             [--replies 512] [--tokens 512] [--steps 10] [--save FILE]
+                             [--replies 512] [--tokens 512] [--steps 10] [--trl-steps 5] [--save FILE]
 
 INTERPRETER is one that has TRL (`pip install trl vllm` into an environment of its own); default: this one. Without TRL
 there, Headway runs alone. TRL samples by vLLM in its own process on a GPU, and by `generate` on the CPU, where the
@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -60,7 +61,8 @@ def ours(options: argparse.Namespace, folder: Path, lag: int) -> dict[str, Any]:
 
 def theirs(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     given = {
-        **{name: getattr(options, name) for name in ("device", "steps", "replies", "tokens", "micro_batch")},
+        **{name: getattr(options, name) for name in ("device", "replies", "tokens", "micro_batch")},
+        "steps": options.trl_steps or options.steps,
         "model": str(options.model),
         "folder": str(folder / "trl"),
         "group": GROUP,
@@ -86,6 +88,21 @@ def row(name: str, times: list[float], sampled: list[float]) -> dict[str, Any]:
     return {"name": name, "step_seconds": step, "sampled_tokens": median(sampled), "rate": median(sampled) / step}
 
 
+def contenders(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    yield ours(options, folder, 2)
+    yield ours(options, folder, 0)
+    if has_trl(options.python):
+        yield theirs(options, folder)
+    else:
+        print(f"{options.python} has no TRL: name another interpreter with --python to compare")
+
+
+def save(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.save:
+        setting = {"device": options.device, "replies": options.replies, "tokens": options.tokens}
+        options.save.write_text(json.dumps({**setting, "rows": rows}, indent=2) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint; default: the tiny model")
@@ -95,27 +112,23 @@ def main() -> int:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--micro-batch", type=int, default=16, help="replies that TRL trains at once")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--trl-steps", type=int, help="fewer steps of TRL, where they take long; default: as many")
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     options.model = (options.model or resolve_model("tiny")).resolve()
     options.replies = options.replies or DEFAULT_REPLIES[options.device]
     options.tokens = options.tokens or DEFAULT_TOKENS[options.device]
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        rows = [ours(options, folder, 2), ours(options, folder, 0)]
-        if has_trl(options.python):
-            rows.append(theirs(options, folder))
-        else:
-            print(f"{options.python} has no TRL: name another interpreter with --python to compare")
+        for each in contenders(options, Path(temporary)):
+            rows.append(each)
+            save(rows, options)
     for each in rows:
         ratio, other = rows[-1]["step_seconds"] / each["step_seconds"], rows[-1]["name"]
         print(
             f"{each['name']:18} {each['step_seconds']:8.2f} s a step  {each['sampled_tokens']:9.0f} tokens sampled  "
             f"{each['rate']:9.0f} tokens/s  {ratio:5.2f} times {other}"
         )
-    if options.save:
-        setting = {"device": options.device, "replies": options.replies, "tokens": options.tokens}
-        options.save.write_text(json.dumps({**setting, "rows": rows}, indent=2) + "\n")
     return 0
 
 
