@@ -3,39 +3,34 @@
 PYTHONPATH=src:benchmarks python -m gpu_parts.beside_vllm results/mission_h200.json [--shapes qwen3-30b-a3b]
 
 Weights are random, in bfloat16. Each engine is a process and has the GPU to itself, one after the other, since their
-caches do not fit side by side. A decode step is what a generation takes beyond one of a single token. On a CPU the
-models are tiny, to try the script.
+caches do not fit side by side. On a CPU the models are tiny, to try the script.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from engine_parts.work import SHAPES
 from gpu_parts.cases import Case, Outcome, run_cases, table
-from gpu_parts.engine import LONG, floor_ms, prompts, sample_all
+from gpu_parts.engine import Generate, floor_ms, prompts, serving, timed
 from gpu_parts.rows import ENGINE_ANCHORS
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
-from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
 from headway.models.config import ModelConfig
 from headway.models.registry import config_to_hf
 
-Generate = Callable[[int, int, int], float]
-"""Seconds of so many sequences, with so many tokens in and out."""
 Work = tuple[int, int, int]
+"""Sequences, tokens in, tokens out."""
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
@@ -44,7 +39,6 @@ WORK: dict[str, list[Work]] = {
     "qwen3-8b": [(128, 1024, 2048)],
     "qwen3-0.6b": [(128, 1024, 4096)],
 }
-WARM_UP = 32
 BLOCK_SIZE, BATCHED_TOKENS = 16, 8192
 
 
@@ -86,49 +80,31 @@ def measure(engine: str, shape: str) -> dict[str, Any]:
     started = time.perf_counter()
     config = SHAPES[shape] if ON_GPU else _small(SHAPES[shape])
     works = WORK[shape] if ON_GPU else [(3, 16, output // 256) for _, _, output in WORK[shape]]
-    with ENGINES[engine](config, works) as (generate, floor):
+    with ENGINES[engine](config, works) as generate:
         generate(1, 16, 1)
         start_seconds = time.perf_counter() - started
-        return {"start_seconds": start_seconds, "rows": [_row(generate, floor, *work) for work in works]}
-
-
-def _row(generate: Generate, floor: Callable[[int, int], float], sequences: int, prompt: int, output: int) -> Any:
-    generate(sequences, prompt, min(output, WARM_UP))
-    rounds = 1 if output > LONG else 2
-    prefill_seconds = median(generate(sequences, prompt, 1) for _ in range(rounds))
-    seconds = median(generate(sequences, prompt, output) for _ in range(rounds))
-    return {
-        "work": [sequences, prompt, output],
-        "tokens_per_second": sequences * output / seconds,
-        "decode_step_ms": 1000 * (seconds - prefill_seconds) / (output - 1),
-        "prefill_seconds": prefill_seconds,
-        "floor_ms": floor(sequences, prompt + output // 2),
-    }
+        rows = [{"work": work} | timed(generate, *work) for work in works]
+    shadow = build_model(config, device="meta", dtype=DTYPE, seed=None)
+    for row, (sequences, prompt, output) in zip(rows, works, strict=True):
+        row["floor_ms"] = floor_ms(shadow, sequences, prompt + output // 2)
+    return {"start_seconds": start_seconds, "rows": rows}
 
 
 @contextmanager
-def embedded(config: ModelConfig, works: Sequence[Work]) -> Iterator[tuple[Generate, Callable[[int, int], float]]]:
-    model = build_model(config, device=DEVICE, dtype=DTYPE).eval()
+def embedded(config: ModelConfig, works: Sequence[Work]) -> Iterator[Generate]:
     blocks = max(sequences * -(-(prompt + output) // BLOCK_SIZE) for sequences, prompt, output in works)
-    limits = EngineLimits(
-        max(work[0] for work in works), BATCHED_TOKENS, _longest(works), blocks, BLOCK_SIZE, prefix_cache=False
-    )
-    service = EmbeddedService(EmbeddedEngine(model, limits), fingerprint="")
-    with asyncio.Runner() as runner:
-        runner.run(service.start())
-        yield (
-            lambda sequences, prompt, output: runner.run(sample_all(service, sequences, prompt, output)),
-            lambda sequences, context: floor_ms(model, sequences, context),
-        )
-        runner.run(service.close())
+    running = max(sequences for sequences, _, _ in works)
+    limits = EngineLimits(running, BATCHED_TOKENS, _longest(works), blocks, BLOCK_SIZE, prefix_cache=False)
+    with serving(EmbeddedEngine(build_model(config, device=DEVICE, dtype=DTYPE).eval(), limits)) as generate:
+        yield generate
 
 
 @contextmanager
-def vllm(config: ModelConfig, works: Sequence[Work]) -> Iterator[tuple[Generate, Callable[[int, int], float]]]:
+def vllm(config: ModelConfig, works: Sequence[Work]) -> Iterator[Generate]:
     """vLLM by itself, as it comes: compiled, with CUDA graphs of the sizes that occur."""
     # This process has a CUDA context, which a fork could not use.
-    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
 
     own: dict[str, Any] = {}
@@ -158,7 +134,7 @@ def vllm(config: ModelConfig, works: Sequence[Work]) -> Iterator[tuple[Generate,
             engine.generate(given, params, use_tqdm=False)
             return time.perf_counter() - started
 
-        yield generate, lambda sequences, context: 0.0
+        yield generate
 
 
 ENGINES = {"headway": embedded, "vllm": vllm}

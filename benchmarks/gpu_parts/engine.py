@@ -3,6 +3,8 @@ its logprobs are from the CPU's."""
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -20,6 +22,8 @@ from headway.models.costs import kv_bytes_per_token
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, quantize_weights, quantized_parameters
 
+Generate = Callable[[int, int, int], float]
+"""Seconds of so many sequences at once, with so many tokens in and out."""
 ROUNDS, LONG = 3, 1024
 """A row with more tokens out than this is measured in one round: it takes minutes."""
 BANDWIDTH = 4.3e12
@@ -30,23 +34,36 @@ def measure(shape: str, sequences: int, prompt: int = 128, output: int = 512) ->
     """Random weights of a shape: `sequences` requests at once, this many tokens in and out, through the service."""
     started = time.perf_counter()
     engine = make_engine(SHAPES[shape], sequences, prompt + output)
-    rounds = 1 if output > LONG else ROUNDS
-    service = EmbeddedService(engine, fingerprint="")
-    with asyncio.Runner() as runner:
-        runner.run(service.start())
-        runner.run(sample_all(service, 1, prompt, 1))
+    with serving(engine) as generate:
+        generate(1, prompt, 1)
         start_seconds = time.perf_counter() - started
-        runner.run(sample_all(service, sequences, prompt, min(output, 64)))
-        prefill_seconds = median(runner.run(sample_all(service, sequences, prompt, 1)) for _ in range(rounds))
-        seconds = median(runner.run(sample_all(service, sequences, prompt, output)) for _ in range(rounds))
-        runner.run(service.close())
+        row = timed(generate, sequences, prompt, output)
+    floor = floor_ms(engine.model, sequences, prompt + output // 2)
+    return row | {"floor_ms": floor, "start_seconds": start_seconds}
+
+
+def timed(generate: Generate, sequences: int, prompt: int, output: int) -> dict[str, float]:
+    """Medians over rounds, after one that warms the engine up. A decode step is what a generation takes beyond one of a
+    single token."""
+    rounds = 1 if output > LONG else ROUNDS
+    generate(sequences, prompt, min(output, 64))
+    prefill_seconds = median(generate(sequences, prompt, 1) for _ in range(rounds))
+    seconds = median(generate(sequences, prompt, output) for _ in range(rounds))
     return {
         "tokens_per_second": sequences * output / seconds,
         "decode_step_ms": 1000 * (seconds - prefill_seconds) / (output - 1),
-        "floor_ms": floor_ms(engine.model, sequences, prompt + output // 2),
         "prefill_seconds": prefill_seconds,
-        "start_seconds": start_seconds,
     }
+
+
+@contextmanager
+def serving(engine: EmbeddedEngine) -> Iterator[Generate]:
+    """Inside, requests go through the engine's service."""
+    service = EmbeddedService(engine, fingerprint="")
+    with asyncio.Runner() as runner:
+        runner.run(service.start())
+        yield lambda sequences, prompt, output: runner.run(_sample_all(service, sequences, prompt, output))
+        runner.run(service.close())
 
 
 def check() -> dict[str, float]:
@@ -91,7 +108,7 @@ def prompts(sequences: int, length: int, vocab: int = 100_000) -> list[list[int]
     return [[(31 * i + 17 * j) % min(vocab, 100_000) for i in range(length)] for j in range(sequences)]
 
 
-async def sample_all(service: EmbeddedService, sequences: int, prompt: int, output: int) -> float:
+async def _sample_all(service: EmbeddedService, sequences: int, prompt: int, output: int) -> float:
     """Seconds of so many requests at once."""
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     started = time.perf_counter()
