@@ -4,10 +4,13 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_common import (
     FAMILIES,
+    MOE,
+    forward,
     make_engine,
     make_model,
     make_service,
@@ -136,6 +139,24 @@ def test_a_stop_ends_a_sequence_although_the_next_step_is_in_the_air() -> None:
     assert ended.token_ids == free.token_ids[: free.token_ids.index(free.token_ids[7]) + 1]
     assert engine.drain() == []
     assert engine.cache.free_blocks == engine.cache.num_blocks
+
+
+def test_experts_of_sequences_that_end_while_others_decode() -> None:
+    """They are copied beside the step in flight; those of an aborted sequence, which it computes, after it."""
+    model = make_model(MOE).cuda()
+    engine = make_engine(model)
+    asked = [request(prompt(9 + 4 * n), 4 + 5 * (n % 4), seed=n) for n in range(8)]
+    for number, each in enumerate([*asked, request(prompt(70), 100)]):
+        engine.add(each, str(number))
+    results = {}
+    while len(results) < len(asked):
+        results |= {job.request_id: event for job, event in engine.step() if isinstance(event, Result)}
+    results |= {job.request_id: event for job, event in engine.abort("8") if isinstance(event, Result)}
+    for number, tokens in enumerate([each.token_ids for each in asked] + [prompt(70)]):
+        choice = results[str(number)].choices[0]
+        expected = forward(model, tokens + choice.token_ids).routed_experts_TLk
+        assert expected is not None and choice.experts is not None
+        assert np.array_equal(np.sort(choice.experts), np.sort(expected[:-1].cpu().numpy()))
 
 
 def test_updates_in_flight_reach_recorded_steps(tmp_path: Path) -> None:

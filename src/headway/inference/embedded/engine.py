@@ -343,14 +343,15 @@ class EmbeddedEngine:
         error = FailedError("the logits of this request are not finite")
         return [(request, error) for request in failed.values()]
 
-    def _finish(self, sequences: Iterable[Sequence], reason: str | None = None) -> list[Event]:
-        """Remove sequences; a request without unfinished ones gets its result."""
+    def _finish(self, sequences: list[Sequence], reason: str | None = None) -> list[Event]:
+        """Remove sequences; a request without unfinished ones gets its result. Those that end by themselves have just
+        got their last token, so nothing of theirs is in flight."""
         events: list[Event] = []
+        self.runner.read_experts(sequences, written=reason != "abort")
         for sequence in sequences:
             if reason == "abort":
                 sequence.finish_reason = "abort"
             request = self.active[sequence.request_id]
-            sequence.experts = self.runner.experts_of(sequence)
             self.scheduler.remove(sequence)
             if sequence.streamed:
                 events.append((request, _chunk(sequence)))

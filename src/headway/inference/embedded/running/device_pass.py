@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from headway.inference.embedded.running.experts import RoutedExperts
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import TilePlan
 from headway.models.decoder import DecoderLM
@@ -16,7 +17,9 @@ class DevicePass:
     the caller, the `last` token of every row. `shift` is, by row, how far rotary positions are from places among the
     tokens: text after images, in models that see."""
 
-    def __init__(self, model: DecoderLM, store: KvStore, max_blocks: int, last: Tensor, experts: Tensor | None) -> None:
+    def __init__(
+        self, model: DecoderLM, store: KvStore, max_blocks: int, last: Tensor, experts: RoutedExperts | None
+    ) -> None:
         self.model = model
         self.store = store
         self.table = torch.zeros((len(last), max_blocks), dtype=torch.int32, device=last.device)
@@ -53,6 +56,6 @@ class DevicePass:
         turned_T = positions_T if self.shift is None else positions_T + self.shift[rows_T]
         out = self.model(PackedTokens(tokens_T, turned_T, plan, adapters_T=adapters_T, images=images))
         if self._experts is not None and out.routed_experts_TLk is not None:
-            self._experts.index_copy_(0, slots_T, out.routed_experts_TLk.to(self._experts.dtype))
+            self._experts.write(slots_T, out.routed_experts_TLk)
         hidden: Tensor = out.hidden_TD
         return hidden

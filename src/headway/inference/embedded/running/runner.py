@@ -8,6 +8,7 @@ from torch import Tensor
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.dense_cache import DenseCache
 from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
+from headway.inference.embedded.running.experts import RoutedExperts
 from headway.inference.embedded.running.images import StepImages
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
@@ -61,12 +62,8 @@ class Runner:
         self.dense_cache = DenseCache(store, len(rows.blocks), store.bytes) if dense else None
         self._whole = CpuDecoder(model, store.keys, store.values, store.block_size, rows.blocks)
         self.images = StepImages(model, len(rows.blocks)) if isinstance(model, VisionLM) else None
-        self._experts: Tensor | None = None
-        if config.experts:
-            slots = store.num_blocks * store.block_size
-            dtype = torch.uint8 if config.experts <= 256 and not config.dense_layers else torch.int16
-            shape = (slots, config.layers, config.experts_per_token)
-            self._experts = torch.zeros(shape, dtype=dtype, device=self.device)
+        slots = store.num_blocks * store.block_size
+        self._experts = RoutedExperts(config, slots, self.device) if config.experts else None
 
     def enter(self, sequence: Sequence, adapter: int) -> None:
         """Start a sequence in its row, with the slot of its adapter (-1 for none)."""
@@ -94,22 +91,25 @@ class Runner:
         """Sample one token for each row that `run` returned."""
         return self._drawer.draw(logits_NV, which, positions)
 
-    def experts_of(self, sequence: Sequence) -> NDArray[np.integer] | None:
-        """Read the experts (tokens, layers, k) of the tokens from `experts_start` on, except the last; None for dense
-        models."""
-        if self._experts is None:
-            return None
-        places = np.arange(sequence.experts_start, min(sequence.computed, len(sequence) - 1))
-        size = self.store.block_size
-        blocks = np.array(sequence.blocks, dtype=np.int64)
-        slots = blocks[places // size] * size + places % size
-        picked: NDArray[np.integer] = self._experts[self._to_device(slots)].cpu().numpy()
-        return picked
+    def read_experts(self, sequences: list[Sequence], *, written: bool) -> None:
+        """Give sequences of models with experts those of their tokens (tokens, layers, k), from `experts_start` on and
+        without the last. `written`: no token of theirs is in flight, so that the step that is need not end first."""
+        if self._experts is None or not sequences:
+            return
+        slots = [self._recorded_slots(sequence) for sequence in sequences]
+        for sequence, experts in zip(sequences, self._experts.read(slots, written=written), strict=True):
+            sequence.experts = experts
 
     @property
     def recorded(self) -> list[Tensor]:
         """Records of tokens beside their KV, one row per slot: routed experts."""
-        return [] if self._experts is None else [self._experts]
+        return [] if self._experts is None else [self._experts.rows]
+
+    def _recorded_slots(self, sequence: Sequence) -> Ints:
+        places = np.arange(sequence.experts_start, min(sequence.computed, len(sequence) - 1))
+        size, blocks = self.store.block_size, np.array(sequence.blocks, dtype=np.int64)
+        slots: Ints = blocks[places // size] * size + places % size
+        return slots
 
     def _make_drawer(self, ahead: bool) -> Drawer:
         return Drawer(self.rows, self.device, keep=ahead, kernels=False)
@@ -158,7 +158,7 @@ class Runner:
             packed.images = self.images.inputs(layout)
         out = self.model(packed)
         if self._experts is not None and out.routed_experts_TLk is not None:
-            self._experts.index_copy_(0, plan.slots_T, out.routed_experts_TLk.to(self._experts.dtype))
+            self._experts.write(plan.slots_T, out.routed_experts_TLk)
         hidden: Tensor = out.hidden_TD
         return hidden
 
