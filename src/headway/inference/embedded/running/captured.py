@@ -23,8 +23,9 @@ from headway.models.ops.paged_attention import Tiles
 
 Ints = NDArray[np.int64]
 
-_MIXED = (128, 256, 512, 1024, 1536, 2048)
-"""Captured token counts of steps with prompts. Larger steps run eagerly: the device hides their launches."""
+_MIXED = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
+"""Captured token counts of steps with prompts: close together, since in a run nearly every step has a prompt, and
+padding is computed. Larger steps run eagerly: the device hides their launches."""
 _PROMPTS = 256
 """Most prompts in such a step; short ones, mostly cached, come many at a time."""
 _TOKENS = 5
@@ -115,13 +116,13 @@ class CapturedSteps:
         return self._adapted
 
     def _fill(self, fields: Ints, values: Sequence[Ints | None], size: int) -> None:
-        """Write the values, then padding up to `size`."""
-        padding = (0, self._pass.padding_row, 0, self._pass.padding_slot, -1)
+        """Write the values, then padding up to `size`: tokens that differ, or else a few experts would get them all."""
+        tokens = np.arange(size) % self._logits.shape[1]
+        padding = (tokens, self._pass.padding_row, 0, self._pass.padding_slot, -1)
         for field, value, filler in zip(fields, values, padding, strict=True):
-            count = 0 if value is None else len(value)
+            field[:size] = filler
             if value is not None:
-                field[:count] = value
-            field[count:size] = filler
+                field[: len(value)] = value
 
     def _decode(self, size: int, adapted: bool) -> None:
         tokens, rows, positions, slots, adapters = self._decoding.on_device[:, :size]
