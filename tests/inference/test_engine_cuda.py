@@ -25,7 +25,7 @@ from engine_common import (
 
 from headway.config.shared import FilesystemWeights, LoraSettings
 from headway.core.runs import RunPaths
-from headway.inference.embedded.engine import in_tiles
+from headway.inference.embedded.running.runners import in_tiles
 from headway.inference.engine import Result
 from headway.models.adapters.lora import adapter_tensors, apply_lora, merge_adapter
 from headway.models.decoder import DecoderLM

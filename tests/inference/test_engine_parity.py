@@ -23,8 +23,8 @@ from engine_common import (
     training_logprobs,
 )
 
-from headway.inference.embedded.engine import in_tiles
 from headway.inference.embedded.running.dense_cache import DenseCache
+from headway.inference.embedded.running.runners import in_tiles
 from headway.models.attention import PackedPlan
 from headway.models.build import init_weights
 from headway.models.config import ModelConfig

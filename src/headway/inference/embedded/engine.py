@@ -16,11 +16,8 @@ from headway.inference.embedded.running.block_files import BlockFiles
 from headway.inference.embedded.running.block_rows import BlockRows
 from headway.inference.embedded.running.drawer import HostTokens, PendingTokens
 from headway.inference.embedded.running.host_tier import HostTier
-from headway.inference.embedded.running.input_batch import InputBatch
-from headway.inference.embedded.running.runner import Runner
-from headway.inference.embedded.running.states import StateStore
+from headway.inference.embedded.running.runners import make_runner
 from headway.inference.embedded.running.step_clock import StepClock
-from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
@@ -31,9 +28,6 @@ from headway.inference.images import ServedImage
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
-from headway.models.family import NO_KEYS, KvCache
-from headway.models.layers.attention import SelfAttention
-from headway.models.ops import registry
 from headway.models.recurrent import RecurrentState
 from headway.models.vision.config import VisionConfig
 
@@ -345,9 +339,9 @@ class EmbeddedEngine:
 
     def _finish(self, sequences: list[Sequence], reason: str | None = None) -> list[Event]:
         """Remove sequences; a request without unfinished ones gets its result. Those that end by themselves have just
-        got their last token, so nothing of theirs is in flight."""
+        got their last token, so all that led to it is computed."""
         events: list[Event] = []
-        self.runner.read_experts(sequences, written=reason != "abort")
+        self.runner.read_experts(sequences, computed=reason != "abort")
         for sequence in sequences:
             if reason == "abort":
                 sequence.finish_reason = "abort"
@@ -386,51 +380,6 @@ def make_cache(config: ModelConfig, limits: EngineLimits) -> BlockCache:
     reuses = limits.prefix_cache and limits.snapshots > 0
     snapshots = Snapshots(limits.max_running, limits.snapshots) if reuses else None
     return BlockCache(limits.num_blocks, limits.block_size, prefix_cache=reuses, snapshots=snapshots)
-
-
-def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runner:
-    """Build the runner for the model's device, with its KV store."""
-    weight, config = model.head_weight(), model.config
-    caches = layer_caches(config)
-    recurrent = {layer: cache for layer, cache in enumerate(caches) if isinstance(cache, RecurrentState)}
-    on_device = registry.in_triton(weight)
-    store = KvStore(
-        [cache if isinstance(cache, KvCache) else NO_KEYS for cache in caches],
-        limits.num_blocks + on_device,
-        limits.block_size,
-        dtype=weight.dtype,
-        device=weight.device,
-    )
-    rows = InputBatch(limits.max_running, -(-limits.max_model_len // limits.block_size))
-    if recurrent:
-        slots = limits.max_running + limits.snapshots
-        states = StateStore(recurrent, slots, weight.device)
-        return Runner(model, store, rows, ahead=ahead, states=states)
-    if not on_device or not store.of_equal_heads:
-        return Runner(model, store, rows, ahead=ahead)
-    if not in_tiles(model):
-        logger.warning(
-            "this %s model has layers with a sliding window, sinks, a soft cap, a scale of their own or no rotary "
-            'positions: they run in slower torch operations; inference.engine = "vllm" is the other choice',
-            config.family,
-        )
-        return Runner(model, store, rows, ahead=ahead)
-    from headway.inference.embedded.running.device_runner import DeviceRunner
-
-    runner = DeviceRunner(model, store, rows)
-    try:
-        runner.warm_up()
-    except Exception:
-        logger.exception("fused kernels failed on this device; serving with slower torch operations instead")
-        registry.disable("triton")
-        return Runner(model, store, rows, ahead=ahead)
-    return runner
-
-
-def in_tiles(model: DecoderLM) -> bool:
-    """Tell if the kernels over tiles of queries compute attention as all layers want it."""
-    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    return bool(layers) and all(module.layer.plain and module.rotary is not None for module in layers)
 
 
 def _chunk(sequence: Sequence) -> Chunk:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from headway.inference.embedded.running.experts import RoutedExperts
+from headway.inference.embedded.running.experts import RecordedExperts
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import TilePlan
 from headway.models.decoder import DecoderLM
@@ -18,7 +18,7 @@ class DevicePass:
     tokens: text after images, in models that see."""
 
     def __init__(
-        self, model: DecoderLM, store: KvStore, max_blocks: int, last: Tensor, experts: RoutedExperts | None
+        self, model: DecoderLM, store: KvStore, max_blocks: int, last: Tensor, experts: RecordedExperts | None
     ) -> None:
         self.model = model
         self.store = store

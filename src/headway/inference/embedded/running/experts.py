@@ -12,7 +12,7 @@ from headway.inference.embedded.running.copies import HostCopy, to_device
 from headway.models.config import ModelConfig
 
 
-class RoutedExperts:
+class RecordedExperts:
     """A row of experts (layers, k) for each slot of the cache."""
 
     def __init__(self, config: ModelConfig, slots: int, device: torch.device) -> None:
@@ -25,11 +25,11 @@ class RoutedExperts:
     def write(self, slots_T: Tensor, experts_TLk: Tensor) -> None:
         self.rows.index_copy_(0, slots_T, experts_TLk.to(self.rows.dtype))
 
-    def read(self, slots: Sequence[NDArray[np.int64]], *, written: bool) -> list[NDArray[np.integer]]:
-        """Copy the rows of several sequences to the host at once. If they are `written`, the step in flight is not
+    def read(self, slots: Sequence[NDArray[np.int64]], *, computed: bool) -> list[NDArray[np.integer]]:
+        """Copy the rows of several sequences to the host at once. If they are `computed`, the step in flight is not
         waited for: the copy has a stream of its own."""
         stream = self._stream
-        if stream is not None and not written:
+        if stream is not None and not computed:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             picked = self.rows[to_device(np.concatenate(slots), self.rows.device)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.dense_cache import DenseCache
 from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
-from headway.inference.embedded.running.experts import RoutedExperts
+from headway.inference.embedded.running.experts import RecordedExperts
 from headway.inference.embedded.running.images import StepImages
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
@@ -63,7 +63,7 @@ class Runner:
         self._whole = CpuDecoder(model, store.keys, store.values, store.block_size, rows.blocks)
         self.images = StepImages(model, len(rows.blocks)) if isinstance(model, VisionLM) else None
         slots = store.num_blocks * store.block_size
-        self._experts = RoutedExperts(config, slots, self.device) if config.experts else None
+        self._experts = RecordedExperts(config, slots, self.device) if config.experts else None
 
     def enter(self, sequence: Sequence, adapter: int) -> None:
         """Start a sequence in its row, with the slot of its adapter (-1 for none)."""
@@ -91,13 +91,13 @@ class Runner:
         """Sample one token for each row that `run` returned."""
         return self._drawer.draw(logits_NV, which, positions)
 
-    def read_experts(self, sequences: list[Sequence], *, written: bool) -> None:
+    def read_experts(self, sequences: list[Sequence], *, computed: bool) -> None:
         """Give sequences of models with experts those of their tokens (tokens, layers, k), from `experts_start` on and
-        without the last. `written`: no token of theirs is in flight, so that the step that is need not end first."""
+        without the last. `computed`: no step in flight computes one of these."""
         if self._experts is None or not sequences:
             return
         slots = [self._recorded_slots(sequence) for sequence in sequences]
-        for sequence, experts in zip(sequences, self._experts.read(slots, written=written), strict=True):
+        for sequence, experts in zip(sequences, self._experts.read(slots, computed=computed), strict=True):
             sequence.experts = experts
 
     @property

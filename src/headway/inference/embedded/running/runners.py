@@ -1,0 +1,62 @@
+"""The runner that suits a model and its device."""
+
+import logging
+
+from headway.inference.embedded.running.input_batch import InputBatch
+from headway.inference.embedded.running.runner import Runner
+from headway.inference.embedded.running.states import StateStore
+from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.scheduling.scheduler import EngineLimits
+from headway.models.costs import layer_caches
+from headway.models.decoder import DecoderLM
+from headway.models.family import NO_KEYS, KvCache
+from headway.models.layers.attention import SelfAttention
+from headway.models.ops import registry
+from headway.models.recurrent import RecurrentState
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runner:
+    """Build the runner for the model's device, with its KV store."""
+    weight, config = model.head_weight(), model.config
+    caches = layer_caches(config)
+    recurrent = {layer: cache for layer, cache in enumerate(caches) if isinstance(cache, RecurrentState)}
+    on_device = registry.in_triton(weight)
+    store = KvStore(
+        [cache if isinstance(cache, KvCache) else NO_KEYS for cache in caches],
+        limits.num_blocks + on_device,
+        limits.block_size,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    rows = InputBatch(limits.max_running, -(-limits.max_model_len // limits.block_size))
+    if recurrent:
+        slots = limits.max_running + limits.snapshots
+        states = StateStore(recurrent, slots, weight.device)
+        return Runner(model, store, rows, ahead=ahead, states=states)
+    if not on_device or not store.of_equal_heads:
+        return Runner(model, store, rows, ahead=ahead)
+    if not in_tiles(model):
+        logger.warning(
+            "this %s model has layers with a sliding window, sinks, a soft cap, a scale of their own or no rotary "
+            'positions: they run in slower torch operations; inference.engine = "vllm" is the other choice',
+            config.family,
+        )
+        return Runner(model, store, rows, ahead=ahead)
+    from headway.inference.embedded.running.device_runner import DeviceRunner
+
+    runner = DeviceRunner(model, store, rows)
+    try:
+        runner.warm_up()
+    except Exception:
+        logger.exception("fused kernels failed on this device; serving with slower torch operations instead")
+        registry.disable("triton")
+        return Runner(model, store, rows, ahead=ahead)
+    return runner
+
+
+def in_tiles(model: DecoderLM) -> bool:
+    """Tell if the kernels over tiles of queries compute attention as all layers want it."""
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    return bool(layers) and all(module.layer.plain and module.rotary is not None for module in layers)
