@@ -21,6 +21,7 @@ from headway.models.ops.fp8 import (
     transpose_fp8,
 )
 from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.fp8_ranks import rows_with_ranks, weights_with_ranks
 from headway.models.ops.gated_gradient import gated_gradient
 from headway.models.ops.paged_attention import Tiles
 from headway.models.ops.registry import Op
@@ -240,6 +241,24 @@ def to_blocks(*more: Any) -> Call:
     return call
 
 
+def ranked_rows(f: Call, x: Tensor, ranks: Tensor) -> Any:
+    values, scales = f(even(x), even(ranks))
+    return values.float(), scales
+
+
+def ranked_weights(transposed: bool) -> Call:
+    def call(f: Call, ups: Tensor, weight: Tensor) -> Any:
+        values, scales = f(even(ups), quantize_128x128(even(weight), weight.dtype), transposed)
+        return values.float(), scales
+
+    return call
+
+
+def of_ranks(f: Call, x: Tensor, ranks: Tensor, ups: Tensor, weight: Tensor) -> Any:
+    table = quantize_128x128(even(weight), weight.dtype)
+    return f(*rows_with_ranks(even(x), even(ranks)), *weights_with_ranks(even(ups), table))
+
+
 def of_blocks(quantize: Op[..., Any], *more: Any) -> Call:
     def call(f: Call, a: Tensor, b: Tensor) -> Any:
         return f(*quantize_1x128(even(a)), *quantize(even(b), *more))
@@ -353,9 +372,13 @@ CASES = [
         Case(fp8_matmul, [(130, 512), (272, 512)], of_blocks(*quantize), only=("cuda",), half=True)
         for quantize in ((quantize_1x128,), (quantize_128x128, torch.bfloat16))
     ),
+    Case(fp8_matmul, [(130, 256), (130, 16), (16, 256), (256, 256)], of_ranks, half=True),
     *(Case(fp8_matmul_parts, [(n, 2200), (130, 2200)], parts_of_blocks, half=True) for n in (5, 40)),
     *(Case(fp8_grouped_matmul, [(n, 200), (3, 128, 200)], groups_of_blocks, half=True) for n in (21, 400)),
     *(Case(fp8_grouped_matmul, [(700, n), (3, 256, n)], groups_of_blocks, half=True) for n in (208, 512)),
+    *(Case(rows_with_ranks, [(n, 256), (n, 48)], ranked_rows, half=True) for n in (5, 300)),
+    Case(weights_with_ranks, [(48, 384), (384, 256)], ranked_weights(transposed=False), half=True),
+    Case(weights_with_ranks, [(48, 256), (384, 256)], ranked_weights(transposed=True), half=True),
     Case(ops.write_cache, [(3, 2, 4), (3, 2, 4)], cached),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24), (24,), (24,)], heads_to_cache),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24)], heads_to_cache),

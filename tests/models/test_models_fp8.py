@@ -19,9 +19,11 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, computes_fp8, quantize_weights
 from headway.models.layers.linear import FusedProjections, Linear
+from headway.models.ops import fp8_linear as fp8_linear_module
 from headway.models.ops import registry
-from headway.models.ops.fp8 import dequantize, quantize_1x128, quantize_128x128, quantize_columns
+from headway.models.ops.fp8 import dequantize, quantize_1x128, quantize_128x128, quantize_columns, transpose_blocks
 from headway.models.ops.fp8_experts import fp8_grouped_linear
+from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears
 from headway.models.packed import PackedTokens
 from headway.models.serving import StandbyWeights
 from headway.models.tiny import TINY
@@ -118,6 +120,34 @@ def test_adapters_stay_in_the_precision_of_computation() -> None:
         ours, theirs = (torch.autograd.grad(y, wanted, probe, retain_graph=True) for y in (out, expected))
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("sizes", [(384,), (256, 128, 128)])
+def test_adapters_beside_a_quantized_weight_are_as_precise_as_by_themselves(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = quantize_128x128(torch.randn(sum(sizes), 512) / 20, torch.bfloat16)
+    # Ranks of different sizes: what is small must not vanish beside what is large.
+    downs = [torch.randn(16, 512) * torch.logspace(-4, 0, 16)[:, None] for _ in sizes]
+    given = [each.bfloat16().requires_grad_() for each in (*downs, *(torch.randn(16, size) for size in sizes))]
+    x, probe = torch.randn(70, 512).bfloat16().requires_grad_(), torch.randn(70, sum(sizes)).bfloat16()
+
+    def results() -> list[Tensor]:
+        halves = given[: len(sizes)], given[len(sizes) :]
+        out = fp8_lora_linears(x, [table], *halves, 0.5)
+        return [out, *torch.autograd.grad(out, [x, *given], probe)]
+
+    apart = results()
+    monkeypatch.setattr(fp8_linear_module, "SHARE", 1)
+    beside = results()
+    with torch.no_grad():
+        base, base_dx = (fp8_linears(each, [t]) for each, t in ((x, table), (probe, transpose_blocks(table))))
+    for number, (ours, theirs) in enumerate(zip(beside, apart, strict=True)):
+        if number > 1:
+            assert torch.equal(ours, theirs), "gradients of adapters do not change"
+            continue
+        own = theirs.double() - (base, base_dx)[number].double()
+        assert 0 < (ours.double() - theirs.double()).norm() < 0.02 * own.norm()
 
 
 def test_weights_that_are_quantized_once_compute_the_same() -> None:

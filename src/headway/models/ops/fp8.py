@@ -24,7 +24,8 @@ BLOCK = 128
 ROWS = 16
 """cuBLAS multiplies whole multiples of this many rows."""
 DEPTH = 4 * BLOCK
-"""And sums over whole multiples of this many numbers: rows of scales must be of whole 16 bytes."""
+"""And sums over whole multiples of this many numbers, unless memory follows rows of scales: they are of whole 16
+bytes."""
 
 
 class Fp8Blocks(NamedTuple):
@@ -142,8 +143,21 @@ def _in_cublas(
 ) -> bool:
     """Shapes whose scales lie as cuBLAS wants them. The quantized rows have memory up to a multiple of 16."""
     rows, depth = a_MK.shape
-    fits = depth % DEPTH == 0 and len(b_NK) % ROWS == 0 and rows > _MANY_ROWS
+    fits = depth % DEPTH == 0 or _has_rest(b_NK, b_scales)
+    fits = fits and len(b_NK) % ROWS == 0 and rows > _MANY_ROWS
     return fits and _padded_rows(a_MK, a_scales) is not None and torch.cuda.get_device_capability(a_MK.device)[0] >= 9
+
+
+def empty_scales(rows: int, depth: int, device: torch.device) -> Tensor:
+    """Scales for the 128x128 blocks of a matrix, unset, each row of them in memory of whole 16 bytes."""
+    blocks = blocks_of(depth)
+    return torch.empty((blocks_of(rows), -(-blocks // 4) * 4), device=device)[:, :blocks]
+
+
+def _has_rest(b_NK: Tensor, b_scales: Tensor) -> bool:
+    """Tell if these are whole 128x128 blocks with scales that `empty_scales` made."""
+    whole = all(size % BLOCK == 0 for size in b_NK.shape) and len(b_scales) == len(b_NK) // BLOCK
+    return whole and b_scales.stride() == (-(-b_scales.shape[1] // 4) * 4, 1)
 
 
 def _padded_rows(a_MK: Tensor, a_scales: Tensor) -> int | None:
@@ -161,7 +175,13 @@ def _fp8_matmul_cublas(
     assert rows is not None
     whole = a_MK.as_strided((rows, a_MK.shape[1]), a_MK.stride())
     scales = a_scales.as_strided((rows, a_scales.shape[1]), a_scales.stride())
-    return torch._scaled_mm(whole, b_NK.t(), scales, b_scales.t(), out_dtype=dtype)[: len(a_MK)]
+    if a_MK.shape[1] % DEPTH == 0:
+        return torch._scaled_mm(whole, b_NK.t(), scales, b_scales.t(), out_dtype=dtype)[: len(a_MK)]
+    # This one takes rows of scales with a rest behind them.
+    stride = b_scales.stride(0)
+    rests = b_scales.as_strided((len(b_scales), stride), (stride, 1))
+    kinds = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return F.scaled_mm(whole, b_NK.t(), scales, kinds[0], rests.t(), kinds[1], output_dtype=dtype)[: len(a_MK)]
 
 
 def splits_sums(x_TI: Tensor) -> bool:

@@ -6,7 +6,7 @@
 
 Each product quantizes its operands anew from the precision of the computation; the quantization itself has the
 gradient of the identity (straight through). Layers over one input are one product where their outputs are whole blocks.
-Adapters are computed in the precision of the computation.
+Adapters are computed in the precision of the computation, or beside a weight that was quantized once (`fp8_ranks`).
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,12 @@ from headway.models.ops.fp8 import (
     splits_sums,
     transpose_blocks,
 )
+from headway.models.ops.fp8_ranks import rank_columns, rows_with_ranks, weights_with_ranks
 from headway.models.ops.linear import Scale, rank_parts, scaled_product, stacked
 from headway.models.ops.registry import cast
+
+SHARE = 8
+"""Columns of ranks are at most this part of a weight's; the adapters of smaller weights are added."""
 
 Tensors = Sequence[Tensor]
 Weights = Sequence[Tensor | Fp8Blocks]
@@ -89,6 +93,8 @@ class _Fp8LoraLinears(torch.autograd.Function):
         ctx.weights, ctx.scale = weights, scale
         if grad_only:
             return _empty(x_TI, weights)
+        if (table := _with_room(weights, ranks_TR)) is not None:
+            return fp8_matmul(*rows_with_ranks(x_TI, ranks_TR), *weights_with_ranks(beside(ups), table), x_TI.dtype)
         out_TO = _output(x_TI, weights)
         sizes = [up.shape[1] for up in ups]
         for part, own_TR, up in zip(torch.split(out_TO, sizes, 1), rank_parts(ranks_TR, downs), ups, strict=True):
@@ -107,7 +113,7 @@ class _Fp8LoraLinears(torch.autograd.Function):
             scaled_product(grad, up.T, ctx.scale, out=own_TR)
         grad_x: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(grad_TO, weights).addmm_(grad_ranks_TR, stacked(downs))
+            grad_x = _lora_input_gradient(grad_TO, weights, grad_ranks_TR, stacked(downs))
         grad_downs = torch.split(grad_ranks_TR.T @ x_TI, [len(down) for down in downs])
         return grad_x, None, None, None, *grad_downs, *grad_ups
 
@@ -138,6 +144,27 @@ def _input_gradient(grad_TO: Tensor, weights: Weights) -> Tensor:
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def _lora_input_gradient(grad_TO: Tensor, weights: Weights, grad_ranks_TR: Tensor, downs_RI: Tensor) -> Tensor:
+    if (table := _with_room(weights, grad_ranks_TR)) is None:
+        return _input_gradient(grad_TO, weights).addmm_(grad_ranks_TR, downs_RI)
+    rows = rows_with_ranks(grad_TO, grad_ranks_TR)
+    return fp8_matmul(*rows, *weights_with_ranks(downs_RI, table, transposed=True), grad_TO.dtype)
+
+
+def _with_room(weights: Weights, ranks_TR: Tensor) -> Fp8Blocks | None:
+    """The one quantized weight beside which ranks fit: of whole blocks, and so wide that their columns cost little."""
+    if len(weights) > 1 or not isinstance(table := weights[0], Fp8Blocks) or ranks_TR.dtype is torch.float32:
+        return None
+    whole = all(size % BLOCK == 0 for size in table.values.shape)
+    return table if whole and min(table.values.shape) >= SHARE * rank_columns(ranks_TR.shape[1]) else None
+
+
+def beside(ups: Tensors) -> Tensor:
+    """Second halves of layers side by side, (ranks of all, outputs of all): zeros where a rank is another layer's."""
+    whole: Tensor = ups[0] if len(ups) == 1 else torch.block_diag(*ups)  # type: ignore[no-untyped-call]  # torch has no types here
+    return whole
 
 
 def _weight_gradients(grad_TO: Tensor, x_TI: Tensor, weights: Tensors) -> list[Tensor]:

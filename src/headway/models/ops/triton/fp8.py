@@ -20,13 +20,13 @@ _LEAST_BLOCKS = 8
 
 
 @triton.jit
-def _scale_of(largest):  # type: ignore[no-untyped-def]
+def scale_of(largest):  # type: ignore[no-untyped-def]
     # With IEEE rounding, as the reference has it.
     return tl.div_rn(tl.maximum(largest, _SMALLEST), tl.full(largest.shape, _LARGEST, tl.float32))
 
 
 @triton.jit
-def _inverse(scale):  # type: ignore[no-untyped-def]
+def inverse(scale):  # type: ignore[no-untyped-def]
     return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
@@ -35,8 +35,8 @@ def store_row_blocks(number, values, scales, row, first, size, scales_stride, BL
     """Quantize BLOCK numbers of a row, from number `first` on, a whole number of blocks, as `quantize_1x128` does."""
     block = tl.arange(0, BLOCK // _SIDE)
     number = tl.reshape(number.to(tl.float32), (BLOCK // _SIDE, _SIDE))
-    scale = _scale_of(tl.max(tl.abs(number), 1))
-    quantized = (number * _inverse(scale)[:, None]).to(tl.float8e4nv)
+    scale = scale_of(tl.max(tl.abs(number), 1))
+    quantized = (number * inverse(scale)[:, None]).to(tl.float8e4nv)
     column = first + block[:, None] * _SIDE + tl.arange(0, _SIDE)[None, :]
     tl.store(values + row * size + column, quantized, column < size)
     block += first // _SIDE
@@ -51,8 +51,8 @@ def _rows_kernel(x, values, scales, rows, width, x_stride, scales_stride, TOKENS
     inside = (t < rows)[:, None] & (i < width)[None, :]
     at = t.to(tl.int64)[:, None]
     number = tl.load(x + at * x_stride + i[None, :], inside, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(number), 1))
-    quantized = (number * _inverse(scale)[:, None]).to(tl.float8e4nv)
+    scale = scale_of(tl.max(tl.abs(number), 1))
+    quantized = (number * inverse(scale)[:, None]).to(tl.float8e4nv)
     tl.store(values + at * width + i[None, :], quantized, inside)
     tl.store(scales + block.to(tl.int64) * scales_stride + t, scale, t < rows)
 
@@ -64,8 +64,8 @@ def _columns_kernel(x, values, scales, rows, width, x_stride, padded, COLUMNS: t
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (t < rows)[:, None] & (i < width)[None, :]
     number = tl.load(x + t[:, None] * x_stride + i[None, :], inside, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(number), 0))
-    quantized = (number * _inverse(scale)[None, :]).to(tl.float8e4nv)
+    scale = scale_of(tl.max(tl.abs(number), 0))
+    quantized = (number * inverse(scale)[None, :]).to(tl.float8e4nv)
     # Tokens beyond the last are zeros: what a product sums over is of whole blocks.
     place = values + i.to(tl.int64)[:, None] * padded + t[None, :]
     tl.store(place, tl.trans(quantized), (i < width)[:, None] & (t < padded)[None, :])
@@ -83,8 +83,8 @@ def _weight_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
     inside = (o < rows)[:, None] & (i < width)[None, :]
     number = tl.load(weight + o[:, None] * weight_stride + i[None, :], inside, other=0.0)
     number = number.to(rounding.dtype.element_ty).to(tl.float32)
-    scale = _scale_of(tl.max(tl.max(tl.abs(number), 1, keep_dims=True), 0, keep_dims=True))
-    quantized = (number * _inverse(scale)).to(tl.float8e4nv)
+    scale = scale_of(tl.max(tl.max(tl.abs(number), 1, keep_dims=True), 0, keep_dims=True))
+    quantized = (number * inverse(scale)).to(tl.float8e4nv)
     tl.store(values + o[:, None] * row_stride + i[None, :] * column_stride, quantized, inside)
     place = scales + row_block.to(tl.int64) * scale_stride + column_block * scale_step
     tl.store(place + tl.zeros([1, 1], tl.int32), scale)
