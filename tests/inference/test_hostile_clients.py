@@ -90,6 +90,21 @@ def test_an_engine_that_cannot_step_asks_for_its_end(monkeypatch: pytest.MonkeyP
     with_service(service, body)
 
 
+def test_an_engine_that_cannot_recover_from_a_step_asks_for_its_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths: list[str] = []
+    service = make_service(make_model(), on_death=deaths.append)
+    for part, name in ((service._engine.runner, "draw"), (service._engine.cache, "forget_all")):
+        monkeypatch.setattr(part, name, lambda *rows: 1 / 0)
+
+    async def body(service: EmbeddedService) -> None:
+        with pytest.raises(HeadwayError):
+            await service.generate(request(prompt(9), 10))
+        await asyncio.sleep(0)
+        assert len(deaths) == 1 and "clears it away: ZeroDivisionError" in deaths[0]
+
+    with_service(service, body)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -165,17 +165,15 @@ class EmbeddedEngine:
     def abort_all(self) -> list[Event]:
         return [event for request_id in list(self.active) for event in self.abort(request_id)]
 
-    def reset(self) -> list[ActiveRequest]:
-        """Drop all requests and the whole cache after a failed step. Returns the requests."""
+    def reset(self) -> None:
+        """Drop all requests and the whole cache after a failed step."""
         self._launched.clear()
-        active = list(self.active.values())
-        for request in active:
+        for request in self.active.values():
             for sequence in request.sequences:
                 if sequence.finish_reason is None:
                     self.scheduler.remove(sequence)
         self.active.clear()
         self.cache.forget_all()
-        return active
 
     def weights_changed(self, version: int, fingerprint: str = "") -> None:
         """Tag tokens with `version` from now on. Running sequences keep their KV; new ones do not reuse it."""

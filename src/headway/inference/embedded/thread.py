@@ -125,14 +125,27 @@ class EngineThread:
         logger.exception("an engine step failed; its requests fail with it", exc_info=error)
         self._failures += 1
         if self._failures >= _FAILURES_IN_A_ROW:
-            first = self.failure is None
-            self.failure = f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {type(error).__name__}: {error}"
             # Logits that are not finite come from the weights, which a new process would load again.
-            if first and not isinstance(error, FloatingPointError):
-                self._die(self.failure)
-        failed = FailedError(f"the engine failed: {type(error).__name__}: {error}")
-        if active := self._engine.reset():
+            dies = not isinstance(error, FloatingPointError)
+            self._give_up(f"{_FAILURES_IN_A_ROW} steps in a row failed; the last: {_told(error)}", dies=dies)
+        active = list(self._engine.active.values())
+        try:
+            self._engine.reset()
+        except Exception as lasting:
+            # As after an error of the device, which fails whatever comes after it.
+            self._give_up(f"a step failed, and so does what clears it away: {_told(lasting)}", dies=True)
+        failed = FailedError(f"the engine failed: {_told(error)}")
+        if active:
             self._send([(request.request_id, failed) for request in active])
+
+    def _give_up(self, reason: str, *, dies: bool) -> None:
+        first, self.failure = self.failure is None, reason
+        if first and dies:
+            self._die(reason)
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _complete(future: "Future[Answer]", work: Callable[[], Answer]) -> None:
