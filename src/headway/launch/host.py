@@ -16,6 +16,7 @@ from headway.config.inference import ServeSettings
 from headway.config.loader import write_settings
 from headway.config.shared import LoraSettings
 from headway.core.runs import RunPaths
+from headway.launch.mps import side_by_side
 from headway.launch.placement import Placement, place_here
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.rl import supervisor_lock
@@ -47,7 +48,10 @@ def run_host(settings: HostSettings, paths: RunPaths, console: Console | None = 
         control.clear()
         for line in (placement.explanation, *_greeting(settings, paths)):
             show(line)
-        processes = [ManagedProcess(spec, paths.logs) for spec in host_specs(paths, placement, list(engines.values()))]
+        specs = host_specs(paths, placement, list(engines.values()))
+        if settings.inference.engine == "embedded":
+            specs = stack.enter_context(side_by_side(specs, paths.logs, show))
+        processes = [ManagedProcess(spec, paths.logs) for spec in specs]
         supervisor = Supervisor(processes, progress=lambda: 0, on_event=show, stop_asked=control.stop_asked)
         try:
             supervisor.run()

@@ -15,12 +15,15 @@ from headway.monitor.logs import SUPERVISED, next_log
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A command to start. If `ends`, exiting with 0 means that its work is done; others serve until stopped."""
+    """A command to start. If `ends`, exiting with 0 means that its work is done; others serve until stopped. `below` is
+    a process that it uses while that runs, and whose environment it gets for that: where that ends, this one is killed,
+    since it could hang. One that dies early starts again without."""
 
     name: str
     argv: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     ends: bool = False
+    below: "ManagedProcess | None" = None
 
 
 @dataclass
@@ -62,16 +65,25 @@ class ManagedProcess:
         self._started_at = 0.0
         self._start_again_at: float | None = None
         self._last_crash: tuple[str, int] | None = None
+        self._below: ManagedProcess | None = None
+        self._alone = False
 
     @property
     def pid(self) -> int | None:
         return self._child.pid if self._child else None
 
+    @property
+    def runs(self) -> bool:
+        return self._child is not None and self._child.poll() is None
+
     def start(self) -> None:
         self.log = next_log(self.logs, self.spec.name)
         self._start_again_at = None
         self._started_at = time.monotonic()
-        environment = {**os.environ, **self.spec.environment, **die_with_parent_environment()}
+        below = self.spec.below
+        self._below = below if below and below.runs and not self._alone else None
+        shared = self._below.spec.environment if self._below else {}
+        environment = {**os.environ, **self.spec.environment, **shared, **die_with_parent_environment()}
         environment[SUPERVISED] = str(self.log)
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
@@ -92,6 +104,9 @@ class ManagedProcess:
         if self._start_again_at is not None and time.monotonic() >= self._start_again_at:
             self.start()
             return f"{self.spec.name} restarted, log: {self.log}"
+        if self._child is not None and self._below and not self._below.runs:
+            self._child.kill()
+            self._child.wait()
         if self._child is None or (code := self._child.poll()) is None:
             return None
         self._kill_group()
@@ -103,7 +118,9 @@ class ManagedProcess:
         for permanent in (PermanentError, DamagedError):
             if code == permanent.exit_code:
                 raise permanent(f"{self.spec.name} stopped the run: {self.reason()}")
-        delay = self.budget.died(time.monotonic() - self._started_at, progress)
+        uptime = time.monotonic() - self._started_at
+        self._alone = self._alone or uptime < self.budget.healthy_after
+        delay = self.budget.died(uptime, progress)
         if delay is None or (code == CRASHED and self._crashed_alike(progress)):
             raise CrashLoopError(self)
         self._start_again_at = time.monotonic() + delay

@@ -16,6 +16,7 @@ from headway.config.shared import TrackingSettings, WandbSettings
 from headway.core.routing import Role
 from headway.core.runs import RunPaths
 from headway.launch.hosts import ROLES, RunHost, role_of
+from headway.launch.mps import side_by_side
 from headway.launch.placement import Placement, gpus_of, place_here
 from headway.launch.process import ManagedProcess, ProcessSpec
 from headway.launch.sharing import MemoryPlan, gpu_memory, plan_memory
@@ -71,8 +72,11 @@ def run_rl(
         for line in (*_addresses(paths, host, exporter), *layout, *_tenant_lines(tenancy)):
             view.event(line)
         specs = process_specs(settings, paths, placement, memory, at_host=tenancy is not None)
+        specs = [spec for spec in specs if role_of(spec.name) in roles]
+        if settings.inference.engine == "embedded":
+            specs = stack.enter_context(side_by_side(specs, paths.logs, view.event))
         supervisor = Supervisor(
-            [ManagedProcess(spec, paths.logs) for spec in specs if role_of(spec.name) in roles],
+            [ManagedProcess(spec, paths.logs) for spec in specs],
             progress=lambda: view.step,
             on_tick=view.tick,
             on_event=view.event,
