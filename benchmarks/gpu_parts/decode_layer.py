@@ -127,8 +127,8 @@ def measure(name: str, sequences: int, *, fp8: bool) -> dict[str, Any]:
     model = _model(_config(name, MANY), fp8)
     for kind, scope in (("single", _single_operations), ("one", _as_it_is)):
         with scope():
-            few, many = (_captured(_step(model, sequences, layers)) for layers in (FEW, MANY))
-            row[f"{kind}_us_per_layer"] = (_microseconds(many) - _microseconds(few)) / (MANY - FEW)
+            few, many = (captured(_step(model, sequences, layers)) for layers in (FEW, MANY))
+            row[f"{kind}_us_per_layer"] = (microseconds(many) - microseconds(few)) / (MANY - FEW)
             row[f"{kind}_kernels"] = kernels = _profile(many)
         print(f"\n{row['name']}, {kind}: {row[f'{kind}_us_per_layer']:.1f} us a layer", flush=True)
         for kernel in kernels:
@@ -192,7 +192,7 @@ def _step(model: DecoderLM, sequences: int, layers: int) -> Callable[[], Tensor]
     return run
 
 
-def _captured(work: Callable[[], Any]) -> Callable[[], Any]:
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
     """The work as a CUDA graph; as it is on a CPU."""
     work()
     if not CUDA:
@@ -209,7 +209,7 @@ def _captured(work: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def _microseconds(work: Callable[[], Any], rounds: int = 20) -> float:
+def microseconds(work: Callable[[], Any], rounds: int = 20) -> float:
     def once() -> float:
         if CUDA:
             torch.cuda.synchronize()

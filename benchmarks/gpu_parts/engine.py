@@ -86,21 +86,28 @@ def check() -> dict[str, float]:
 
 
 def make_engine(
-    config: ModelConfig, sequences: int, length: int, depth: int | None = None, *, fp8: bool = False
+    config: ModelConfig,
+    sequences: int,
+    length: int,
+    depth: int | None = None,
+    *,
+    fp8: bool = False,
+    kv_fp8: bool = False,
 ) -> EmbeddedEngine:
-    model = build_model(config, device="cuda", dtype=torch.bfloat16).eval()
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = build_model(config, device=device, dtype=dtype).eval()
     if fp8:
         apply_fp8(model)
-        quantize_weights(model, torch.bfloat16)
-    return EmbeddedEngine(model, _limits(sequences, length), depth=depth)
+        quantize_weights(model, dtype)
+    return EmbeddedEngine(model, replace(_limits(sequences, length), kv_fp8=kv_fp8), depth=depth)
 
 
-def floor_ms(model: DecoderLM, sequences: int, context: int) -> float:
+def floor_ms(model: DecoderLM, sequences: int, context: int, *, kv_fp8: bool = False) -> float:
     """What reading all weights and all keys and values once takes."""
     config, weight = model.config, model.head_weight()
     served = quantized_parameters(model)
     weights = sum(p.numel() * (1 if name in served else p.element_size()) for name, p in model.named_parameters())
-    per_token = kv_bytes_per_token(config, weight.dtype.itemsize)
+    per_token = kv_bytes_per_token(config, weight.dtype.itemsize, fp8=kv_fp8)
     return 1000 * (weights + sequences * context * per_token) / BANDWIDTH
 
 

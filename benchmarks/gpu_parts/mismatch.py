@@ -2,6 +2,7 @@
 
 PYTHONPATH=benchmarks python -m gpu_parts.mismatch [--layers 12] [--engines embedded vllm] [--compute dtype fp8]
 PYTHONPATH=benchmarks python -m gpu_parts.mismatch --model tiny-moe --dtype float32           # on a CPU
+PYTHONPATH=benchmarks python -m gpu_parts.mismatch --model SMOLLM2 --kv-dtype auto fp8   # of the KV cache
 
 The model has the shape of Qwen3-30B-A3B. Every engine has a row with a trainer of its own precision, and an engine in
 FP8 one with a trainer in `--dtype` too.
@@ -12,6 +13,7 @@ import asyncio
 import json
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,14 @@ def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     dtype = getattr(torch, options.dtype)
     rows = []
     for engine in options.engines:
-        for compute in options.compute:
-            sampled = asyncio.run(sample(settings_of(engine, compute, options, folder), folder))
+        for compute, kv_dtype in product(options.compute, options.kv_dtype):
+            sampled = asyncio.run(sample(settings_of(engine, compute, kv_dtype, options, folder), folder))
             for trained in sorted({compute, "dtype"}):
                 trainer = load_model(folder, device=options.device, dtype=dtype).eval()
                 if trained == "fp8":
                     apply_fp8(trainer)
-                rows.append({"engine": engine, "compute": compute, "trainer": trained, **compare(trainer, sampled)})
+                row = {"engine": engine, "compute": compute, "kv_dtype": kv_dtype, "trainer": trained}
+                rows.append(row | compare(trainer, sampled))
                 print(json.dumps(rows[-1]), flush=True)
                 del trainer
     return rows
@@ -64,12 +67,12 @@ def compare(trainer: DecoderLM, sampled: list[Sampled]) -> dict[str, float]:
     }
 
 
-def settings_of(engine: Any, compute: Any, options: argparse.Namespace, folder: Path) -> ServeSettings:
+def settings_of(engine: Any, compute: Any, kv_dtype: Any, options: argparse.Namespace, folder: Path) -> ServeSettings:
     own = {"attention_config": {"backend": "FLASH_ATTN"}, "enforce_eager": True} if options.device == "cuda" else {}
     return ServeSettings(
         model=ModelSettings(path=str(folder), dtype=options.dtype),
         inference=InferenceSettings(
-            engine=engine, compute=compute, max_running=SEQUENCES,
+            engine=engine, compute=compute, kv_dtype=kv_dtype, max_running=SEQUENCES,
             kv_memory_gb=4.0 if options.device == "cuda" else 0.5, vllm=own if engine == "vllm" else {},
         ),
         seq_len=PROMPT + OUTPUT,
@@ -121,6 +124,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--engines", nargs="+", default=["embedded"], choices=("embedded", "vllm"))
     parser.add_argument("--compute", nargs="+", default=["dtype"], choices=("dtype", "fp8"))
+    parser.add_argument("--kv-dtype", nargs="+", default=["auto"], choices=("auto", "fp8"))
     options = parser.parse_args()
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as name:

@@ -72,6 +72,13 @@ def test_an_engine_that_shares_is_told_how_much_cache_it_may_have() -> None:
     assert "trainer ~" in plan.lines[0] and "262,144 tokens" in plan.lines[0]
 
 
+def test_a_cache_in_fp8_takes_half_the_memory_and_its_scales() -> None:
+    run = settings(seq_len=4096, inference={"max_running": 64, "kv_dtype": "fp8"})
+    plan = planned(run)
+    assert plan.kv_bytes == [64 * 4096 * kv_bytes_per_token(QWEN3_600M, 2) * (128 + 4) / (2 * 128)]
+    assert "262,144 tokens" in plan.lines[0]
+
+
 def test_a_cache_of_the_users_size_is_kept() -> None:
     assert planned(settings(inference={"kv_memory_gb": 2.0})).kv_bytes == [2_000_000_000]
 

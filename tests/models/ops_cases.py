@@ -18,11 +18,13 @@ from headway.models.ops.fp8 import (
     quantize_1x128,
     quantize_128x128,
     quantize_columns,
+    quantize_vectors,
     transpose_fp8,
 )
 from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.fp8_ranks import rows_with_ranks, weights_with_ranks
 from headway.models.ops.gated_gradient import gated_gradient
+from headway.models.ops.kv_cache import CachedHeads
 from headway.models.ops.paged_attention import Tiles
 from headway.models.ops.registry import Op
 from headway.models.ops.sum_choices import sum_choices
@@ -143,32 +145,53 @@ def chosen(biased: bool, choice: Choice, dtype: torch.dtype = torch.float32) -> 
     return call
 
 
-def cached(f: Call, k: Tensor, v: Tensor) -> Any:
-    keys, values = (torch.zeros(20, *k.shape[1:]).to(k) for _ in range(2))
-    f(k, v, torch.tensor([7, 0, 11], device=k.device), keys, values)
+def empty_cache(k: Tensor) -> tuple[CachedHeads, CachedHeads]:
+    keys, values = (CachedHeads(torch.zeros(20, *k.shape[1:]).to(k)) for _ in range(2))
     return keys, values
+
+
+def cached(f: Call, k: Tensor, v: Tensor) -> Any:
+    keys, values = empty_cache(k)
+    f(k, v, torch.tensor([7, 0, 11], device=k.device), keys, values)
+    return keys.numbers, values.numbers
 
 
 def heads_to_cache(f: Call, x: Tensor, *norms: Tensor) -> Any:
     """Heads that are parts of one tensor, as one product makes them."""
     q, k, v = x.split([6, 2, 2], dim=1)
-    keys, values = (torch.zeros(20, *k.shape[1:]).to(k) for _ in range(2))
+    keys, values = empty_cache(k)
     slots = torch.tensor([7, 0, 11], device=k.device)
-    return f(q, k, v, norms or None, EPS, *angles(x, x.shape[2]), slots, keys, values), keys, values
+    out = f(q, k, v, norms or None, EPS, *angles(x, x.shape[2]), slots, keys, values)
+    return out, keys.numbers, values.numbers
+
+
+def heads_to_fp8_cache(f: Call, x: Tensor) -> Any:
+    """Heads that FP8 holds exactly, once scaled, and that are not rotated."""
+    q, k, v = even(x.flatten(1)).view(x.shape).split([6, 2, 2], dim=1)
+    k, v = k * torch.tensor([[0.5], [16.0]]).to(k), v * torch.tensor([[4.0], [0.25]]).to(v)
+    keys, values = (in_fp8(torch.zeros(20, *k.shape[1:]).to(k)) for _ in range(2))
+    cos, sin = torch.ones(2, len(x), 1, x.shape[2], device=x.device).unbind()
+    out = f(q, k, v, None, EPS, cos, 0 * sin, torch.tensor([7, 0, 11], device=k.device), keys, values)
+    return out, *(part.float() for part in (*keys, *values) if part is not None)
+
+
+def in_fp8(heads: Tensor) -> CachedHeads:
+    return CachedHeads(*quantize_vectors(heads))
 
 
 SIZE = 4
 TABLE = [[3, 9, 1, 4, 0], [7, 2, 11, 5, 6], [10, 8, 12, 13, 14]]
 
 
-def tokens_over_blocks(f: Call, q: Tensor, keys: Tensor, values: Tensor) -> Any:
+def tokens_over_blocks(f: Call, q: Tensor, *cache: Tensor) -> Any:
     table, rows, positions = torch.tensor(TABLE), torch.tensor([2, 0, 1, 1]), torch.tensor([0, 17, 8, 3])
-    return f(q, keys, values, table, rows, positions, SIZE, 17)
+    return f(q, *map(CachedHeads, cache), table, rows, positions, SIZE, 17)
 
 
-def tiles_over_blocks(splits: int) -> Call:
-    def call(f: Call, q: Tensor, keys: Tensor, values: Tensor) -> Any:
+def tiles_over_blocks(splits: int, make: Callable[[Tensor], CachedHeads] = CachedHeads) -> Call:
+    def call(f: Call, q: Tensor, *cache: Tensor) -> Any:
         """A decoding sequence, an empty tile, and a prompt of three tokens behind four others in tiles of two."""
+        keys, values = map(make, cache)
         table = torch.tensor(TABLE, dtype=torch.int32, device=q.device)
         fields = torch.tensor([[2, 0, 16, 1], [0, 0, 0, 0], [1, 1, 4, 2], [1, 3, 6, 1]], device=q.device).T
         out = torch.zeros_like(q)
@@ -382,8 +405,10 @@ CASES = [
     Case(ops.write_cache, [(3, 2, 4), (3, 2, 4)], cached),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24), (24,), (24,)], heads_to_cache),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24)], heads_to_cache),
+    Case(ops.qk_norm_rope_to_cache, [(3, 10, 32)], heads_to_fp8_cache),
     *(Case(ops.paged_token_attention, [(4, heads, 32), KV, KV], tokens_over_blocks) for heads in (2, 6)),
     *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(splits)) for splits in (1, 4)),
+    *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(splits, in_fp8)) for splits in (1, 4)),
     *(
         Case(op, [(sum(lengths), heads, 64) for heads in (6, 2, 2, 6)[:count]], make(lengths), half=True)
         for lengths in ([40, 3, 700], [4500], [300, 4200, 17])

@@ -16,6 +16,7 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.rope import RotaryTable
 from headway.models.ops import flash_attention as flash
+from headway.models.ops.kv_cache import CachedHeads
 from headway.models.ops.paged_attention import Tiles
 from headway.models.packed import AttentionLayer, AttentionPlan, PackedTokens
 
@@ -305,8 +306,8 @@ def test_paged_attention_equals_attention_over_gathered_blocks(
     for splits in (1, 4):
         out = torch.zeros_like(q)
         tiles = torch.tensor(fields, device="cuda").T.contiguous()
-        ops.paged_attention(q, keys, values, table, Tiles.of(tiles[:, :3], 1, splits), size, out)
-        ops.paged_attention(q, keys, values, table, Tiles.of(tiles[:, 3:], 32), size, out)
+        for part in (Tiles.of(tiles[:, :3], 1, splits), Tiles.of(tiles[:, 3:], 32)):
+            ops.paged_attention(q, CachedHeads(keys), CachedHeads(values), table, part, size, out)
         for row, first, start, count in sequences:
             at = torch.arange(start + count, device="cuda")
             slots = table[row][at // size].long() * size + at % size
@@ -328,7 +329,8 @@ def test_heads_go_into_the_cache_as_the_plain_functions_make_them(dtype: torch.d
     slots = torch.tensor([3, 9, 1, 20, 8], device="cuda")
     cos, sin = rotary_table(small("qwen3", head_dim=24)).gather(torch.arange(5, device="cuda") * 7)
     norms = (weights[0], weights[1]) if normed else None
-    rotated = ops.qk_norm_rope_to_cache(q, k, v, norms, 1e-6, cos, sin, slots, keys, values)
+    cache = CachedHeads(keys), CachedHeads(values)
+    rotated = ops.qk_norm_rope_to_cache(q, k, v, norms, 1e-6, cos, sin, slots, *cache)
     if normed:
         q, k = F.rms_norm(q, (24,), weights[0], 1e-6), F.rms_norm(k, (24,), weights[1], 1e-6)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05

@@ -12,6 +12,7 @@ from ops_common import backend
 
 from headway.models import ops
 from headway.models.ops import registry
+from headway.models.ops.kv_cache import CachedHeads
 from headway.models.ops.registry import in_c
 
 sizes = st.integers(1, 40)
@@ -101,7 +102,7 @@ def test_attention_over_blocks(
     torch.set_num_threads(threads)
     try:
         ours = backend(ops.paged_token_attention, "c")(
-            q, keys, values, table, rows, positions, block_size, max(lengths) - 1
+            q, CachedHeads(keys), CachedHeads(values), table, rows, positions, block_size, max(lengths) - 1
         )
     finally:
         torch.set_num_threads(before)
@@ -117,7 +118,7 @@ def test_what_is_written_to_the_cache_is_found_there() -> None:
     keys, values = torch.zeros(12, 2, 4), torch.zeros(12, 2, 4)
     k, v = numbers(1, 3, 16).view(3, 4, 4)[:, :2], numbers(2, 3, 2, 4)
     slots = torch.tensor([7, 0, 11])
-    backend(ops.write_cache, "c")(k, v, slots, keys, values)
+    backend(ops.write_cache, "c")(k, v, slots, CachedHeads(keys), CachedHeads(values))
     assert torch.equal(keys[slots], k) and torch.equal(values[slots], v)
     assert keys.abs().sum(dim=(1, 2)).count_nonzero() == 3
 
@@ -128,7 +129,8 @@ def test_a_fault_in_the_scores_is_not_hidden() -> None:
     rows, positions = torch.zeros(1, dtype=torch.int64), torch.tensor([9])
     table = torch.zeros(1, 1, dtype=torch.int64)
     attend, draw = backend(ops.paged_token_attention, "c"), backend(ops.draw_tokens, "c")
-    out = attend(numbers(2, 1, 2, 8), keys, numbers(3, 16, 1, 8), table, rows, positions, 16, 9)
+    cache = CachedHeads(keys), CachedHeads(numbers(3, 16, 1, 8))
+    out = attend(numbers(2, 1, 2, 8), *cache, table, rows, positions, 16, 9)
     assert out.isnan().all()
     for fault in (torch.nan, torch.inf):
         logits = numbers(4, 2, 30)

@@ -82,7 +82,7 @@ def kv_limits(inference: InferenceSettings, config: ModelConfig, seq_len: int, n
     """Bytes of the smallest KV cache that can serve (one sequence), and of the largest that can ever be full, each with
     the recurrent states of all running sequences."""
     blocks = -(-min(seq_len, config.max_len) // inference.block_size)
-    one = blocks * inference.block_size * kv_bytes_per_token(config, number)
+    one = blocks * inference.block_size * kv_bytes_per_token(config, number, fp8=inference.kv_fp8)
     states = inference.max_running * state_bytes_per_sequence(config)
     return one + states, inference.max_running * one + (1 + MOST_SNAPSHOTS * inference.prefix_cache) * states
 

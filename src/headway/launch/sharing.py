@@ -114,7 +114,7 @@ def _explain(
     engine = engine_shares(settings, config)
     number = compute_bytes(settings.model.dtype)
     states = settings.inference.max_running * state_bytes_per_sequence(config)
-    tokens = (kv - states) // max(1, kv_bytes_per_token(config, number))
+    tokens = (kv - states) // max(1, kv_bytes_per_token(config, number, fp8=settings.inference.kv_fp8))
     left = memory.free - trainer.total - engines * (engine.total + kv)
     who = f"trainer ~{gib(trainer.total)} ({trainer.explain()}), " if trainer.parts else ""
     count = f"{engines} engines, each" if engines > 1 else "engine"

@@ -68,9 +68,15 @@ def layer_caches(config: ModelConfig) -> list[LayerCache]:
     return [family.cache(config, layer) for layer in range(config.layers)]
 
 
-def kv_bytes_per_token(config: ModelConfig, number_bytes: int) -> int:
-    """Bytes that one token takes in the KV cache, over all layers."""
-    return number_bytes * sum(cache.numbers for cache in layer_caches(config) if isinstance(cache, KvCache))
+def kv_bytes_per_token(config: ModelConfig, number_bytes: int, *, fp8: bool = False) -> int:
+    """Bytes that one token takes in the KV cache, over all layers; `fp8`: those that can are in FP8."""
+    caches = [cache for cache in layer_caches(config) if isinstance(cache, KvCache)]
+    return sum(cache.bytes_per_token(number_bytes, fp8) for cache in caches)
+
+
+def fits_fp8_cache(config: ModelConfig) -> bool:
+    """Tell if some layer can keep keys and values in FP8."""
+    return any(cache.fits_fp8 for cache in layer_caches(config) if isinstance(cache, KvCache))
 
 
 def state_bytes_per_sequence(config: ModelConfig) -> int:

@@ -55,6 +55,17 @@ class KvCache:
         values = 0 if self.values_in_keys else self.value_size
         return self.kv_heads * (self.head_dim + values) + self.index_dim
 
+    @property
+    def fits_fp8(self) -> bool:
+        """Keys and values lie head by head: those of latent and of sparse attention stay in the model's precision."""
+        return self.kv_heads > 0 and not self.values_in_keys and not self.index_dim
+
+    def bytes_per_token(self, number_bytes: int, fp8: bool) -> int:
+        """Bytes kept per token, in FP8 with a float32 scale for each head of keys and of values."""
+        if fp8 and self.fits_fp8:
+            return self.numbers + 2 * 4 * self.kv_heads
+        return number_bytes * self.numbers
+
 
 NO_KEYS = KvCache(0, 0)
 """The cache of a layer that keeps no keys."""

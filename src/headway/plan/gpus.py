@@ -144,7 +144,7 @@ def _engine(settings: RlSettings, config: ModelConfig, gpu: Gpu) -> GpuEngine:
     blocks = block_shapes(config)
     experts = sum(block.experts * block.expert_weights for block in blocks)
     sparse = next((block for block in blocks if block.experts), None)
-    per_token = max(1, kv_bytes_per_token(config, number))
+    per_token = max(1, kv_bytes_per_token(config, number, fp8=settings.inference.kv_fp8))
     states = settings.inference.max_running * state_bytes_per_sequence(config)
     kv_bytes = max(0.0, rank_memory(settings, config, gpu).kv_bytes * each - states)
     flops_per_token = 2.0 * (active_parameter_count(config) + config.vocab_size * config.width)

@@ -61,7 +61,8 @@ def gpu_splits(settings: RlSettings, config: ModelConfig, gpu: Gpu, gpus: int) -
 def fits(split: Split, settings: RlSettings, config: ModelConfig, gpu: Gpu) -> bool:
     """Tell whether trainer ranks and engines fit, the latter with a KV cache for one whole sequence."""
     memory = rank_memory(split.of(settings), config, gpu)
-    one = settings.seq_len * kv_bytes_per_token(config, compute_bytes(settings.model.dtype))
+    number = compute_bytes(settings.model.dtype)
+    one = settings.seq_len * kv_bytes_per_token(config, number, fp8=settings.inference.kv_fp8)
     return memory.trainer.total <= memory.usable and memory.kv_bytes * split.gpus_each >= one
 
 

@@ -122,6 +122,13 @@ def test_fp8_is_asked_of_vllm_on_gpus_alone(folder: Path) -> None:
         arguments(serve_settings(compute="fp8"), folder, "cpu", memory=GB)
 
 
+def test_an_fp8_cache_is_asked_of_vllm_on_gpus_alone(folder: Path) -> None:
+    assert "kv_cache_dtype" not in arguments(serve_settings(), folder, "cuda", memory=GB)
+    assert arguments(serve_settings(kv_dtype="fp8"), folder, "cuda", memory=GB)["kv_cache_dtype"] == "fp8"
+    with pytest.raises(UsageError, match=r"FP8 cache on CPUs.*--inference.kv_dtype auto"):
+        arguments(serve_settings(kv_dtype="fp8"), folder, "cpu", memory=GB)
+
+
 def test_processes_on_a_gpu_compute_float32_in_float32_and_do_without_what_is_not_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

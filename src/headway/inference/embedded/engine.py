@@ -92,7 +92,7 @@ class EmbeddedEngine:
         self._seeds = random.Random()
         self._epoch = 0
         self._identity = self._seeds.getrandbits(128)
-        self._layout = (config.family, limits.block_size, str(self.runner.store.keys[0].dtype))
+        self._layout = (config.family, limits.block_size, str(self.runner.store.keys[0].numbers.dtype))
         self.fingerprint = ""
         """The fingerprint of the weights that serve; empty where nobody said."""
         self.precision = ""

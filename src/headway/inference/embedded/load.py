@@ -19,7 +19,7 @@ from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
 from headway.models.config import ModelConfig
-from headway.models.costs import MOST_SNAPSHOTS, kv_bytes_per_token, state_bytes_per_sequence
+from headway.models.costs import MOST_SNAPSHOTS, fits_fp8_cache, kv_bytes_per_token, state_bytes_per_sequence
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.registry import load_config
@@ -51,12 +51,19 @@ def load_service(
         torch.set_num_threads(inference.threads)
     if device.type == "cpu" and dtype is torch.float32:
         cpu.enable()
-    model = _load_model(folder, load_config(folder, settings.model.implementation), device, dtype)
+    config = load_config(folder, settings.model.implementation)
+    if inference.kv_fp8 and not fits_fp8_cache(config):
+        raise HeadwayError(
+            f'inference.kv_dtype = "fp8" does not fit {folder.name}, of family {config.family}: no layer of it keeps '
+            'keys and values head by head; set it to "auto"'
+        )
+    model = _load_model(folder, config, device, dtype)
     fingerprint = fingerprint_of(hf_tensors(model)).hexdigest()
     if settings.serves_fp8:
         apply_fp8(model)
         quantize_weights(model, dtype)
-    logger.info("serving linear layers in %s", "FP8 with block scales" if settings.serves_fp8 else dtype_name(dtype))
+    products, cache = ("FP8" if fp8 else dtype_name(dtype) for fp8 in (settings.serves_fp8, inference.kv_fp8))
+    logger.info("serving linear layers in %s, with a KV cache in %s", products, cache)
     if device.type == "cuda" and "max_batched_tokens" not in inference.model_fields_set:
         inference = inference.model_copy(update={"max_batched_tokens": _CUDA_BATCH})
     limits = size_engine(inference, model.config, settings.seq_len, dtype, free_memory(device))
@@ -97,7 +104,7 @@ def size_engine(
     than can ever be used."""
     size = settings.block_size
     max_len = min(seq_len, config.max_len)
-    per_token = kv_bytes_per_token(config, dtype.itemsize)
+    per_token = kv_bytes_per_token(config, dtype.itemsize, fp8=settings.kv_fp8)
     budget = memory if settings.kv_memory_gb is None else int(settings.kv_memory_gb * 1e9)
     per_sequence = -(-max_len // size)
     state = state_bytes_per_sequence(config)
@@ -124,6 +131,7 @@ def size_engine(
         num_snapshots=num_snapshots,
         max_adapters=settings.max_adapters,
         max_host_adapters=settings.max_host_adapters,
+        kv_fp8=settings.kv_fp8,
     )
 
 

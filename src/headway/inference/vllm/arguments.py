@@ -89,6 +89,10 @@ def arguments(settings: ServeSettings, folder: Path, device: str, memory: int) -
         if device == "cpu":
             raise UsageError("vLLM has no FP8 on CPUs; use --inference.compute dtype, or --engine embedded")
         chosen |= _FP8
+    if own.kv_fp8:
+        if device == "cpu":
+            raise UsageError("vLLM has no FP8 cache on CPUs; use --inference.kv_dtype auto, or --engine embedded")
+        chosen["kv_cache_dtype"] = "fp8"
     if settings.model.lora is not None:
         chosen |= _adapters(own, settings.model.lora.rank, device, dtype)
     chosen |= own.vllm

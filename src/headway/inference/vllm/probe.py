@@ -50,7 +50,9 @@ async def serve_probe(llm: Any, probe: WeightProbe, limits: VllmLimits) -> list[
         # vLLM passes on what the first engine's workers return.
         streams = [*(await llm.collective_rpc("headway_seen"))[:1], *[None] * (engines - 1)]
     config = llm.model_config
-    dtype = "fp8" if (config.quantization or "").startswith("fp8") else str(config.dtype).removeprefix("torch.")
+    quantized = (config.quantization or "", llm.vllm_config.cache_config.cache_dtype)
+    fp8 = any(name.startswith("fp8") for name in quantized)
+    dtype = "fp8" if fp8 else str(config.dtype).removeprefix("torch.")
     return [Served(_logprobs(probe, output), dtype, seen) for output, seen in zip(outputs, streams, strict=True)]
 
 

@@ -112,6 +112,11 @@ def fp8_matmul_parts(a_MK: Tensor, a_scales: Tensor, b_NK: Tensor, b_scales: Ten
     return fp8_matmul(a_MK, a_scales, b_NK, b_scales).unsqueeze(0)
 
 
+def quantize_vectors(x: Tensor) -> Fp8Blocks:
+    """Quantize the last dimension, whatever its size: one scale for all of it."""
+    return Fp8Blocks(*_quantized(x.float(), (-1,)))
+
+
 def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     """The matrix, in float32."""
     rows, width = values.shape

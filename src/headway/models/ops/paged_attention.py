@@ -4,11 +4,13 @@ Position p of the sequence in row r is in slot `table[r, p // block_size] * bloc
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headway.models.ops.kv_cache import CachedHeads
 from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.registry import Op, in_c, in_triton
 
@@ -35,21 +37,21 @@ class Tiles:
 
 @Op
 def paged_attention(
-    q_THD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, table: Tensor, tiles: Tiles, block_size: int, out_THD: Tensor
+    q_THD: Tensor, keys: CachedHeads, values: CachedHeads, table: Tensor, tiles: Tiles, block_size: int, out_THD: Tensor
 ) -> None:
     """Causal attention of the tiles' queries, into `out`; other rows of it stay as they are."""
     fields = torch.stack([tiles.rows, tiles.tokens, tiles.positions, tiles.counts]).T.tolist()
     for row, first, start, count in fields:
         if count:
             own = slice(first, first + count)
-            out_THD[own] = _attend(q_THD[own], keys_SKD, values_SKD, table[row], start, block_size)
+            out_THD[own] = _attend(q_THD[own], keys, values, table[row], start, block_size)
 
 
 @Op
 def paged_token_attention(
     q_THD: Tensor,
-    keys_SKD: Tensor,
-    values_SKD: Tensor,
+    keys: CachedHeads,
+    values: CachedHeads,
     table: Tensor,
     rows_T: Tensor,
     positions_T: Tensor,
@@ -59,23 +61,30 @@ def paged_token_attention(
     """Token t attends over places 0 to `positions[t]` of the sequence in row `rows[t]`. `longest` is the largest
     position."""
     each = zip(torch.split(q_THD, 1), rows_T.tolist(), positions_T.tolist(), strict=True)
-    return torch.cat([_attend(q, keys_SKD, values_SKD, table[row], at, block_size) for q, row, at in each])
+    return torch.cat([_attend(q, keys, values, table[row], at, block_size) for q, row, at in each])
 
 
-def _attend(q_nHD: Tensor, keys_SKD: Tensor, values_SKD: Tensor, blocks: Tensor, start: int, block_size: int) -> Tensor:
+def _attend(
+    q_nHD: Tensor, keys: CachedHeads, values: CachedHeads, blocks: Tensor, start: int, block_size: int
+) -> Tensor:
     """Queries that stand at `start` and behind it, over all places up to their own."""
     places = torch.arange(start + len(q_nHD), device=q_nHD.device)
     slots = blocks[places // block_size].long() * block_size + places % block_size
     seen = places <= places[start:, None]
-    q, k, v = (x.transpose(0, 1) for x in (q_nHD, keys_SKD[slots], values_SKD[slots]))
+    k_nKD, v_nKD = (heads.read(slots, q_nHD.dtype) for heads in (keys, values))
+    q, k, v = (x.transpose(0, 1) for x in (q_nHD, k_nKD, v_nKD))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1)
 
 
-@paged_token_attention.backend("c", takes=in_c)
+def _unscaled_in_c(q_THD: Tensor, keys: CachedHeads, *_: Any) -> bool:
+    return in_c(q_THD) and keys.scales is None
+
+
+@paged_token_attention.backend("c", takes=_unscaled_in_c)
 def _paged_token_attention_c(
     q_THD: Tensor,
-    keys_SKD: Tensor,
-    values_SKD: Tensor,
+    keys: CachedHeads,
+    values: CachedHeads,
     table: Tensor,
     rows_T: Tensor,
     positions_T: Tensor,
@@ -86,8 +95,8 @@ def _paged_token_attention_c(
     out = torch.empty(q_THD.shape)
     tokens, heads, size = q_THD.shape
     failed = kernels().attend_cache(
-        q_THD.data_ptr(), q_THD.stride(0), keys_SKD.data_ptr(), values_SKD.data_ptr(), table.data_ptr(),
-        table.stride(0), rows_T.data_ptr(), positions_T.data_ptr(), tokens, heads, keys_SKD.shape[1], size,
+        q_THD.data_ptr(), q_THD.stride(0), keys.numbers.data_ptr(), values.numbers.data_ptr(), table.data_ptr(),
+        table.stride(0), rows_T.data_ptr(), positions_T.data_ptr(), tokens, heads, keys.numbers.shape[1], size,
         block_size, longest, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if failed:

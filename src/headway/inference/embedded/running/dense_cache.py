@@ -59,7 +59,7 @@ class DenseCache:
         if rows <= self._rows and positions <= self._positions:
             return True
         numbers = sum(cache.numbers - cache.index_dim for cache in self._store.caches)
-        room = self._budget // (numbers * self._store.keys[0].element_size())
+        room = self._budget // (numbers * self._store.dtype.itemsize)
         rows = (
             max(self._rows, _power_of_two(rows)) if _power_of_two(rows) * positions <= room else max(self._rows, rows)
         )
@@ -71,7 +71,7 @@ class DenseCache:
         self.keys, self.values = [], []
         for cache in self._store.caches:
             shape = (rows, cache.kv_heads, positions)
-            keys = torch.zeros((*shape, cache.head_dim), dtype=self._store.keys[0].dtype)
+            keys = torch.zeros((*shape, cache.head_dim), dtype=self._store.dtype)
             self.keys.append(keys)
             self.values.append(
                 keys[..., : cache.value_size] if cache.values_in_keys else keys.new_zeros((*shape, cache.value_size))
@@ -87,9 +87,9 @@ class DenseCache:
         positions = np.arange(length)
         slots = torch.from_numpy(table[positions // size] * size + positions % size)
         for layer in range(len(self.keys)):
-            self.keys[layer][row, :, :length] = self._store.keys[layer][slots].transpose(0, 1)
+            self.keys[layer][row, :, :length] = self._store.keys[layer].numbers[slots].transpose(0, 1)
             if not self._store.caches[layer].values_in_keys:
-                self.values[layer][row, :, :length] = self._store.values[layer][slots].transpose(0, 1)
+                self.values[layer][row, :, :length] = self._store.values[layer].numbers[slots].transpose(0, 1)
 
 
 class DenseGroup:

@@ -73,7 +73,7 @@ class DeviceRunner(Runner):
         rows_T = np.repeat(layout.rows, layout.counts)
         fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout)])
         tokens_T, rows_sent_T, positions_T, slots_T = self._to_device(fields)
-        queries = prompt_queries(self._heads_per_kv, self.store.keys[0].dtype)
+        queries = prompt_queries(self._heads_per_kv, self.store.dtype)
         tiles = make_tiles(layout, queries, self.model.config.kv_heads, self.device)
         adapters = self._adapters(rows_T)
         adapters_T = None if adapters is None else self._to_device(adapters)

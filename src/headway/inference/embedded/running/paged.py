@@ -16,6 +16,7 @@ from headway.inference.embedded.running.sparse import SparseReader
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.attention import masked_attention, visible_mask
+from headway.models.ops.kv_cache import CachedHeads
 from headway.models.ops.registry import in_c
 from headway.models.packed import AttentionLayer, AttentionPlan, IndexScores, Spans
 
@@ -68,9 +69,9 @@ class BlockGroup:
         q_BQHD = q_NHD.view(self.batch, self.queries, *q_NHD.shape[1:])
         return masked_attention(q_BQHD, keys, values, self.mask, layer).flatten(0, 1)
 
-    def _gather(self, cache: Tensor) -> Tensor:
-        _, kv_heads, dim = cache.shape
-        picked = cache.view(-1, self.store.block_size * kv_heads * dim).index_select(0, self.blocks)
+    def _gather(self, heads: CachedHeads) -> Tensor:
+        _, kv_heads, dim = heads.numbers.shape
+        picked = heads.by_blocks(self.store.block_size).read(self.blocks, self.store.dtype)
         return picked.view(self.batch, -1, kv_heads, dim).transpose(1, 2)
 
     def _gather_values(self, keys: Tensor, index: int) -> Tensor:
@@ -128,7 +129,7 @@ class PagedPlan(AttentionPlan):
         store, layout = self._store, self._layout
         rest = np.ones(len(layout.rows), dtype=np.bool_)
         decoding: DirectGroup | DenseGroup | None = None
-        if in_c(store.keys[0]) and store.of_equal_heads:
+        if in_c(store.keys[0].numbers) and store.of_equal_heads:
             short = layout.counts <= (_SHORT if self._spans is None else 1)
             decoding, rest = self._direct_group(short), ~short
         elif self._dense is not None:
@@ -221,7 +222,7 @@ class PagedPlan(AttentionPlan):
         if self._spans is not None:
             last_T = self._spans.last_T
             ends = (last_T if tokens is None else last_T[tokens]).view(batch, queries)
-        mask = visible_mask(seen, keys, window, heads_per_kv, store.keys[0].dtype, ends)
+        mask = visible_mask(seen, keys, window, heads_per_kv, store.dtype, ends)
         group = BlockGroup(store, batch, queries, blocks, mask, tokens)
         if padded:
             group.valid = to_device(np.flatnonzero(np.arange(queries) < counts[:, None]), device)

@@ -57,10 +57,12 @@ class Runner:
         self._heads_per_kv = config.heads // kv_heads
         self._packer = Packer(rows)
         self._drawer = self._make_drawer(ahead)
-        # Layers with sparse attention would have to write to it in steps in which they do not read it.
-        dense = self.device.type == "cpu" and store.bytes > 0 and not store.sparse
+        # Layers with sparse attention would have to write to it in steps in which they do not read it. And a copy of
+        # what is in FP8 would be wider than that, or wrong.
+        dense = self.device.type == "cpu" and store.bytes > 0 and not store.sparse and not store.fp8
         self.dense_cache = DenseCache(store, len(rows.blocks), store.bytes) if dense else None
-        self._whole = CpuDecoder(model, store.keys, store.values, store.block_size, rows.blocks)
+        keys, values = ([heads.numbers for heads in each] for each in (store.keys, store.values))
+        self._whole = CpuDecoder(model, keys, values, store.block_size, rows.blocks)
         self.images = StepImages(model, len(rows.blocks)) if isinstance(model, VisionLM) else None
         slots = store.num_blocks * store.block_size
         self._experts = RecordedExperts(config, slots, self.device) if config.experts else None

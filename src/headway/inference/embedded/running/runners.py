@@ -29,6 +29,7 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         limits.block_size,
         dtype=weight.dtype,
         device=weight.device,
+        fp8=limits.kv_fp8,
     )
     rows = InputBatch(limits.max_running, -(-limits.max_model_len // limits.block_size))
     if recurrent:

@@ -55,7 +55,7 @@ class SparseReader:
     def attend(self, q_THD: Tensor, layer: AttentionLayer) -> Tensor:
         """Attend to `layer.chosen`: (T, H, size of a value)."""
         assert layer.chosen is not None
-        cache, keys_SKD = self._store.caches[layer.index], self._store.keys[layer.index]
+        cache, keys_SKD = self._store.caches[layer.index], self._store.keys[layer.index].numbers
         chosen_Tk, parts = layer.chosen.long(), []
         portion = max(1, _NUMBERS // max(1, chosen_Tk.shape[1] * keys_SKD[0].numel()))
         for start in range(0, len(q_THD), portion):
@@ -64,7 +64,7 @@ class SparseReader:
             k_TKkD = keys_SKD[slots_Tk].transpose(1, 2)
             v_TKkD = k_TKkD[..., : cache.value_size]
             if not cache.values_in_keys:
-                v_TKkD = self._store.values[layer.index][slots_Tk].transpose(1, 2)
+                v_TKkD = self._store.values[layer.index].numbers[slots_Tk].transpose(1, 2)
             mask = torch.zeros(slots_Tk.shape, dtype=q_THD.dtype, device=q_THD.device)
             mask = mask.masked_fill_(chosen_Tk[own] < 0, -torch.inf)[:, None, None, :]
             parts.append(masked_attention(q_THD[own, None], k_TKkD, v_TKkD, mask, layer)[:, 0])

@@ -19,7 +19,7 @@ _order = attrgetter("order")
 class EngineLimits:
     """`max_model_len` bounds prompt plus output; the cache always has room for one such sequence. `num_snapshots` of
     recurrent states are kept at once, for prefixes; None: as many as can be of use. `max_adapters` have slots on the
-    device, `max_host_adapters` are kept in host memory."""
+    device, `max_host_adapters` are kept in host memory. `kv_fp8`: the cache is in FP8."""
 
     max_running: int
     max_batched_tokens: int
@@ -30,6 +30,7 @@ class EngineLimits:
     num_snapshots: int | None = None
     max_adapters: int = 8
     max_host_adapters: int = 64
+    kv_fp8: bool = False
 
     @property
     def snapshots(self) -> int:

@@ -5,14 +5,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.ops.kv_cache import CachedHeads
+from headway.models.ops.triton.fp8 import inverse, scale_of
+
 _HEADS = 8
 """Heads per program."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q, k, v, q_weight, k_weight, cos, sin, slots, q_out, keys, values, eps, q_stride, k_stride, v_stride, kv_stride,
-    heads, kv_heads, HALF: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, q_weight, k_weight, cos, sin, slots, q_out, keys, values, key_scales, value_scales, eps, q_stride,
+    k_stride, v_stride, kv_stride, heads, kv_heads, HALF: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -43,13 +47,30 @@ def _norm_rope_write_kernel(  # type: ignore[no-untyped-def]  # arguments are po
     to_q = q_out + (token * heads + head) * (2 * HALF) + column
     tl.store(to_q, rotated_a, is_q)
     tl.store(to_q + HALF, rotated_b, is_q)
-    slot = tl.load(slots + token) * kv_stride
-    to_k = keys + slot + (head - heads) * (2 * HALF) + column
+    slot = tl.load(slots + token)
+    first_v = tl.load(v_at, is_v, other=0.0)
+    second_v = tl.load(v_at + HALF, is_v, other=0.0)
+    if FP8:
+        # Rounded as between the plain functions. A head of keys has zeros for values here, and the other way round.
+        first_k = tl.where(is_k, rotated_a, 0.0).to(q_out.dtype.element_ty).to(tl.float32)
+        second_k = tl.where(is_k, rotated_b, 0.0).to(q_out.dtype.element_ty).to(tl.float32)
+        rotated_a = first_k + first_v.to(tl.float32)
+        rotated_b = second_k + second_v.to(tl.float32)
+        scale = scale_of(tl.max(tl.maximum(tl.abs(rotated_a), tl.abs(rotated_b)), 1, keep_dims=True))
+        rotated_a = (rotated_a * inverse(scale)).to(keys.dtype.element_ty)
+        rotated_b = (rotated_b * inverse(scale)).to(keys.dtype.element_ty)
+        first_v = rotated_a
+        second_v = rotated_b
+        scale_at = slot * kv_heads + head - heads
+        tl.store(key_scales + scale_at, scale, (head >= heads) & (head < heads + kv_heads))
+        scale_at -= kv_heads
+        tl.store(value_scales + scale_at, scale, (head >= heads + kv_heads) & (head < heads + 2 * kv_heads))
+    to_k = keys + slot * kv_stride + (head - heads) * (2 * HALF) + column
     tl.store(to_k, rotated_a, is_k)
     tl.store(to_k + HALF, rotated_b, is_k)
-    to_v = values + slot + (head - heads - kv_heads) * (2 * HALF) + column
-    tl.store(to_v, tl.load(v_at, is_v, other=0.0), is_v)
-    tl.store(to_v + HALF, tl.load(v_at + HALF, is_v, other=0.0), is_v)
+    to_v = values + slot * kv_stride + (head - heads - kv_heads) * (2 * HALF) + column
+    tl.store(to_v, first_v, is_v)
+    tl.store(to_v + HALF, second_v, is_v)
 
 
 def qk_norm_rope_to_cache(
@@ -61,8 +82,8 @@ def qk_norm_rope_to_cache(
     cos: Tensor,
     sin: Tensor,
     slots_T: Tensor,
-    keys_SKD: Tensor,
-    values_SKD: Tensor,
+    keys: CachedHeads,
+    values: CachedHeads,
 ) -> Tensor:
     """Queries, normed (by the first of `norms`) and rotated. Keys, treated alike, and values go into their slots."""
     tokens, heads, dim = q_THD.shape
@@ -70,8 +91,9 @@ def qk_norm_rope_to_cache(
     q_out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     q_weight, k_weight = norms or (cos, cos)
     _norm_rope_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
-        q_THD, k_TKD, v_TKD, q_weight, k_weight, cos, sin, slots_T, q_out, keys_SKD, values_SKD, eps, q_THD.stride(0),
-        k_TKD.stride(0), v_TKD.stride(0), keys_SKD.stride(0), heads, kv_heads, HALF=dim // 2, NORM=norms is not None,
-        HEADS=_HEADS, BLOCK=triton.next_power_of_2(dim // 2), num_warps=2,
+        q_THD, k_TKD, v_TKD, q_weight, k_weight, cos, sin, slots_T, q_out, keys.numbers, values.numbers, keys.scales,
+        values.scales, eps, q_THD.stride(0), k_TKD.stride(0), v_TKD.stride(0), keys.numbers.stride(0), heads, kv_heads,
+        HALF=dim // 2, NORM=norms is not None, FP8=keys.scales is not None, HEADS=_HEADS,
+        BLOCK=triton.next_power_of_2(dim // 2), num_warps=2,
     )  # fmt: skip
     return q_out

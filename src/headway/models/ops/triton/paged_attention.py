@@ -10,18 +10,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.ops.kv_cache import CachedHeads
 from headway.models.ops.paged_attention import Tiles
 
 _LOG2_E = 1.4426950408889634
 _LEAST = 16
 """The smallest side of a matrix product in Triton."""
+_RANGE: tl.constexpr = tl.constexpr(2.0**14)
+"""Of float16, which ends at twice that."""
+_INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_UNPACK: tl.constexpr = tl.constexpr("""{
+    .reg .b32 both;
+    .reg .b16 two, none;
+    prmt.b32 both, $2, 0, 0x4420;
+    mov.b32 {two, none}, both;
+    cvt.rn.f16x2.e4m3x2 $0, two;
+    prmt.b32 both, $2, 0, 0x4431;
+    mov.b32 {two, none}, both;
+    cvt.rn.f16x2.e4m3x2 $1, two;
+}""")
+"""Bytes 0 and 2, then bytes 1 and 3, of two pairs."""
+
+
+@triton.jit
+def _halves(x):  # type: ignore[no-untyped-def]
+    """Split the columns of a matrix into the even and the odd ones."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _unpack(pairs, like):  # type: ignore[no-untyped-def]
+    """Turn pairs of FP8 numbers, read as 16-bit integers, into the even columns and the odd ones. What is read in 16
+    bits comes to the products as their hardware wants it; bytes would be collected one by one."""
+    if _INTERPRETED:
+        even = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(like.dtype)
+        odd = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(like.dtype)
+    else:
+        # The same: the compiler would take five instructions for two numbers.
+        even, odd = tl.inline_asm_elementwise(
+            _UNPACK, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+        even = even.to(like.dtype)
+        odd = odd.to(like.dtype)
+    return even, odd
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q, keys, values, table, rows, tokens, positions, counts, out, parts, stats, scale, q_stride, kv_stride,
-    table_stride, heads, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    q, keys, values, key_scales, value_scales, table, rows, tokens, positions, counts, out, parts, stats, scale,
+    q_stride, kv_stride, table_stride, heads, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run at the same time read neighbouring parts of the same slots.
     kv_head = tl.program_id(0)
@@ -43,6 +81,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
     reach = position + query
     q_at = (first + query)[:, None] * q_stride + head[:, None] * DIM + d[None, :]
     q_md = tl.load(q + q_at, mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+    if FP8:
+        # FP8 is exact in float16, too, and is turned into it in half the time of bfloat16.
+        q_md = q_md.to(tl.float32 if q_md.dtype == tl.float32 else tl.float16)
+        q_even, q_odd = _halves(q_md)
+        e = tl.arange(0, WIDTH // 2)
 
     end = position + count
     share = tl.cdiv(tl.cdiv(end, SPLITS), KEYS) * KEYS
@@ -50,14 +93,28 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
     high = tl.minimum(end, low + share)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    if FP8:
+        acc_even = tl.zeros([ROWS, WIDTH // 2], tl.float32)
+        acc_odd = tl.zeros([ROWS, WIDTH // 2], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(low, high, KEYS):
         at = start + n
         inside = at < high
         block = tl.load(blocks + at // SIZE, mask=inside, other=0).to(tl.int64)
-        slot = (block * SIZE + at % SIZE) * kv_stride + kv_head * DIM
-        k_nd = tl.load(keys + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
-        scores = tl.dot(q_md, tl.trans(k_nd), input_precision="ieee") * scale
+        if FP8:
+            slot = block * SIZE + at % SIZE
+            pair = (slot * kv_stride + kv_head * DIM // 2)[:, None] + e[None, :]
+            in_pairs = inside[:, None] & (e < DIM // 2)[None, :]
+            scale_at = slot * tl.num_programs(0) + kv_head
+            k_even, k_odd = _unpack(tl.load(keys + pair, mask=in_pairs, other=0), q_md)
+            scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
+            scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
+            scores *= scale * tl.load(key_scales + scale_at, mask=inside, other=0.0)[None, :]
+        else:
+            slot = (block * SIZE + at % SIZE) * kv_stride + kv_head * DIM
+            k_nd = tl.load(keys + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+            scores = tl.dot(q_md, tl.trans(k_nd), input_precision="ieee") * scale
         scores = tl.where(inside[None, :] & (at[None, :] <= reach[:, None]), scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         # A query that sees none of these keys has no maximum to subtract.
@@ -65,9 +122,20 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
         weights = tl.exp2(scores - ground[:, None])
         fade = tl.exp2(best - ground)
         total = total * fade + tl.sum(weights, 1)
-        v_nd = tl.load(values + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
-        acc = tl.dot(weights.to(v_nd.dtype), v_nd, acc * fade[:, None], input_precision="ieee")
+        if FP8:
+            v_scale = tl.load(value_scales + scale_at, mask=inside, other=0.0)
+            # Weights times scales, so that the largest uses float16's range: the smallest must not vanish.
+            ceiling = tl.max(v_scale, 0) / _RANGE
+            shares = (weights * (v_scale / ceiling)[None, :]).to(q_md.dtype)
+            v_even, v_odd = _unpack(tl.load(values + pair, mask=in_pairs, other=0), q_md)
+            acc_even = acc_even * fade[:, None] + tl.dot(shares, v_even, input_precision="ieee") * ceiling
+            acc_odd = acc_odd * fade[:, None] + tl.dot(shares, v_odd, input_precision="ieee") * ceiling
+        else:
+            v_nd = tl.load(values + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
+            acc = tl.dot(weights.to(v_nd.dtype), v_nd, acc * fade[:, None], input_precision="ieee")
         best = higher
+    if FP8:
+        acc = tl.reshape(tl.join(acc_even, acc_odd), [ROWS, WIDTH])
 
     mask = real[:, None] & (d < DIM)[None, :]
     place = (first + query) * heads + head
@@ -101,8 +169,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
 
 def paged_attention(
     q_THD: Tensor,
-    keys_SKD: Tensor,
-    values_SKD: Tensor,
+    keys: CachedHeads,
+    values: CachedHeads,
     table: Tensor,
     tiles: Tiles,
     block_size: int,
@@ -110,22 +178,24 @@ def paged_attention(
 ) -> None:
     """Decoding wants many small programs. Tiles that are split have one query each."""
     tokens, heads, dim = q_THD.shape
-    kv_heads = keys_SKD.shape[1]
+    kv_heads, fp8 = keys.numbers.shape[1], keys.scales is not None
     group = heads // kv_heads
     # In float32 products are unrolled into single multiplications, so that large tiles would be very long programs.
     decoding, half = tiles.queries == 1, q_THD.dtype is not torch.float32
-    splits, width = tiles.splits, max(_LEAST, triton.next_power_of_2(dim))
+    splits, width = tiles.splits, max(2 * _LEAST if fp8 else _LEAST, triton.next_power_of_2(dim))
     small = decoding and half and width <= 64
-    keys = _LEAST if not half else 32 if width > 128 else 128 if decoding and not small else 64
+    portion = _LEAST if not half else 32 if width > 128 else 128 if decoding and not small else 64
     parts = stats = out
     if splits > 1:
         parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
         stats = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=out.device)
+    k_numbers, v_numbers = (each.view(torch.int16) if fp8 else each for each in (keys.numbers, values.numbers))
     _attend_kernel[(kv_heads, len(tiles.rows), splits)](
-        q_THD, keys_SKD, values_SKD, table, tiles.rows, tiles.tokens, tiles.positions, tiles.counts, out, parts,
-        stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), keys_SKD.stride(0), table.stride(0), heads, GROUP=group, DIM=dim,
-        SIZE=block_size, SPLITS=splits, ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width,
-        KEYS=keys, num_stages=3, num_warps=2 if small else 4,
+        q_THD, k_numbers, v_numbers, keys.scales, values.scales, table, tiles.rows, tiles.tokens, tiles.positions,
+        tiles.counts, out, parts, stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), k_numbers.stride(0), table.stride(0),
+        heads, GROUP=group, DIM=dim, SIZE=block_size, SPLITS=splits,
+        ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width, KEYS=portion, FP8=fp8,
+        num_stages=3, num_warps=2 if small else 4,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(len(tiles.rows), heads)](
