@@ -202,7 +202,7 @@ def table(rows: list[Row]) -> str:
 def machine() -> dict[str, Any]:
     import torch
 
-    from headway.models.ops import flash_attention as flash
+    from headway.models.ops.attention import flash
 
     properties = torch.cuda.get_device_properties(0)
     return {

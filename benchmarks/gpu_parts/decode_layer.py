@@ -32,10 +32,10 @@ from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.layers.experts import ExpertRouter
 from headway.models.layers.mlp import GatedMlp
 from headway.models.layers.norm import RMSNorm
-from headway.models.ops.choose_experts import Choice, Routing
-from headway.models.ops.expert_lists import expert_lists
-from headway.models.ops.fp8 import fp8_matmul, fp8_matmul_parts, quantize_1x128, quantize_128x128
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.attention.paged import Tiles
+from headway.models.ops.experts.choose import Choice, Routing
+from headway.models.ops.experts.lists import expert_lists
+from headway.models.ops.fp8.blocks import fp8_matmul, fp8_matmul_parts, quantize_1x128, quantize_128x128
 from headway.models.packed import PackedTokens
 from headway.models.serving import fuse_projections
 

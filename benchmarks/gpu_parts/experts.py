@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from headway.models import ops
-from headway.models.ops.choices import Choices
-from headway.models.ops.fp8_experts import quantize_experts
-from headway.models.ops.grouped_linear import grouped_linear
-from headway.models.ops.trained_experts import trained_experts
+from headway.models.ops.experts.choices import Choices
+from headway.models.ops.experts.fp8 import quantize_experts
+from headway.models.ops.experts.grouped_linear import grouped_linear
+from headway.models.ops.experts.trained import trained_experts
 
 CUDA = torch.cuda.is_available()
 TOKENS, WIDTH, INNER, EXPERTS, CHOSEN = (16_384, 2048, 768, 128, 8) if CUDA else (256, 256, 128, 8, 2)

@@ -19,8 +19,8 @@ from gpu_parts.engine import ROUNDS, floor_ms, make_engine, prompts
 from gpu_parts.trainer import measure as measure_training
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine
-from headway.models.ops.fp8 import fp8_matmul, quantize_1x128, quantize_128x128, quantize_columns
-from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears
+from headway.models.ops.fp8.blocks import fp8_matmul, quantize_1x128, quantize_128x128, quantize_columns
+from headway.models.ops.fp8.linear import fp8_linears, fp8_lora_linears
 
 ODD = [(1, 128, 128), (64, 4096, 4096), (37, 576, 1536), (130, 200, 136), (2000, 1024, 3072), (513, 2560, 1152)]
 """Rows, inputs, outputs: of a decode step, of packed batches, and not of whole blocks."""

@@ -10,7 +10,7 @@ import time
 import torch
 
 from gpu_parts.fp8 import _milliseconds, _normal
-from headway.models.ops.fp8 import fp8_matmul, quantize_1x128, quantize_128x128
+from headway.models.ops.fp8.blocks import fp8_matmul, quantize_1x128, quantize_128x128
 from headway.models.ops.triton.fp8 import tiled_matmul
 from headway.models.ops.triton.fp8_experts import many_rows_matmul
 

@@ -22,7 +22,7 @@ from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import decode_splits
 from headway.models import ops
 from headway.models.family import KvCache
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.attention.paged import Tiles
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)

@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 
 from headway.models import ops
-from headway.models.ops.attention import PackedSamples
-from headway.models.ops.choose_experts import Choice
-from headway.models.ops.expert_lists import GROUP, ExpertLists, expert_lists
-from headway.models.ops.fp8 import (
+from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.packed import PackedSamples
+from headway.models.ops.attention.paged import Tiles
+from headway.models.ops.experts.choose import Choice
+from headway.models.ops.experts.fp8 import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.experts.gated_gradient import gated_gradient
+from headway.models.ops.experts.lists import GROUP, ExpertLists, expert_lists
+from headway.models.ops.experts.sum_choices import sum_choices
+from headway.models.ops.fp8.blocks import (
     FP8,
     fp8_matmul,
     fp8_matmul_parts,
@@ -21,13 +26,8 @@ from headway.models.ops.fp8 import (
     quantize_vectors,
     transpose_fp8,
 )
-from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
-from headway.models.ops.fp8_ranks import rows_with_ranks, weights_with_ranks
-from headway.models.ops.gated_gradient import gated_gradient
-from headway.models.ops.kv_cache import CachedHeads
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.fp8.ranks import rows_with_ranks, weights_with_ranks
 from headway.models.ops.registry import Op
-from headway.models.ops.sum_choices import sum_choices
 
 Call = Callable[..., Any]
 EPS = 1e-6

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.models.attention import PackedPlan
-from headway.models.ops.attention import group_by_length
+from headway.models.ops.attention.packed import group_by_length
 from headway.models.packed import AttentionLayer
 
 LAYER = AttentionLayer(0)

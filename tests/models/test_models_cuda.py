@@ -15,9 +15,9 @@ from headway.models.build import build_model
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.rope import RotaryTable
-from headway.models.ops import flash_attention as flash
-from headway.models.ops.kv_cache import CachedHeads
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.attention import flash
+from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.paged import Tiles
 from headway.models.packed import AttentionLayer, AttentionPlan, PackedTokens
 
 pytestmark = [

@@ -23,7 +23,7 @@ from headway.models.layers.experts import (
     expert_linear,
 )
 from headway.models.layers.mlp import GatedMlp
-from headway.models.ops import trained_experts
+from headway.models.ops.experts import trained as trained_experts
 from headway.models.registry import find_family
 
 LENGTHS = [9, 14]

@@ -19,11 +19,17 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, computes_fp8, quantize_weights
 from headway.models.layers.linear import FusedProjections, Linear
-from headway.models.ops import fp8_linear as fp8_linear_module
 from headway.models.ops import registry
-from headway.models.ops.fp8 import dequantize, quantize_1x128, quantize_128x128, quantize_columns, transpose_blocks
-from headway.models.ops.fp8_experts import fp8_grouped_linear
-from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears
+from headway.models.ops.experts.fp8 import fp8_grouped_linear
+from headway.models.ops.fp8 import linear as fp8_linear_module
+from headway.models.ops.fp8.blocks import (
+    dequantize,
+    quantize_1x128,
+    quantize_128x128,
+    quantize_columns,
+    transpose_blocks,
+)
+from headway.models.ops.fp8.linear import fp8_linears, fp8_lora_linears
 from headway.models.packed import PackedTokens
 from headway.models.serving import StandbyWeights
 from headway.models.tiny import TINY
@@ -177,7 +183,7 @@ def test_serving_quantizes_rows_where_they_are_made(monkeypatch: pytest.MonkeyPa
         alone.append(x_TI)
         return quantize_1x128(x_TI)
 
-    monkeypatch.setattr("headway.models.ops.fp8.quantize_1x128", quantize)
+    monkeypatch.setattr("headway.models.ops.fp8.blocks.quantize_1x128", quantize)
     tokens = PackedTokens(torch.arange(7), torch.arange(7), PackedPlan([7]))
     with torch.no_grad():
         expected = model(tokens).hidden_TD

@@ -15,7 +15,8 @@ import torch
 from ops_cases import CASES, Case
 from torch import Tensor
 
-from headway.models.ops import flash_attention, registry
+from headway.models.ops import registry
+from headway.models.ops.attention import flash
 from headway.models.ops.registry import OPS, Backend
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -52,7 +53,7 @@ def test_a_backend_equals_the_reference(backend: Backend[..., Any], case: Case, 
         pytest.skip("needs a CUDA device or Triton's interpreter")
     if backend.kind in ("cuda", "flash") and not WITH_CUDA:
         pytest.skip("needs a CUDA device")
-    if backend.kind == "flash" and not flash_attention.installed():
+    if backend.kind == "flash" and not flash.installed():
         pytest.skip("needs flash-attn-4")
     device = "cuda" if WITH_CUDA and backend.kind != "c" else "cpu"
     draw = torch.Generator().manual_seed(0)

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headway.models.attention import PackedPlan
-from headway.models.ops import cuda_attention
-from headway.models.ops import flash_attention as flash
-from headway.models.ops.attention import in_flash
+from headway.models.ops.attention import cuda, flash
+from headway.models.ops.attention.packed import in_flash
 from headway.models.packed import AttentionLayer
 
 LAYER = AttentionLayer(0)
@@ -69,7 +68,7 @@ def test_passes_go_to_the_kernels_whole_or_by_heads(
 ) -> None:
     backward = Backward()
     monkeypatch.setattr(flash, "_kernels", lambda: flash.Kernels(forward, backward))
-    monkeypatch.setattr(cuda_attention, "_ELEMENTS", elements)
+    monkeypatch.setattr(cuda, "_ELEMENTS", elements)
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(30, heads, 8, generator=draw).requires_grad_() for heads in (8, 4, 4))
     grad = torch.randn(q.shape, generator=draw)
@@ -115,7 +114,7 @@ def test_kernels_that_fail_are_not_used(monkeypatch: pytest.MonkeyPatch, caplog:
 @pytest.mark.parametrize("lengths", [[2048], [1500, 3, 900, 200]])
 @pytest.mark.parametrize("elements", [2**26, 2**19])
 def test_it_computes_what_torchs_kernels_do(lengths: list[int], elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_attention, "_ELEMENTS", elements)
+    monkeypatch.setattr(cuda, "_ELEMENTS", elements)
     draw = torch.Generator("cuda").manual_seed(0)
     wide = torch.randn(sum(lengths), 8, 128, generator=draw, device="cuda").bfloat16()
     # Keys and values as parts of a wider tensor, as they come from layers that are computed together.

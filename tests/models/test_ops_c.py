@@ -12,7 +12,7 @@ from ops_common import backend
 
 from headway.models import ops
 from headway.models.ops import registry
-from headway.models.ops.kv_cache import CachedHeads
+from headway.models.ops.attention.kv_cache import CachedHeads
 from headway.models.ops.registry import in_c
 
 sizes = st.integers(1, 40)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headway.models import ops
 from headway.models.attention import PackedPlan
-from headway.models.ops.chunks import precision
+from headway.models.ops.recurrent.chunks import precision
 from headway.models.packed import States
 
 HEADS, GROUPS, SIZE, VALUES, WIDTH = 4, 2, 6, 5, 4

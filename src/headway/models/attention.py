@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.models import ops
-from headway.models.ops.attention import QKV, PackedSamples
+from headway.models.ops.attention.packed import QKV, PackedSamples
 from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.sparse_attention import choose_positions, chosen_mask
 

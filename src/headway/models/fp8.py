@@ -16,9 +16,9 @@ from headway.models.layers.block import Block
 from headway.models.layers.experts import Experts
 from headway.models.layers.linear import FusedProjections, Linear, fused_projections
 from headway.models.layers.norm import RMSNorm
-from headway.models.ops.fp8 import BLOCK, Fp8Blocks, quantize_128x128
-from headway.models.ops.fp8_experts import quantize_experts
-from headway.models.ops.fp8_linear import join_blocks
+from headway.models.ops.experts.fp8 import quantize_experts
+from headway.models.ops.fp8.blocks import BLOCK, Fp8Blocks, quantize_128x128
+from headway.models.ops.fp8.linear import join_blocks
 
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 _NARROWEST = 64

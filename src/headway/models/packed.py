@@ -10,8 +10,8 @@ from torch import Tensor
 from headway.core.images import Grid
 from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks
-from headway.models.ops.attention import QKV
-from headway.models.ops.choices import expert_counts
+from headway.models.ops.attention.packed import QKV
+from headway.models.ops.experts.choices import expert_counts
 from headway.models.ops.qk_norm_rope import Norms
 
 AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]

@@ -15,7 +15,7 @@ from headway.base.errors import UsageError
 from headway.config.trainer import ExpertSettings
 from headway.models.decoder import DecoderLM
 from headway.models.layers.experts import ExpertRouter, sparse_mlp_of
-from headway.models.ops.choices import expert_counts
+from headway.models.ops.experts.choices import expert_counts
 
 
 class ExpertBalance:

@@ -14,7 +14,7 @@ from headway.core.batches import COMPONENTS, ComponentCounts, MicroBatch
 from headway.core.streams import streams_of
 from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
-from headway.models.ops.choices import expert_counts
+from headway.models.ops.experts.choices import expert_counts
 from headway.models.packed import ModelOutput, PackedTokens
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.inputs import image_tokens

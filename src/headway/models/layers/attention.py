@@ -12,7 +12,7 @@ from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
-from headway.models.ops.attention import QKV
+from headway.models.ops.attention.packed import QKV
 from headway.models.packed import AttentionLayer, Rope
 
 QkNorm = bool | Literal["all"]

@@ -11,7 +11,7 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.convolution import ShortConvolution
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
-from headway.models.ops.chunks import precision
+from headway.models.ops.recurrent.chunks import precision
 from headway.models.packed import States
 from headway.models.recurrent import DeltaNetShape
 

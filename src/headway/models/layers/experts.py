@@ -16,11 +16,11 @@ from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward, GatedMlp
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.tape import Tape, taped_linear
-from headway.models.ops.choices import Choices
-from headway.models.ops.choose_experts import Choice, Routing
-from headway.models.ops.fp8 import Fp8Blocks
-from headway.models.ops.fp8_experts import fp8_grouped_linear
-from headway.models.ops.sum_choices import sum_choices
+from headway.models.ops.experts.choices import Choices
+from headway.models.ops.experts.choose import Choice, Routing
+from headway.models.ops.experts.fp8 import fp8_grouped_linear
+from headway.models.ops.experts.sum_choices import sum_choices
+from headway.models.ops.fp8.blocks import Fp8Blocks
 from headway.models.sharded import local_part
 
 GatedActivation = Callable[[Tensor], Tensor]

@@ -14,7 +14,7 @@ from headway.models.layers.indexer import Indexer
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import pairs_to_halves
-from headway.models.ops.attention import QKV
+from headway.models.ops.attention.packed import QKV
 from headway.models.packed import AttentionLayer
 
 _EPS = 1e-6

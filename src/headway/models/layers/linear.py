@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks, AdapterGate
-from headway.models.ops.fp8 import Fp8Blocks
-from headway.models.ops.fp8_linear import fp8_linears, fp8_lora_linears, fp8_summands
+from headway.models.ops.fp8.blocks import Fp8Blocks
+from headway.models.ops.fp8.linear import fp8_linears, fp8_lora_linears, fp8_summands
 from headway.models.ops.linear import Scale, prefers_fused
 from headway.models.ops.registry import cast, in_triton
 

@@ -11,7 +11,7 @@ from headway.models import ops
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
-from headway.models.ops.fp8 import keep_blocks
+from headway.models.ops.fp8.blocks import keep_blocks
 
 
 def relu_squared(x: Tensor) -> Tensor:

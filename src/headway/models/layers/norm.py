@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
-from headway.models.ops.fp8 import keep_blocks
+from headway.models.ops.fp8.blocks import keep_blocks
 
 
 class RMSNorm(nn.Module):

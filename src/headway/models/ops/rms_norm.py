@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops.fp8 import BLOCK, Fp8Blocks, quantize_1x128
+from headway.models.ops.fp8.blocks import BLOCK, Fp8Blocks, quantize_1x128
 from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.registry import Op, cast, in_c, in_triton, in_triton_serving
 

@@ -26,7 +26,7 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import sparse_mlp_of
 from headway.models.layers.linear import Linear
 from headway.models.layers.tape import Tape, Taped
-from headway.models.ops.attention import QKV
+from headway.models.ops.attention.packed import QKV
 from headway.models.packed import AttentionLayer
 from headway.trainer.memory.randomness import RandomState
 

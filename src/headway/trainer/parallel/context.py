@@ -28,7 +28,7 @@ from headway.base.errors import HeadwayError
 from headway.models.attention import PackedPlan, masked_attention, visible_mask
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
-from headway.models.ops.attention import QKV
+from headway.models.ops.attention.packed import QKV
 from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.recurrent import RecurrentState
 from headway.trainer.parallel.cutting import Cut, Rows, first_key

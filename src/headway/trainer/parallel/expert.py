@@ -20,7 +20,7 @@ from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import SparseMlp
 from headway.models.layers.tape import Tape, taken
-from headway.models.ops.choices import expert_counts, inverse
+from headway.models.ops.experts.choices import expert_counts, inverse
 from headway.trainer.parallel.deep_ep import deep_ep_dispatchers
 from headway.trainer.parallel.dims import ParallelDims
 

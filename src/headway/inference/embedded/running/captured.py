@@ -19,7 +19,7 @@ from headway.inference.embedded.running.graphs import Graphs, capture_sizes
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.tiles import cut, decode_splits, prompt_queries
 from headway.models.adapters.bank import AdapterBank
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.attention.paged import Tiles
 
 Ints = NDArray[np.int64]
 

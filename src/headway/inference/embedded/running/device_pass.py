@@ -7,7 +7,7 @@ from headway.inference.embedded.running.experts import RecordedExperts
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import TilePlan
 from headway.models.decoder import DecoderLM
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.attention.paged import Tiles
 from headway.models.packed import ImageTokens, PackedTokens
 
 

@@ -18,7 +18,7 @@ from headway.inference.embedded.running.tiles import make_tiles, prompt_queries
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM
-from headway.models.ops.grouped_linear import grouped_at_once
+from headway.models.ops.experts.grouped_linear import grouped_at_once
 
 Ints = NDArray[np.int64]
 

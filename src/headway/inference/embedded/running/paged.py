@@ -16,7 +16,7 @@ from headway.inference.embedded.running.sparse import SparseReader
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.attention import masked_attention, visible_mask
-from headway.models.ops.kv_cache import CachedHeads
+from headway.models.ops.attention.kv_cache import CachedHeads
 from headway.models.ops.registry import in_c
 from headway.models.packed import AttentionLayer, AttentionPlan, IndexScores, Spans
 

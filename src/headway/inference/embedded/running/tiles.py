@@ -10,7 +10,7 @@ from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.attention.paged import Tiles
 from headway.models.packed import AttentionLayer, AttentionPlan, Rope
 
 Ints = NDArray[np.int64]

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.choose_experts import TINY, Choice, Routing
-from headway.models.ops.expert_lists import FEW_TOKENS, GROUP
+from headway.models.ops.experts.choose import TINY, Choice, Routing
+from headway.models.ops.experts.lists import FEW_TOKENS, GROUP
 from headway.models.ops.triton.expert_lists import empty_lists, store_lists
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.expert_lists import GROUP, ExpertLists
+from headway.models.ops.experts.lists import GROUP, ExpertLists
 
 _GROUP: tl.constexpr = tl.constexpr(GROUP)
 _LEAST_GROUPS = 16

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.fp8 import BLOCK, DEPTH, FP8, LARGEST, ROWS, SMALLEST, Fp8Blocks, blocks_of
+from headway.models.ops.fp8.blocks import BLOCK, DEPTH, FP8, LARGEST, ROWS, SMALLEST, Fp8Blocks, blocks_of
 
 _SIDE: tl.constexpr = tl.constexpr(BLOCK)
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)

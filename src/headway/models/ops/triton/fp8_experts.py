@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from headway.models.ops.fp8 import BLOCK
+from headway.models.ops.fp8.blocks import BLOCK
 
 _SIDE: tl.constexpr = tl.constexpr(BLOCK)
 _MANY_ROWS = 128

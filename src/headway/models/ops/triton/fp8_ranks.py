@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.fp8 import BLOCK, FP8, Fp8Blocks, blocks_of, empty_scales
-from headway.models.ops.fp8_ranks import rank_columns
+from headway.models.ops.fp8.blocks import BLOCK, FP8, Fp8Blocks, blocks_of, empty_scales
+from headway.models.ops.fp8.ranks import rank_columns
 from headway.models.ops.triton.fp8 import empty_rows, inverse, scale_of
 
 _SIDE: tl.constexpr = tl.constexpr(BLOCK)

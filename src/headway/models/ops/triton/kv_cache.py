@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.kv_cache import CachedHeads
+from headway.models.ops.attention.kv_cache import CachedHeads
 from headway.models.ops.triton.fp8 import inverse, scale_of
 
 _HEADS = 8

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.kv_cache import CachedHeads
-from headway.models.ops.paged_attention import Tiles
+from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.paged import Tiles
 
 _LOG2_E = 1.4426950408889634
 _LEAST = 16

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.fp8 import BLOCK, Fp8Blocks
+from headway.models.ops.fp8.blocks import BLOCK, Fp8Blocks
 from headway.models.ops.triton.fp8 import empty_rows, store_row_blocks
 
 _PROGRAMS = 1024

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.models.ops.expert_lists import ExpertLists, expert_lists
+from headway.models.ops.experts.lists import ExpertLists, expert_lists
 from headway.models.ops.triton.expert_lists import compiled_groups, ends_of_groups, listed_choices
 from headway.models.ops.triton.rms_norm import norm_row, norm_warps
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops.kv_cache import CachedHeads
+from headway.models.ops.attention.kv_cache import CachedHeads
 from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.registry import Op, in_c, in_triton
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay
+from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
 from headway.models.ops.registry import Op
 
 

@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.ops.choices import Choices
-from headway.models.ops.expert_lists import FEW_TOKENS, ExpertLists
-from headway.models.ops.fp8 import Fp8Blocks
-from headway.models.ops.fp8_experts import fp8_grouped_linear
+from headway.models.ops.experts.choices import Choices
+from headway.models.ops.experts.fp8 import fp8_grouped_linear
+from headway.models.ops.experts.grouped_linear import grouped_linear
+from headway.models.ops.experts.lists import FEW_TOKENS, ExpertLists
+from headway.models.ops.experts.sum_choices import sum_choices
+from headway.models.ops.experts.trained import ExpertWeight, expert_count, trained_experts
+from headway.models.ops.fp8.blocks import Fp8Blocks
 from headway.models.ops.gated_silu import gated_silu
-from headway.models.ops.grouped_linear import grouped_linear
 from headway.models.ops.registry import Op, in_triton_serving
 from headway.models.ops.rms_norm import add_rms_norm
-from headway.models.ops.sum_choices import sum_choices
-from headway.models.ops.trained_experts import ExpertWeight, expert_count, trained_experts
 
 _SIDE = 64
 """The Triton kernels' smallest tile of a weight."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.ops.fp8 import (
+from headway.models.ops.fp8.blocks import (
     BLOCK,
     FP8,
     Fp8Blocks,
@@ -29,7 +29,7 @@ from headway.models.ops.fp8 import (
     splits_sums,
     transpose_blocks,
 )
-from headway.models.ops.fp8_ranks import rank_columns, rows_with_ranks, weights_with_ranks
+from headway.models.ops.fp8.ranks import rank_columns, rows_with_ranks, weights_with_ranks
 from headway.models.ops.linear import Scale, rank_parts, scaled_product, stacked
 from headway.models.ops.registry import cast
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.ops.choices import Choices
-from headway.models.ops.expert_lists import ExpertLists
-from headway.models.ops.fp8 import FP8, Fp8Blocks, quantize_1x128, transpose_blocks
-from headway.models.ops.fp8_experts import fp8_grouped_matmul, quantize_experts
-from headway.models.ops.gated_gradient import gated_gradient
+from headway.models.ops.experts.choices import Choices
+from headway.models.ops.experts.fp8 import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.experts.gated_gradient import gated_gradient
+from headway.models.ops.experts.grouped_linear import grouped_linear, grouped_weight_gradient
+from headway.models.ops.experts.lists import ExpertLists
+from headway.models.ops.experts.sum_choices import sum_choices
+from headway.models.ops.fp8.blocks import FP8, Fp8Blocks, quantize_1x128, transpose_blocks
 from headway.models.ops.gated_silu import gated_silu
-from headway.models.ops.grouped_linear import grouped_linear, grouped_weight_gradient
 from headway.models.ops.registry import cast
-from headway.models.ops.sum_choices import sum_choices
 
 ExpertWeight = Tensor | Fp8Blocks
 """Of all experts, (E, out, in); quantized in every pass, where products are in FP8, or once."""

@@ -11,7 +11,7 @@ All ranks of a row have one scale, and so have those of a block of 128 outputs.
 import torch
 from torch import Tensor
 
-from headway.models.ops.fp8 import (
+from headway.models.ops.fp8.blocks import (
     BLOCK,
     FP8,
     LARGEST,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops.chunks import precision
+from headway.models.ops.recurrent.chunks import precision
 from headway.models.ops.registry import Op
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headway.models.ops.fp8 import FP8, quantize_vectors
+from headway.models.ops.fp8.blocks import FP8, quantize_vectors
 from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.qk_norm_rope import Norms, qk_norm_rope, rotates_whole_heads
 from headway.models.ops.registry import Op, in_c, in_triton

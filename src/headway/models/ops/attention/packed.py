@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops import cuda_attention as cuda
-from headway.models.ops import flash_attention as flash
+from headway.models.ops.attention import cuda, flash
 from headway.models.ops.registry import Op
 
 QKV = tuple[Tensor, Tensor, Tensor]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headway.models.ops.expert_lists import ExpertLists
+from headway.models.ops.experts.lists import ExpertLists
 from headway.models.ops.registry import Op, in_triton_serving
 
 TINY = 1e-20

@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.ops.fp8 import BLOCK, Fp8Blocks, fp8_matmul, quantize_1x128, quantize_128x128, transpose_blocks
-from headway.models.ops.grouped_linear import grouped_weight_gradient
+from headway.models.ops.experts.grouped_linear import grouped_weight_gradient
+from headway.models.ops.fp8.blocks import (
+    BLOCK,
+    Fp8Blocks,
+    fp8_matmul,
+    quantize_1x128,
+    quantize_128x128,
+    transpose_blocks,
+)
 from headway.models.ops.registry import Op, in_triton
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.models.ops.chunks import SampleChunks, cut_samples, pairwise_decay
+from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
 from headway.models.ops.registry import Op
 
 _EPS = 1e-6

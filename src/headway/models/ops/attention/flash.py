@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.base.cache import cache_folder
 from headway.base.extras import install_command
-from headway.models.ops.cuda_attention import head_groups
+from headway.models.ops.attention.cuda import head_groups
 
 logger = logging.getLogger(__name__)
 

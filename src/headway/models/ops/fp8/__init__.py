@@ -1,0 +1,1 @@
+"""FP8 with block scales: quantization, products, and linear layers of them."""
