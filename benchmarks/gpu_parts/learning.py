@@ -1,14 +1,20 @@
 """SmolLM2-135M-Instruct learns two tasks on one GPU, side by side, each as its example's page says.
 
+PYTHONPATH=src:benchmarks python -m gpu_parts.learning RESULTS [--smollm2 MODEL] [--compute dtype fp8 engine-fp8]
+
+trains both tasks once for each precision: the models', FP8 on both sides, and for a few steps FP8 in the engine alone.
 The recipe is that of `examples/reverse_text` and `examples/chain_sum`: demonstrations of mixed quality, a short
 supervised warm-up, `headway rl` with trainer and engine on the same GPU. The runs' metrics are kept beside the results.
 """
 
+import argparse
 import importlib.util
+import json
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,6 +59,29 @@ CHAIN_SUM = Task(
     "examples/chain_sum/rl.toml",
 )
 TASKS = (REVERSE, CHAIN_SUM)
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "dtype": (),
+    "fp8": ("--model.compute", "fp8"),
+    # What the engine alone costs shows in the first steps.
+    "engine-fp8": ("--inference.compute", "fp8", "--max_steps", "4"),
+}
+"""Flags of a run, by the precision of products."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--smollm2", help="the model's GGUF file, or its converted folder; default: the package's")
+    parser.add_argument("--compute", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--seconds", type=float, default=200.0, help="for each precision (%(default)s)")
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        found["prepared"] = prepare(options.smollm2, folder)
+        for compute in options.compute:
+            found[compute] = measure(folder, str(options.results.parent / "gpu_runs"), options.seconds, compute)
+            options.results.write_text(json.dumps(found, indent=2) + "\n")
+            print(json.dumps({compute: found[compute]}), flush=True)
 
 
 def prepare(model: str | None, folder: str) -> dict[str, float]:
@@ -64,14 +93,14 @@ def prepare(model: str | None, folder: str) -> dict[str, float]:
         return {name: run.result() for name, run in warmed.items()}
 
 
-def measure(folder: str, kept: str, seconds: float) -> dict[str, dict[str, Any]]:
+def measure(folder: str, kept: str, seconds: float, compute: str = "dtype") -> dict[str, dict[str, Any]]:
     """What comes of each task within `seconds`, side by side, after `prepare` in the same folder.
 
     Metrics of the runs are left in the folder `kept`. `failed` says why a run ended early, None where it did not.
     """
     deadline = time.monotonic() + seconds - STOP_SECONDS
     with ThreadPoolExecutor(len(TASKS)) as pool:
-        runs = {task.name: pool.submit(_learn, task, Path(folder), Path(kept), deadline) for task in TASKS}
+        runs = {task.name: pool.submit(_learn, task, compute, Path(folder), Path(kept), deadline) for task in TASKS}
         return {name: run.result() for name, run in runs.items()}
 
 
@@ -97,18 +126,19 @@ def _warm_up(task: Task, checkpoint: Future[Path], work: Path) -> float:
     return time.monotonic() - started
 
 
-def _learn(task: Task, work: Path, kept: Path, deadline: float) -> dict[str, Any]:
-    run, started = RunPaths(work / task.name), time.monotonic()
+def _learn(task: Task, compute: str, work: Path, kept: Path, deadline: float) -> dict[str, Any]:
+    name = task.name if compute == "dtype" else f"{task.name}-{compute}"
+    run, started = RunPaths(work / name), time.monotonic()
     model = sorted(_warmed(task, work).exports.iterdir())[-1]
-    place = ("--run.output_dir", str(work), "--run.name", task.name)
+    place = ("--run.output_dir", str(work), "--run.name", name)
     # A measurement needs no checkpoint to continue from.
-    flags = ("--model.path", str(model), "--trainer.checkpoints.interval", "100000")
+    flags = ("--model.path", str(model), "--trainer.checkpoints.interval", "100000", *PRECISIONS[compute])
     failed = None
     try:
         _headway("rl", "@", task.config, *flags, *place, until=deadline)
     except RuntimeError as error:
         failed = str(error).strip().splitlines()[-1]
-    _keep(run, RunPaths(kept / task.name))
+    _keep(run, RunPaths(kept / name))
     return _summary(run) | {"seconds": time.monotonic() - started, "failed": failed}
 
 
@@ -154,6 +184,7 @@ def _summary(run: RunPaths) -> dict[str, float]:
         "after": scores[-1],
         "first_reward": mean(rewards[:ends]),
         "last_reward": mean(rewards[-ends:]),
+        "first_mismatch_kl": _column(training, "mismatch_kl")[0],
         "mismatch_kl": max(_column(training, "mismatch_kl")),
         "step_seconds": mean(_column(training, "step_seconds")),
         "wait_seconds": mean(_column(training, "wait_seconds")),
@@ -163,3 +194,7 @@ def _summary(run: RunPaths) -> dict[str, float]:
 
 def _column(lines: list[dict[str, Any]], name: str) -> list[float]:
     return [line[name] for line in lines if line.get(name) is not None]
+
+
+if __name__ == "__main__":
+    main()

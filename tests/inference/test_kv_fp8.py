@@ -115,3 +115,19 @@ def test_a_model_whose_cache_is_latent_is_refused(tmp_path: Path) -> None:
     settings = ServeSettings.model_validate({"inference": {"kv_dtype": "fp8"}})
     with pytest.raises(HeadwayError, match=r'family deepseek_v3.*set it to "auto"'):
         load_service(settings, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_serve_from_an_fp8_cache(dtype: torch.dtype) -> None:
+    """Prompts in chunks, captured steps, and sequences that come while others decode."""
+    config = replace(QWEN3, width=256, heads=8, kv_heads=2, head_dim=64)
+    model, on_cpu = make_model(config).to("cuda", dtype), make_model(config)
+    on_cpu.load_state_dict({name: tensor.float().cpu() for name, tensor in model.state_dict().items()})
+    engine = fp8_engine(model, max_batched_tokens=48)
+    assert engine.runner.graphs.enabled and engine.runner.store.fp8
+    prompts = [prompt(n) for n in (1, 17, 40, 90)]
+    results = run_all(engine, [request(p, 20) for p in prompts])
+    for tokens, result in zip(prompts, results, strict=True):
+        assert apart(on_cpu, tokens, result.choices[0]) < (1e-2 if dtype is torch.float32 else 0.5)
