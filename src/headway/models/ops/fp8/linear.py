@@ -6,7 +6,7 @@
 
 Each product quantizes its operands anew from the precision of the computation; the quantization itself has the
 gradient of the identity (straight through). Layers over one input are one product where their outputs are whole blocks.
-Adapters are computed in the precision of the computation, or beside a weight that was quantized once (`fp8_ranks`).
+Adapters are computed in the precision of the computation, or beside a weight that was quantized once (`ranks`).
 """
 
 from collections.abc import Sequence
