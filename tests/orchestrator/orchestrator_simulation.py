@@ -138,6 +138,9 @@ class World:
     def last_step(self) -> int:
         return max(self.sent, default=0)
 
+    def needed(self) -> bool:
+        return False
+
     def load_states(self) -> Iterator[tuple[int, bytes]]:
         return ((step, self.sent[step][1]) for step in sorted(self.sent, reverse=True))
 

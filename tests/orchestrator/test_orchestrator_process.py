@@ -80,6 +80,10 @@ class Run:
     def announce(self, version: int) -> None:
         announce(self.paths, WeightUpdate(version, f"f{version}", {"type": "none"}))
 
+    def checkpoint(self, step: int) -> None:
+        self.paths.checkpoint(step).mkdir(parents=True)
+        (self.paths.checkpoint(step) / "COMPLETE").touch()
+
     def metrics(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.paths.metrics / "orchestrator.jsonl").read_text().splitlines()]
 
@@ -119,6 +123,13 @@ def test_a_killed_orchestrator_goes_on_after_its_last_batch(tmp_path: Path) -> N
         process = run.start()
         # A trainer that starts over from its checkpoint finds the batches it had.
         run.train(ZmqRollouts(), 1, 5)
+        # So does one that dies after its last version and before its last checkpoint.
+        while not (run.paths.evaluations / "step_000005_held-out.jsonl").exists():
+            time.sleep(0.05)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+        run.train(ZmqRollouts(), 4, 5)
+        run.checkpoint(5)
         assert process.wait(120) == 0
         assert engine.updates[-1] == 5 and engine.version == 5
 

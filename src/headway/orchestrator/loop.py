@@ -129,6 +129,16 @@ class Orchestrator:
             await self._until(lambda: self.fleet.version >= last)
             self._evaluate(last)
         await self._until(lambda: self.evaluation.idle)
+        await self._stay()
+
+    async def _stay(self) -> None:
+        """Give out batches until the trainer's last checkpoint is there: one that dies before comes back for them."""
+        stay_quiet_until = self.clock() + LOG_WAITING_SECONDS
+        while self.outbox.needed():
+            if self.clock() > stay_quiet_until:
+                logger.info("waiting for the trainer's last checkpoint: until then it may ask for its batches again")
+                stay_quiet_until += LOG_WAITING_SECONDS
+            await asyncio.sleep(STEER_SECONDS)
 
     def look(self) -> NextBatch | None:
         """Return the next batch if its groups are there, none of them too old, and the trainer is ready for it.

@@ -28,6 +28,10 @@ class Outbox(Protocol):
 
     def last_step(self) -> int: ...
 
+    def needed(self) -> bool:
+        """Tell if the trainer, should it die now, would ask this process for batches once more."""
+        ...
+
     def load_states(self) -> Iterator[tuple[int, bytes]]:
         """Yield states that were sent with batches, the newest first."""
         ...
@@ -98,6 +102,9 @@ class BatchOutbox:
     def last_step(self) -> int:
         """Return the step of the newest batch, or of the checkpoint that a run began from."""
         return max([self._sender.last_step(), *self._find_checkpoints()])
+
+    def needed(self) -> bool:
+        return self._sender.serves and max(self._find_checkpoints(), default=0) < self._sender.last_step()
 
     def load_states(self) -> Iterator[tuple[int, bytes]]:
         return self._sender.load_states()

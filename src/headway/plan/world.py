@@ -226,6 +226,9 @@ class World:
     def last_step(self) -> int:
         return max(self._batches, default=0)
 
+    def needed(self) -> bool:
+        return False
+
     def load_states(self) -> Iterator[tuple[int, bytes]]:
         return iter(())
 

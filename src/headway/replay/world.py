@@ -113,6 +113,9 @@ class StateOf:
     def last_step(self) -> int:
         return self._began.step
 
+    def needed(self) -> bool:
+        return False
+
     def load_states(self) -> Iterator[tuple[int, bytes]]:
         if self._began.state:
             yield self._began.step, self._began.state

@@ -159,6 +159,8 @@ class JoinedControl:
         self._stop.set()
         self._thread.join()
         try:
+            if self._member.role == "trainer":
+                self._beat()  # tells of the last checkpoint
             self._sender.send()
             self.client.leave(self._member)
         except HeadwayError as error:

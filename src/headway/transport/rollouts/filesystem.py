@@ -43,6 +43,9 @@ class RankBatch(msgspec.Struct):
 class BatchSender:
     """The orchestrator's end. A folder is there whole or not at all, so readers need no lock."""
 
+    serves = False
+    """Batches can be had from this process alone, and no longer than it runs."""
+
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
 

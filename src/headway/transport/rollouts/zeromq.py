@@ -42,6 +42,8 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 class ZmqSender(BatchSender):
     """Spools batches to disk; a thread answers the ranks' requests from there."""
 
+    serves = True
+
     def __init__(self, address: str, paths: RunPaths, control: RunControl) -> None:
         super().__init__(paths)
         keys = curve_keys(address, control.token)
