@@ -57,7 +57,7 @@ def _rows_kernel(x, values, scales, rows, width, x_stride, scales_stride, TOKENS
     tl.store(scales + block.to(tl.int64) * scales_stride + t, scale, t < rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+@triton.jit
 def store_columns(number, values, scales, block, i, width, padded):  # type: ignore[no-untyped-def]
     """Quantize the numbers of a block of 128 rows, columns `i` of `width`, and store them transposed, in rows of
     `padded` numbers."""

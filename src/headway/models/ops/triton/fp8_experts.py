@@ -15,7 +15,7 @@ _ALIGNED = 16
 """Numbers in a row of what the hardware copies by descriptors: a multiple of this."""
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def tiles_of_experts(ends, experts, EXPERTS: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of experts, where their rows start and end, and how many tiles of M rows they fill."""
     e = tl.arange(0, EXPERTS)
@@ -24,7 +24,7 @@ def tiles_of_experts(ends, experts, EXPERTS: tl.constexpr, M: tl.constexpr):  # 
     return e, start, end, tl.where(e < experts, (end - start + M - 1) // M, 0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def rows_of_tile(ends, experts, tile, EXPERTS: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
     """The expert of a tile of M rows, `experts` for none; the tile's first row, and the end of the expert's."""
     e, start, end, tiles = tiles_of_experts(ends, experts, EXPERTS, M)
