@@ -6,7 +6,8 @@ last product is not kept: the gradient of a gate is the product of an output row
 that of the hidden row and its own gradient. Where a block is recomputed (`grad_only`), nothing is computed before the
 backward pass, and there the first product alone.
 
-Rows in FP8 are quantized as tokens, once instead of k times, and travel in 8 bits: the blocks lie within rows.
+Rows in FP8 are quantized as tokens, once instead of k times, and travel in 8 bits: the blocks lie within rows. For
+weights' gradients, whose blocks lie across an expert's rows, they are quantized as choices.
 """
 
 from typing import Any
