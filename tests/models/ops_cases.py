@@ -13,6 +13,7 @@ from headway.models.ops.attention.packed import PackedSamples
 from headway.models.ops.attention.paged import Tiles
 from headway.models.ops.experts.choose import Choice
 from headway.models.ops.experts.fp8 import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.experts.fp8_gradients import fp8_grouped_weight_gradient, quantize_groups
 from headway.models.ops.experts.gated_gradient import gated_gradient
 from headway.models.ops.experts.lists import GROUP, ExpertLists, expert_lists
 from headway.models.ops.experts.sum_choices import sum_choices
@@ -322,6 +323,29 @@ def groups_of_blocks(f: Call, rows: Tensor, weights: Tensor) -> Any:
     return f(*quantize_1x128(even(rows)), *tables, ends, torch.float32)
 
 
+def group_ends(x: Tensor) -> Tensor:
+    """Groups of a whole block, of no rows, of 5, of none, and of nearly all others: two rows are of none."""
+    return torch.tensor([128, 128, 133, 133, len(x) - 2], dtype=torch.int32, device=x.device)
+
+
+def even_groups(x: Tensor) -> Tensor:
+    return torch.cat([even(group) for group in x.tensor_split(group_ends(x).long().cpu())])
+
+
+def groups_to_blocks(f: Call, x: Tensor) -> Any:
+    """Rows of choices, and rows of tokens in another order than that of choices."""
+    rows = even_groups(x)
+    order = torch.arange(len(x), device=x.device).flip(0)
+    found = f(rows, group_ends(x)), f(rows.flip(0), group_ends(x), order)
+    return [part.float() for blocks in found for part in blocks]
+
+
+def gradient_of_groups(f: Call, grad: Tensor, rows: Tensor) -> Any:
+    ends = group_ends(rows)
+    operands = (part for x in (grad, rows) for part in quantize_groups(even_groups(x), ends))
+    return f(*operands, ends, torch.float32)
+
+
 KV = (15 * SIZE, 2, 32)
 CASES = [
     *(Case(ops.rms_norm, [(7, size), (size,)], norm, mixed=mixed) for size in (30, 200) for mixed in (False, True)),
@@ -399,6 +423,11 @@ CASES = [
     *(Case(fp8_matmul_parts, [(n, 2200), (130, 2200)], parts_of_blocks, half=True) for n in (5, 40)),
     *(Case(fp8_grouped_matmul, [(n, 200), (3, 128, 200)], groups_of_blocks, half=True) for n in (21, 400)),
     *(Case(fp8_grouped_matmul, [(700, n), (3, 256, n)], groups_of_blocks, half=True) for n in (208, 512)),
+    *(Case(quantize_groups, [(n, 200)], groups_to_blocks, half=True) for n in (140, 400)),
+    *(
+        Case(fp8_grouped_weight_gradient, [(n, outputs), (n, 200)], gradient_of_groups, half=True)
+        for n, outputs in ((140, 128), (400, 270))
+    ),
     *(Case(rows_with_ranks, [(n, 256), (n, 48)], ranked_rows, half=True) for n in (5, 300)),
     Case(weights_with_ranks, [(48, 384), (384, 256)], ranked_weights(transposed=False), half=True),
     Case(weights_with_ranks, [(48, 256), (384, 256)], ranked_weights(transposed=True), half=True),

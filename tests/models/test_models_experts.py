@@ -125,12 +125,14 @@ def test_a_second_pass_for_gradients_alone_leaves_out_products(fp8: bool, monkey
     assert len(counted) == 7
 
 
-def test_experts_in_fp8_have_the_gradients_of_single_operations() -> None:
+@pytest.mark.parametrize("weighted", [True, False])
+def test_experts_in_fp8_have_the_gradients_of_single_operations(weighted: bool) -> None:
     """Up to rounding: rows are weighted before they are quantized or after, and a gate's gradient is a product of
-    output rows in FP8, or of their gradients."""
+    output rows in FP8, or of their gradients. With gates of 1 all others are equal."""
     generator = torch.Generator().manual_seed(2)
     shapes = (40, 128), (40, 2), (3, 256, 128), (3, 128, 128)
     x, gates, gate_up, down = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    gates = gates if weighted else torch.ones_like(gates, requires_grad=True)
     experts = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(40)])
     leaves, probe = (x, gates, gate_up, down), torch.randn(40, 128, generator=generator)
     found, expected = (
@@ -139,7 +141,8 @@ def test_experts_in_fp8_have_the_gradients_of_single_operations() -> None:
     assert torch.equal(found, expected)
     each = (torch.autograd.grad(out, leaves, probe) for out in (found, expected))
     for name, a, b in zip(("x", "gates", "gate_up", "down"), *each, strict=True):
-        assert (a - b).norm() <= 0.05 * b.norm(), f"{name}: {(a - b).norm() / b.norm()}"
+        tolerance = 0.05 if weighted or name == "gates" else 2e-3
+        assert (a - b).norm() <= tolerance * b.norm(), f"{name}: {(a - b).norm() / b.norm()}"
 
 
 def test_a_sigmoid_router_with_a_selection_bias_and_shared_experts() -> None:

@@ -1,7 +1,6 @@
 """Experts in FP8 with block scales: products of groups of rows, each group with a weight of its own.
 
-The output and the gradient of the rows are in FP8, as those of a linear layer are. Weights' gradients are sums over the
-few rows that an expert has, in the precision of the computation.
+The output and both gradients are in FP8, as those of a linear layer are.
 """
 
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headway.models.ops.experts.grouped_linear import grouped_weight_gradient
+from headway.models.ops.experts.fp8_gradients import fp8_grouped_weight_gradient, quantize_groups
 from headway.models.ops.fp8.blocks import (
     BLOCK,
     Fp8Blocks,
@@ -73,6 +72,7 @@ class _Fp8Grouped(torch.autograd.Function):
         if wants_rows:
             table = transpose_blocks(ctx.frozen or quantize_experts(trained[0], grad_NO.dtype))
             grad_rows = fp8_grouped_matmul(*quantize_1x128(grad_NO), *table, ends_E, grad_NO.dtype)
-        each = zip(trained, wanted, strict=True)
-        grads = (grouped_weight_gradient(grad_NO, rows_NI, ends_E, w.dtype) if wants else None for w, wants in each)
-        return grad_rows, None, None, *grads
+        if not any(wanted):
+            return grad_rows, None, None, *(None for _ in wanted)
+        grad, rows = quantize_groups(grad_NO, ends_E), quantize_groups(rows_NI, ends_E)
+        return grad_rows, None, None, fp8_grouped_weight_gradient(*grad, *rows, ends_E, trained[0].dtype)

@@ -14,7 +14,7 @@ _ALIGNED = 8
 def grouped_linear(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """`F.linear` of each group of rows (group e ends at `ends[e]`) with its own weight, which may be of a higher
     precision than the rows."""
-    groups = torch.split(rows_NI, _sizes(ends_E))
+    groups = torch.split(rows_NI, group_sizes(ends_E))
     weights_EOI = cast(weight_EOI, rows_NI.dtype)
     return torch.cat([F.linear(group, weight) for group, weight in zip(groups, weights_EOI, strict=True)])
 
@@ -33,12 +33,12 @@ def grouped_weight_gradient(grad_NO: Tensor, rows_NI: Tensor, ends_E: Tensor, dt
     if rows_NI.is_cuda and grouped_at_once(rows_NI.dtype, grad_NO.shape[1], rows_NI.shape[1]):
         by_input: Tensor = torch._grouped_mm(rows_NI.t(), grad_NO.contiguous(), offs=ends_E)
         return by_input.transpose(-2, -1).to(dtype)
-    sizes = _sizes(ends_E)
+    sizes = group_sizes(ends_E)
     groups = zip(torch.split(grad_NO, sizes), torch.split(rows_NI, sizes), strict=True)
     return torch.stack([(grad.t() @ rows).to(dtype) for grad, rows in groups])
 
 
-def _sizes(ends_E: Tensor) -> list[int]:
+def group_sizes(ends_E: Tensor) -> list[int]:
     """Rows of each group. The host waits for them."""
     ends = ends_E.tolist()
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -6,7 +6,8 @@ last product is not kept: the gradient of a gate is the product of an output row
 that of the hidden row and its own gradient. Where a block is recomputed (`grad_only`), nothing is computed before the
 backward pass, and there the first product alone.
 
-Rows in FP8 are quantized as tokens, once instead of k times, and travel in 8 bits: the blocks lie within rows.
+Rows in FP8 are quantized as tokens, once instead of k times, and travel in 8 bits: the blocks lie within rows. For
+weights' gradients, whose blocks lie across an expert's rows, they are quantized as choices.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from headway.models.ops.experts.choices import Choices
 from headway.models.ops.experts.fp8 import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.experts.fp8_gradients import fp8_grouped_weight_gradient, quantize_groups
 from headway.models.ops.experts.gated_gradient import gated_gradient
 from headway.models.ops.experts.grouped_linear import grouped_linear, grouped_weight_gradient
 from headway.models.ops.experts.lists import ExpertLists
@@ -26,6 +28,8 @@ from headway.models.ops.registry import cast
 
 ExpertWeight = Tensor | Fp8Blocks
 """Of all experts, (E, out, in); quantized in every pass, where products are in FP8, or once."""
+_Rows = tuple[Tensor, Tensor | None]
+"""Those of choices, or of tokens and the token of each choice."""
 
 
 def trained_experts(
@@ -84,11 +88,12 @@ class _TrainedExperts(torch.autograd.Function):
         grad_NM, by_gate_N, weighted_NI = gated_gradient(wide_NM, grad_NI, gates_Tk.flatten()[choices.order_N])
         del wide_NM, grad_NI
         ends_E, tokens_N, grad_gate_up, grad_down = choices.ends_E, choices.tokens_N, None, None
+        weight_gradient = _fp8_weight_gradient if ctx.fp8 else _weight_gradient
         if wants_down:
-            grad_down = grouped_weight_gradient(grad_TD[tokens_N], weighted_NI, ends_E, dtypes[-1])
+            grad_down = weight_gradient((grad_TD, tokens_N), (weighted_NI, None), ends_E, dtypes[-1])
         del weighted_NI
         if wants_gate_up:
-            grad_gate_up = grouped_weight_gradient(grad_NM, x_TD[tokens_N], ends_E, dtypes[0])
+            grad_gate_up = weight_gradient((grad_NM, None), (x_TD, tokens_N), ends_E, dtypes[0])
         grad_x = sum_choices(products.inputs(grad_NM, gate_up), choices.places_Tk) if wants_x else None
         grad_gates = by_gate_N[choices.places_Tk] if wants_gates else None
         return grad_x, grad_gates, None, grad_gate_up, grad_down, None, None
@@ -119,6 +124,17 @@ class _Products:
             values = values.view(torch.uint8)[self._tokens_N].view(FP8)
             scales = scales.t()[:, self._tokens_N].t()
         return fp8_grouped_matmul(values, scales, *table, self._ends_E, x_TK.dtype)
+
+
+def _weight_gradient(grad: _Rows, rows: _Rows, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
+    grad_NO, rows_NI = (x if tokens_N is None else x[tokens_N] for x, tokens_N in (grad, rows))
+    return grouped_weight_gradient(grad_NO, rows_NI, ends_E, dtype)
+
+
+def _fp8_weight_gradient(grad: _Rows, rows: _Rows, ends_E: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows are gathered where they are quantized: no copy of them is made in their own precision."""
+    grads, inputs = (quantize_groups(x, ends_E, tokens_N) for x, tokens_N in (grad, rows))
+    return fp8_grouped_weight_gradient(*grads, *inputs, ends_E, dtype)
 
 
 def expert_count(weight_EOI: ExpertWeight) -> int:

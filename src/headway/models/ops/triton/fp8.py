@@ -57,6 +57,18 @@ def _rows_kernel(x, values, scales, rows, width, x_stride, scales_stride, TOKENS
     tl.store(scales + block.to(tl.int64) * scales_stride + t, scale, t < rows)
 
 
+@triton.jit
+def store_columns(number, values, scales, block, i, width, padded):  # type: ignore[no-untyped-def]
+    """Quantize the numbers of a block of 128 rows, columns `i` of `width`, and store them transposed, in rows of
+    `padded` numbers."""
+    scale = scale_of(tl.max(tl.abs(number), 0))
+    quantized = (number * inverse(scale)[None, :]).to(tl.float8e4nv)
+    t = block.to(tl.int64) * _SIDE + tl.arange(0, _SIDE)
+    place = values + i.to(tl.int64)[:, None] * padded + t[None, :]
+    tl.store(place, tl.trans(quantized), (i < width)[:, None])
+    tl.store(scales + block.to(tl.int64) * width + i, scale, i < width)
+
+
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _columns_kernel(x, values, scales, rows, width, x_stride, padded, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
@@ -64,12 +76,8 @@ def _columns_kernel(x, values, scales, rows, width, x_stride, padded, COLUMNS: t
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (t < rows)[:, None] & (i < width)[None, :]
     number = tl.load(x + t[:, None] * x_stride + i[None, :], inside, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(tl.abs(number), 0))
-    quantized = (number * inverse(scale)[None, :]).to(tl.float8e4nv)
     # Tokens beyond the last are zeros: what a product sums over is of whole blocks.
-    place = values + i.to(tl.int64)[:, None] * padded + t[None, :]
-    tl.store(place, tl.trans(quantized), (i < width)[:, None] & (t < padded)[None, :])
-    tl.store(scales + block.to(tl.int64) * width + i, scale, i < width)
+    store_columns(number, values, scales, block, i, width, padded)
 
 
 @triton.jit

@@ -16,12 +16,18 @@ _ALIGNED = 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _rows_of_tile(ends, experts, tile, EXPERTS: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The expert of a tile of M rows, `experts` for none; the tile's first row, and the end of the expert's."""
+def tiles_of_experts(ends, experts, EXPERTS: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of experts, where their rows start and end, and how many tiles of M rows they fill."""
     e = tl.arange(0, EXPERTS)
     end = tl.load(ends + e, e < experts, other=0)
     start = tl.load(ends + e - 1, (e > 0) & (e < experts), other=0)
-    tiles = tl.where(e < experts, (end - start + M - 1) // M, 0)
+    return e, start, end, tl.where(e < experts, (end - start + M - 1) // M, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def rows_of_tile(ends, experts, tile, EXPERTS: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The expert of a tile of M rows, `experts` for none; the tile's first row, and the end of the expert's."""
+    e, start, end, tiles = tiles_of_experts(ends, experts, EXPERTS, M)
     after = tl.cumsum(tiles, 0)
     expert = tl.sum((after <= tile).to(tl.int32), 0)
     mine = e == expert
@@ -36,7 +42,7 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers 
     EXPERTS: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """The transposed product of a tile: the weight's rows are the long side of the hardware's instruction."""
-    expert, first, rows = _rows_of_tile(ends, experts, tl.program_id(1), EXPERTS, M)
+    expert, first, rows = rows_of_tile(ends, experts, tl.program_id(1), EXPERTS, M)
     if expert < experts:
         m = first + tl.arange(0, M)
         n = tl.program_id(0) * N + tl.arange(0, N)
@@ -72,7 +78,7 @@ def _many_rows_kernel(  # type: ignore[no-untyped-def]  # arguments are descript
     EXPERTS: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """The product of a tile. A thread has few of its rows, so that their scales take few registers."""
-    expert, first, rows = _rows_of_tile(ends, experts, tl.program_id(1), EXPERTS, M)
+    expert, first, rows = rows_of_tile(ends, experts, tl.program_id(1), EXPERTS, M)
     if expert < experts:
         m = first + tl.arange(0, M)
         n = tl.program_id(0) * N
