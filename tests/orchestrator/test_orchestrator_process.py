@@ -84,6 +84,12 @@ class Run:
         self.paths.checkpoint(step).mkdir(parents=True)
         (self.paths.checkpoint(step) / "COMPLETE").touch()
 
+    def await_evaluation(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not any(line["step"] == step for line in self.metrics() if "eval/held-out/avg" in line):
+            assert time.monotonic() < deadline, f"no evaluation after step {step}"
+            time.sleep(0.05)
+
     def metrics(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.paths.metrics / "orchestrator.jsonl").read_text().splitlines()]
 
@@ -117,6 +123,7 @@ def test_a_killed_orchestrator_goes_on_after_its_last_batch(tmp_path: Path) -> N
         run.announce(0)
         process = run.start()
         run.train(ZmqRollouts(), 1, 2)
+        run.await_evaluation(0)  # one that is under way is lost
         process.send_signal(signal.SIGKILL)
         process.wait()
 
@@ -124,8 +131,7 @@ def test_a_killed_orchestrator_goes_on_after_its_last_batch(tmp_path: Path) -> N
         # A trainer that starts over from its checkpoint finds the batches it had.
         run.train(ZmqRollouts(), 1, 5)
         # So does one that dies after its last version and before its last checkpoint.
-        while not (run.paths.evaluations / "step_000005_held-out.jsonl").exists():
-            time.sleep(0.05)
+        run.await_evaluation(5)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(3)
         run.train(ZmqRollouts(), 4, 5)
