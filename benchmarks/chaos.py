@@ -140,9 +140,15 @@ class AttackedRun:
 
     def check_alive(self, deadline: float, complaint: str) -> None:
         if self.process.poll() is not None:
-            raise TimeoutError(f"the run ended with {self.process.returncode} under attack")
+            if not self._lacked_space():
+                raise TimeoutError(f"the run ended with {self.process.returncode} under attack")
+            self.resume()
         if time.monotonic() > deadline:
             raise TimeoutError(complaint)
+
+    def _lacked_space(self) -> bool:
+        """Tell if the run's last words are of the full disk, with which it may end a while after that is over."""
+        return "No space left on device" in self.log.read_text().strip().rpartition("\n")[2]
 
     def _belongs(self, process: psutil.Process) -> bool:
         try:
