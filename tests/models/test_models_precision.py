@@ -52,6 +52,20 @@ CASES: dict[str, tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor]]] = {
 }
 
 
+def test_a_norm_computes_with_its_weight_as_it_is_sent_whose_gradient_is_not_rounded() -> None:
+    norm, rounded, x = filled(RMSNorm(16, 1e-6)), filled(RMSNorm(16, 1e-6)), rows(7, 16)
+    assert isinstance(norm, RMSNorm)
+    norm.compute_dtype = torch.bfloat16
+    rounded.weight.data = rounded.weight.data.bfloat16().float()
+    assert not torch.equal(norm.weight, rounded.weight)
+    outs = [module(x) for module in (norm, rounded)]
+    for out in outs:
+        out.sum().backward()
+    assert torch.equal(*outs)
+    assert norm.weight.grad is not None and norm.weight.grad.dtype is torch.float32
+    assert torch.equal(norm.weight.grad, rounded.weight.grad)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_cast_where_they_are_used(name: str) -> None:
     module, run = CASES[name]

@@ -15,6 +15,7 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import Rotary, RotaryTable
+from headway.models.layers.sent import SentParameters
 from headway.models.packed import ModelOutput, PackedTokens
 from headway.models.rotary import RopeParameters
 
@@ -102,7 +103,9 @@ class DecoderLM(nn.Module):
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Compute in another precision than that of the weights, which None stands for."""
-        self.model.embed_tokens.compute_dtype = dtype
+        for module in self.modules():
+            if isinstance(module, Embedding | SentParameters):
+                module.compute_dtype = dtype
 
     def recompute_blocks(self, recompute: Callable[[int], RunBlock | None]) -> None:
         """Run each block as `recompute` says for its number; None: its activations are kept."""

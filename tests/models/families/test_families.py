@@ -117,6 +117,22 @@ class TestFamily:
         (hf_logits(case.hf, ids, LENGTHS, images) * weights).sum().backward()
         check_gradients(gradients(model), hf_gradients(case.hf, tmp_path / "grads"))
 
+    def test_the_trainer_computes_with_the_weights_that_it_sends(self, case: FamilyCase) -> None:
+        """It keeps them in float32: rounding them as they are sent changes no bit of what it computes in bfloat16."""
+        if not case.own:
+            pytest.skip("Hugging Face's own norms compute with their weights in float32")
+        model = case.fresh()
+        model.compute_in(torch.bfloat16)
+        ids, images = case.samples(LENGTHS)
+        with torch.no_grad():
+            kept = packed_logits(model, ids, LENGTHS, **case.extra(images, LENGTHS))
+            for module in model.modules():
+                for name, parameter in module.named_parameters(recurse=False):
+                    if name not in getattr(module, "float32_parameters", ()):
+                        parameter.copy_(parameter.bfloat16())
+            sent = packed_logits(model, ids, LENGTHS, **case.extra(images, LENGTHS))
+        assert torch.equal(kept, sent)
+
     @pytest.mark.parametrize("checkpoint", ["selective", "full"])
     def test_recomputing_activations_changes_no_gradient(self, case: FamilyCase, checkpoint: str) -> None:
         kept, recomputed = case.fresh(), case.recomputed(checkpoint)

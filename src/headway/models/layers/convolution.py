@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.layers.sent import SentParameters
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(SentParameters):
     """A causal convolution of each channel by itself, over packed samples, then SiLU."""
 
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
@@ -20,4 +21,5 @@ class ShortConvolution(nn.Module):
         self, x_TC: Tensor, lengths: Sequence[int], tails_SWC: Tensor | None, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run `ops.causal_conv`."""
-        return ops.causal_conv(x_TC, self.weight, self.bias, lengths, tails_SWC, dtype)
+        bias_C = None if self.bias is None else self.sent(self.bias)
+        return ops.causal_conv(x_TC, self.sent(self.weight), bias_C, lengths, tails_SWC, dtype)

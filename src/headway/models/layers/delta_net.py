@@ -11,6 +11,7 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.convolution import ShortConvolution
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
+from headway.models.layers.sent import SentParameters
 from headway.models.ops.recurrent.chunks import precision
 from headway.models.packed import States
 from headway.models.recurrent import DeltaNetShape
@@ -20,7 +21,7 @@ Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 token is written (T, heads), and what its decay follows from (T, heads)."""
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(SentParameters):
     """Four projections (Qwen3.5). Queries, keys and values pass a short convolution, then the gated delta rule."""
 
     def __init__(self, width: int, shape: DeltaNetShape, index: int, norm_eps: float) -> None:
@@ -37,7 +38,8 @@ class GatedDeltaNet(nn.Module):
         qkv_TC, gate_THV, write_TH, step_TH = self.project(x_TD, context)
         # In float32, whatever the model's precision: decays multiply over a whole sequence, and the norm magnifies
         # what is rounded before it.
-        decay_TH = -self.A_log.float().exp() * F.softplus(step_TH.float() + self.dt_bias.float())
+        rate_H, bias_H = self.sent(self.A_log).float().exp(), self.sent(self.dt_bias).float()
+        decay_TH = -rate_H * F.softplus(step_TH.float() + bias_H)
         beta_TH = write_TH.float().sigmoid().to(precision(x_TD))
         out_THV = context.plan.recur(self.index, self._recur, (qkv_TC, decay_TH, beta_TH))
         normed_THV = self.norm(out_THV) * F.silu(gate_THV.float())

@@ -15,6 +15,7 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward, GatedMlp
 from headway.models.layers.norm import RMSNorm
+from headway.models.layers.sent import SentParameters
 from headway.models.layers.tape import Tape, taped_linear
 from headway.models.ops.experts.choices import Choices
 from headway.models.ops.experts.choose import Choice, Routing
@@ -29,7 +30,7 @@ Regularizer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Returns gates (T, k) with the gradient of a loss added, of logits (T, experts) and chosen experts (T, k)."""
 
 
-class ExpertRouter(nn.Module):
+class ExpertRouter(SentParameters):
     """Scores every expert, picks the k best of a token, and makes their scores its gates.
 
     `score`: softmax over all experts, or the sigmoid of each (DeepSeek-V3). `bias` adds a parameter to the logits;
@@ -82,8 +83,8 @@ class ExpertRouter(nn.Module):
         return routing._replace(gates_Tk=gates_Tk.to(x_TD.dtype))
 
     def _logits(self, x_TD: Tensor) -> Tensor:
-        bias_E = None if self.bias is None else self.bias.to(x_TD.dtype)
-        logits_TE = taped_linear(x_TD, self.weight.to(x_TD.dtype), bias_E, self.tape)
+        bias_E = None if self.bias is None else self.sent(self.bias).to(x_TD.dtype)
+        logits_TE = taped_linear(x_TD, self.sent(self.weight).to(x_TD.dtype), bias_E, self.tape)
         if self.logit_cap is None:
             return logits_TE
         return self.logit_cap * torch.tanh(logits_TE / self.logit_cap)

@@ -9,10 +9,11 @@ from headway.models.latent_config import LatentConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.rope import pairs_to_halves
+from headway.models.layers.sent import SentParameters
 from headway.models.packed import IndexScores
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(SentParameters):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -20,7 +21,8 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), self.bias.float(), self.eps).to(x.dtype)
+        weight, bias = self.sent(self.weight).float(), self.sent(self.bias).float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 class Indexer(nn.Module):

@@ -10,11 +10,12 @@ from headway.models import ops
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.convolution import ShortConvolution
 from headway.models.layers.linear import Linear
+from headway.models.layers.sent import SentParameters
 from headway.models.packed import States
 from headway.models.recurrent import MambaShape
 
 
-class GroupNorm(nn.Module):
+class GroupNorm(SentParameters):
     """Root-mean-square norm of each of some groups of the last axis, after a gate."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
@@ -26,10 +27,10 @@ class GroupNorm(nn.Module):
         """In float32; returns `gate`'s precision."""
         x_TGI = (x_TI.float() * F.silu(gate_TI.float())).view(len(x_TI), self.groups, -1)
         normed = F.rms_norm(x_TGI, x_TGI.shape[-1:], eps=self.eps).flatten(-2)
-        return (self.weight * normed).to(gate_TI.dtype)
+        return (self.sent(self.weight) * normed).to(gate_TI.dtype)
 
 
-class Mamba(nn.Module):
+class Mamba(SentParameters):
     """One projection makes everything. Values, inputs and readings pass a short convolution, then the scan."""
 
     def __init__(self, width: int, shape: MambaShape, index: int, norm_eps: float) -> None:
@@ -48,7 +49,7 @@ class Mamba(nn.Module):
         sizes = [shape.inner, shape.channels, shape.heads]
         gate_TI, mixed_TC, step_TH = self.in_proj(x_TD, context.adapter_gate).split(sizes, -1)
         # In float32, whatever the model's precision: decays multiply over a whole sequence.
-        step_TH = F.softplus(step_TH.float() + self.dt_bias.float()).clamp(min=shape.min_step)
+        step_TH = F.softplus(step_TH.float() + self.sent(self.dt_bias).float()).clamp(min=shape.min_step)
         out_TI = context.plan.recur(self.index, self._recur, (mixed_TC, step_TH))
         out_TD: Tensor = self.out_proj(self.norm(out_TI, gate_TI), context.adapter_gate)
         return out_TD
@@ -62,6 +63,6 @@ class Mamba(nn.Module):
         x_TI, b, c = mixed_TC.split(sizes, -1)
         x_THP = x_TI.view(len(x_TI), -1, shape.head_dim)
         b_TGN, c_TGN = (x.view(len(x), -1, shape.state_size) for x in (b, c))
-        rate_H = -self.A_log.float().exp()
+        rate_H = -self.sent(self.A_log).float().exp()
         out_THP, matrix = ops.ssd_scan(x_THP, step_TH, rate_H, b_TGN, c_TGN, lengths, matrix)
-        return (out_THP + self.D.float().unsqueeze(-1) * x_THP.float()).flatten(1), (tail, matrix)
+        return (out_THP + self.sent(self.D).float().unsqueeze(-1) * x_THP.float()).flatten(1), (tail, matrix)

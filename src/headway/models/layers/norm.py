@@ -4,10 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.layers.sent import SentParameters
 from headway.models.ops.fp8.blocks import keep_blocks
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(SentParameters):
     """Normalize the last axis; the weight may be of a higher precision than the input."""
 
     neutral = 1.0
@@ -23,7 +24,7 @@ class RMSNorm(nn.Module):
     @property
     def scale(self) -> Tensor:
         """The factors of the normalized numbers."""
-        return self.weight
+        return self.sent(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.scale, self.eps)
@@ -43,4 +44,4 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
     @property
     def scale(self) -> Tensor:
-        return 1 + self.weight.float()
+        return 1 + self.sent(self.weight).float()

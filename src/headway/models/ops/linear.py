@@ -44,7 +44,7 @@ def linears(x_TI: Tensor, weights: Tensors) -> Tensors:
 @Op
 def wide_linears(x_TI: Tensor, weights: Tensors) -> Tensors:
     """`linears` in float32, sums that are not rounded to the precision of their factors."""
-    return [F.linear(x_TI.float(), weight.float()) for weight in weights]
+    return [F.linear(x_TI.float(), cast(weight, x_TI.dtype).float()) for weight in weights]
 
 
 @Op

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from headway.core.images import Grid
 from headway.models.layers.mlp import ACTIVATIONS
+from headway.models.layers.sent import SentParameters
 from headway.models.vision.config import TowerConfig
 from headway.models.vision.tower import (
     Features,
@@ -49,7 +50,7 @@ class DeepTower(VisionTower):
         return Features(self.merger(x_PD, gate), [deep[index] for index in sorted(deep)])
 
 
-class _Positions(nn.Module):
+class _Positions(SentParameters):
     """Learned positions on a square grid, stretched to that of each image: its corners are the square's, and between
     learned ones they are interpolated."""
 
@@ -68,7 +69,7 @@ class _Positions(nn.Module):
         at_P4 = (near[:, 0, :, None] * self.side + near[:, 1, None, :]).flatten(1)
         weight_P4 = (weights[:, 0, :, None] * weights[:, 1, None, :]).flatten(1)
         device = self.weight.device
-        return (F.embedding(at_P4.to(device), self.weight) * weight_P4.to(device).unsqueeze(-1)).sum(1)
+        return (F.embedding(at_P4.to(device), self.sent(self.weight)) * weight_P4.to(device).unsqueeze(-1)).sum(1)
 
 
 class _Mlp(nn.Module):

@@ -11,6 +11,7 @@ from headway.core.images import Grid
 from headway.models import ops
 from headway.models.layers.linear import Linear
 from headway.models.layers.rope import Rotary
+from headway.models.layers.sent import SentParameters
 from headway.models.ops.registry import cast
 from headway.models.packed import Features as Features
 from headway.models.vision.config import TowerConfig
@@ -61,7 +62,7 @@ class PatchEmbedding(nn.Module):
         return x_PD
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(SentParameters):
     """Normalize the last axis to mean 0 and spread 1, in float32; weights may be more precise than the input."""
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
@@ -71,8 +72,8 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), self.bias.float(), self.eps)
-        return normed.to(x.dtype)
+        weight, bias = self.sent(self.weight).float(), self.sent(self.bias).float()
+        return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
 
 
 class TowerAttention(nn.Module):
