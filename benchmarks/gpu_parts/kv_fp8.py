@@ -66,17 +66,17 @@ def _beside(name: str, sequences: int, context: int) -> dict[str, Any]:
     for kind in ("auto", "fp8"):
         draw = torch.Generator(DEVICE).manual_seed(0)
         q_THD = torch.randn(sequences, heads, size, device=DEVICE, generator=draw).to(DTYPE)
-        store = _filled(KvCache(kv_heads, size), sequences * -(-context // BLOCK_SIZE), kind == "fp8", draw)
+        store = filled(KvCache(kv_heads, size), sequences * -(-context // BLOCK_SIZE), kind == "fp8", draw)
         out, microseconds_each = _attend(store, q_THD, context)
         read = store.bytes / LAYERS * sequences * context / (store.num_blocks * BLOCK_SIZE)
         row |= {f"{kind}_us": microseconds_each, f"{kind}_tb_per_s": read / microseconds_each / 1e6}
         outs.append(out.float())
         del store
-        _release()
+        release()
     return row | {"error": float((outs[1] - outs[0]).norm() / outs[0].norm())}
 
 
-def _filled(cache: KvCache, num_blocks: int, fp8: bool, draw: torch.Generator) -> KvStore:
+def filled(cache: KvCache, num_blocks: int, fp8: bool, draw: torch.Generator) -> KvStore:
     store = KvStore([cache] * LAYERS, num_blocks, BLOCK_SIZE, dtype=DTYPE, device=torch.device(DEVICE), fp8=fp8)
     for layer in range(LAYERS):
         for slots in torch.arange(num_blocks * BLOCK_SIZE, device=DEVICE).split(1 << 16):
@@ -86,7 +86,7 @@ def _filled(cache: KvCache, num_blocks: int, fp8: bool, draw: torch.Generator) -
     return store
 
 
-def _release() -> None:
+def release() -> None:
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
@@ -123,7 +123,7 @@ def engines(shape: str) -> list[dict[str, Any]]:
             row = timed(generate, sequences, prompt, output)
         rows.append({"engine": shape, "cache": kind} | row | {"floor_ms": floor})
         del engine
-        _release()
+        release()
     return rows
 
 

@@ -5,6 +5,8 @@ and values are read once for all of them. A decoding sequence is a tile of one q
 fill a device, each is split along its keys and put together afterwards.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -65,12 +67,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     split = tl.program_id(2)
+    # All at once: none waits for another.
     count = tl.load(counts + tile).to(tl.int32)
-    if count == 0:
-        return
     position = tl.load(positions + tile).to(tl.int32)
     first = tl.load(tokens + tile).to(tl.int64)
     blocks = table + tl.load(rows + tile).to(tl.int64) * table_stride
+    if count == 0:
+        return
 
     m = tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
@@ -167,6 +170,15 @@ def _combine_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
     tl.store(out + place * DIM + d, mixed, mask=d < DIM)
 
 
+class Portion(NamedTuple):
+    """The keys that a program reads at a time, by so many warps. With 5 stages it loads a portion while it computes with
+    another, for which it needs twice the memory; with 3, other programs load meanwhile."""
+
+    keys: int
+    warps: int
+    stages: int = 3
+
+
 def paged_attention(
     q_THD: Tensor,
     keys: CachedHeads,
@@ -179,12 +191,9 @@ def paged_attention(
     """Decoding wants many small programs. Tiles that are split have one query each."""
     tokens, heads, dim = q_THD.shape
     kv_heads, fp8 = keys.numbers.shape[1], keys.scales is not None
-    group = heads // kv_heads
-    # In float32 products are unrolled into single multiplications, so that large tiles would be very long programs.
-    decoding, half = tiles.queries == 1, q_THD.dtype is not torch.float32
-    splits, width = tiles.splits, max(2 * _LEAST if fp8 else _LEAST, triton.next_power_of_2(dim))
-    small = decoding and half and width <= 64
-    portion = _LEAST if not half else 32 if width > 128 else 128 if decoding and not small else 64
+    group, splits = heads // kv_heads, tiles.splits
+    width = max(2 * _LEAST if fp8 else _LEAST, triton.next_power_of_2(dim))
+    portion = _portion(tiles, width, fp8=fp8, half=q_THD.dtype is not torch.float32)
     parts = stats = out
     if splits > 1:
         parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
@@ -194,10 +203,23 @@ def paged_attention(
         q_THD, k_numbers, v_numbers, keys.scales, values.scales, table, tiles.rows, tiles.tokens, tiles.positions,
         tiles.counts, out, parts, stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), k_numbers.stride(0), table.stride(0),
         heads, GROUP=group, DIM=dim, SIZE=block_size, SPLITS=splits,
-        ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width, KEYS=portion, FP8=fp8,
-        num_stages=3, num_warps=2 if small else 4,
+        ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width, KEYS=portion.keys, FP8=fp8,
+        num_stages=portion.stages, num_warps=portion.warps,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(len(tiles.rows), heads)](
             tiles.tokens, tiles.counts, parts, stats, out, heads, DIM=dim, SPLITS=splits, WIDTH=width, num_warps=1
         )
+
+
+def _portion(tiles: Tiles, width: int, *, fp8: bool, half: bool) -> Portion:
+    """The best on an H200 for sequences of mixed lengths (`benchmarks/gpu_parts/attention_tiles.py`)."""
+    decoding = tiles.queries == 1
+    # In float32 products are unrolled into single multiplications, so that large tiles would be very long programs.
+    if not half:
+        return Portion(_LEAST, 4)
+    if decoding and width <= 64:
+        return Portion(64, 2)
+    if decoding and width == 128:
+        return Portion(128, 4, 5 if fp8 else 3)
+    return Portion(32 if width > 128 else 64, 4)
