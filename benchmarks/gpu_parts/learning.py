@@ -3,6 +3,7 @@
 PYTHONPATH=src:benchmarks python -m gpu_parts.learning RESULTS [--smollm2 MODEL] [--compute dtype fp8 engine-fp8]
 
 trains both tasks once for each precision: the models', FP8 on both sides, and for a few steps FP8 in the engine alone.
+`--repeats 3 --beside 2` trains each three times, with two precisions or repeats at a time: a run takes 25 GiB.
 The recipe is that of `examples/reverse_text` and `examples/chain_sum`: demonstrations of mixed quality, a short
 supervised warm-up, `headway rl` with trainer and engine on the same GPU. The runs' metrics are kept beside the results.
 """
@@ -74,14 +75,24 @@ def main() -> None:
     parser.add_argument("--smollm2", help="the model's GGUF file, or its converted folder; default: the package's")
     parser.add_argument("--compute", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
     parser.add_argument("--seconds", type=float, default=200.0, help="for each precision (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each task and precision (%(default)s)")
+    parser.add_argument("--beside", type=int, default=1, help="pairs of tasks that train at a time (%(default)s)")
     options = parser.parse_args()
+    kept = str(options.results.parent / "gpu_runs")
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.beside) as pool:
         found["prepared"] = prepare(options.smollm2, folder)
-        for compute in options.compute:
-            found[compute] = measure(folder, str(options.results.parent / "gpu_runs"), options.seconds, compute)
+        runs = {
+            f"{compute} {number}" if number else compute: pool.submit(
+                measure, folder, kept, options.seconds, compute, number
+            )
+            for number in range(options.repeats)
+            for compute in options.compute
+        }
+        for name, run in runs.items():
+            found[name] = run.result()
             options.results.write_text(json.dumps(found, indent=2) + "\n")
-            print(json.dumps({compute: found[compute]}), flush=True)
+            print(json.dumps({name: found[name]}), flush=True)
 
 
 def prepare(model: str | None, folder: str) -> dict[str, float]:
@@ -93,14 +104,19 @@ def prepare(model: str | None, folder: str) -> dict[str, float]:
         return {name: run.result() for name, run in warmed.items()}
 
 
-def measure(folder: str, kept: str, seconds: float, compute: str = "dtype") -> dict[str, dict[str, Any]]:
+def measure(
+    folder: str, kept: str, seconds: float, compute: str = "dtype", number: int = 0
+) -> dict[str, dict[str, Any]]:
     """What comes of each task within `seconds`, side by side, after `prepare` in the same folder.
 
     Metrics of the runs are left in the folder `kept`. `failed` says why a run ended early, None where it did not.
+    `number` tells repeats apart.
     """
     deadline = time.monotonic() + seconds - STOP_SECONDS
     with ThreadPoolExecutor(len(TASKS)) as pool:
-        runs = {task.name: pool.submit(_learn, task, compute, Path(folder), Path(kept), deadline) for task in TASKS}
+        runs = {
+            task.name: pool.submit(_learn, task, compute, number, Path(folder), Path(kept), deadline) for task in TASKS
+        }
         return {name: run.result() for name, run in runs.items()}
 
 
@@ -126,8 +142,8 @@ def _warm_up(task: Task, checkpoint: Future[Path], work: Path) -> float:
     return time.monotonic() - started
 
 
-def _learn(task: Task, compute: str, work: Path, kept: Path, deadline: float) -> dict[str, Any]:
-    name = task.name if compute == "dtype" else f"{task.name}-{compute}"
+def _learn(task: Task, compute: str, number: int, work: Path, kept: Path, deadline: float) -> dict[str, Any]:
+    name = task.name + (f"-{compute}" if compute != "dtype" else "") + (f"-{number}" if number else "")
     run, started = RunPaths(work / name), time.monotonic()
     model = sorted(_warmed(task, work).exports.iterdir())[-1]
     place = ("--run.output_dir", str(work), "--run.name", name)
@@ -175,7 +191,7 @@ def _summary(run: RunPaths) -> dict[str, float]:
         return {}
     rollouts, training = (list(read_metrics(run.metrics / f"{who}.jsonl")) for who in ("orchestrator", "trainer"))
     scores, rewards = _column(rollouts, "eval/held-out/avg"), _column(rollouts, "reward/mean")
-    if not scores or not rewards:
+    if not scores or not rewards or not training:
         return {}
     ends = max(1, len(rewards) // 10)
     return {
