@@ -171,8 +171,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
 
 
 class Portion(NamedTuple):
-    """The keys that a program reads at a time, by so many warps. With 5 stages it loads a portion while it computes with
-    another, for which it needs twice the memory; with 3, other programs load meanwhile."""
+    """The keys that a program reads at a time, by so many warps. With 5 stages it loads a portion while it computes
+    with another, for which it needs twice the memory; with 3, other programs load meanwhile."""
 
     keys: int
     warps: int
