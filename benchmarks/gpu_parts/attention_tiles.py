@@ -15,11 +15,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from gpu_parts.decode_layer import captured, microseconds
+from gpu_parts.cases import machine
 from gpu_parts.engine import BANDWIDTH
-from gpu_parts.kv_fp8 import BLOCK_SIZE, CUDA, DEVICE, DTYPE, LAYERS, filled, release
+from gpu_parts.kv_fp8 import BLOCK_SIZE, CUDA, DEVICE, DTYPE, attend, filled, layer_bytes, release
 from headway.inference.embedded.running.store import KvStore
-from headway.models import ops
 from headway.models.family import KvCache
 from headway.models.ops.attention.paged import Tiles
 
@@ -45,7 +44,7 @@ def main() -> None:
             for sequences, mean in WORKS[name] if CUDA else [(3, 20)]:
                 for fp8 in (False, True):
                     found += list(measure(name, sequences, mean, fp8=fp8))
-                    Path(sys.argv[1]).write_text(json.dumps(found, indent=2) + "\n")
+                    Path(sys.argv[1]).write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
 
 
 def measure(name: str, sequences: int, mean: int, *, fp8: bool) -> Iterator[dict[str, Any]]:
@@ -58,9 +57,7 @@ def measure(name: str, sequences: int, mean: int, *, fp8: bool) -> Iterator[dict
     for kind in LENGTHS:
         counts = lengths(sequences, mean, kind)
         row: dict[str, Any] = {"heads": name, "sequences": sequences, "mean": mean, "lengths": kind, "fp8": fp8}
-        row["floor_us"] = (
-            1e6 * int(counts.sum()) / BANDWIDTH * store.bytes / LAYERS / (len(table) * blocks * BLOCK_SIZE)
-        )
+        row["floor_us"] = 1e6 * layer_bytes(store, int(counts.sum())) / BANDWIDTH
         row["us"] = dict(sorted(timed(store, q_THD, table, counts), key=lambda each: each[1]))
         best = " ".join(f"{config}={us:.1f}" for config, us in list(row["us"].items())[:6])
         cache = "FP8" if fp8 else "bf16"
@@ -71,21 +68,14 @@ def measure(name: str, sequences: int, mean: int, *, fp8: bool) -> Iterator[dict
 
 
 def timed(store: KvStore, q_THD: Tensor, table: Tensor, counts: Tensor) -> Iterator[tuple[str, float]]:
-    numbers, outs = torch.arange(len(counts), device=DEVICE), [torch.empty_like(q_THD) for _ in range(LAYERS)]
-    expected: Tensor | None = None
+    numbers, expected = torch.arange(len(counts), device=DEVICE), None
     for keys, stages in PORTIONS:
         for splits in SPLITS:
             tiles = Tiles(numbers, numbers, counts - 1, torch.ones_like(numbers), 1, splits)
-
-            def run(tiles: Tiles = tiles) -> list[Tensor]:
-                for layer, out in enumerate(outs):
-                    ops.paged_attention(q_THD, store.keys[layer], store.values[layer], table, tiles, BLOCK_SIZE, out)
-                return outs
-
             with portions(keys, stages):
-                us = microseconds(captured(run)) / LAYERS
-            expected = outs[0].float() if expected is None else expected
-            assert (outs[0].float() - expected).norm() < 0.01 * expected.norm()
+                out, us = attend(store, q_THD, table, tiles)
+            expected = out.float() if expected is None else expected
+            assert (out.float() - expected).norm() < 0.01 * expected.norm()
             yield f"{keys}/{stages}/{splits}", us
 
 

@@ -68,7 +68,7 @@ def _beside(name: str, sequences: int, context: int) -> dict[str, Any]:
         q_THD = torch.randn(sequences, heads, size, device=DEVICE, generator=draw).to(DTYPE)
         store = filled(KvCache(kv_heads, size), sequences * -(-context // BLOCK_SIZE), kind == "fp8", draw)
         out, microseconds_each = _attend(store, q_THD, context)
-        read = store.bytes / LAYERS * sequences * context / (store.num_blocks * BLOCK_SIZE)
+        read = layer_bytes(store, sequences * context)
         row |= {f"{kind}_us": microseconds_each, f"{kind}_tb_per_s": read / microseconds_each / 1e6}
         outs.append(out.float())
         del store
@@ -93,20 +93,29 @@ def release() -> None:
 
 
 def _attend(store: KvStore, q_THD: torch.Tensor, context: int) -> tuple[torch.Tensor, float]:
-    """Attention over the first layer's cache, and microseconds of one layer's."""
     sequences, numbers = len(q_THD), torch.arange(len(q_THD), device=DEVICE)
     blocks = torch.arange(store.num_blocks, dtype=torch.int32, device=DEVICE).view(sequences, -1)
     positions = torch.full_like(numbers, context - 1)
     splits = decode_splits(sequences, store.caches[0].kv_heads)
     tiles = Tiles(numbers, numbers, positions, torch.ones_like(numbers), 1, splits)
+    return attend(store, q_THD, blocks, tiles)
+
+
+def attend(store: KvStore, q_THD: torch.Tensor, table: torch.Tensor, tiles: Tiles) -> tuple[torch.Tensor, float]:
+    """Attention over the first layer's cache, and microseconds of one layer's."""
     outs = [torch.empty_like(q_THD) for _ in range(LAYERS)]
 
     def run() -> list[torch.Tensor]:
         for layer, out in enumerate(outs):
-            ops.paged_attention(q_THD, store.keys[layer], store.values[layer], blocks, tiles, BLOCK_SIZE, out)
+            ops.paged_attention(q_THD, store.keys[layer], store.values[layer], table, tiles, BLOCK_SIZE, out)
         return outs
 
     return outs[0], microseconds(captured(run)) / LAYERS
+
+
+def layer_bytes(store: KvStore, tokens: int) -> float:
+    """What one layer keeps of so many tokens."""
+    return store.bytes / LAYERS * tokens / (store.num_blocks * BLOCK_SIZE)
 
 
 def engines(shape: str) -> list[dict[str, Any]]:

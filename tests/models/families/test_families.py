@@ -120,7 +120,7 @@ class TestFamily:
     def test_the_trainer_computes_with_the_weights_that_it_sends(self, case: FamilyCase) -> None:
         """It keeps them in float32: rounding them as they are sent changes no bit of what it computes in bfloat16."""
         if not case.own:
-            pytest.skip("Hugging Face's own norms compute with their weights in float32")
+            pytest.skip("Hugging Face's own modules compute under autocast, their norms with weights in float32")
         model = case.fresh()
         model.compute_in(torch.bfloat16)
         ids, images = case.samples(LENGTHS)

@@ -1,28 +1,15 @@
 """The lightning indexer of sparse attention: a small attention of its own that scores which tokens are worth seeing."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
 from headway.models.latent_config import LatentConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
+from headway.models.layers.norm import LayerNorm
 from headway.models.layers.rope import pairs_to_halves
-from headway.models.layers.sent import SentParameters
 from headway.models.packed import IndexScores
-
-
-class LayerNorm(SentParameters):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.sent(self.weight).float(), self.sent(self.bias).float()
-        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 class Indexer(nn.Module):
@@ -36,7 +23,7 @@ class Indexer(nn.Module):
         self.rope_dim, self.interleaved = config.rope_dim, config.index_rope_interleave
         self.wq_b = Linear(config.q_rank, config.index_heads * config.index_dim)
         self.wk = Linear(config.width, config.index_dim)
-        self.k_norm = LayerNorm(config.index_dim, 1e-6)
+        self.k_norm = LayerNorm(config.index_dim)
         self.weights_proj = Linear(config.width, config.index_heads)
         for linear in (self.wq_b, self.wk, self.weights_proj):
             linear.takes_fp8 = False

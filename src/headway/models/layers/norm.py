@@ -1,6 +1,7 @@
-"""Root-mean-square norms."""
+"""Norms of the last axis."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
@@ -45,3 +46,17 @@ class ZeroCenteredRMSNorm(RMSNorm):
     @property
     def scale(self) -> Tensor:
         return 1 + self.sent(self.weight).float()
+
+
+class LayerNorm(SentParameters):
+    """Normalize the last axis to mean 0 and spread 1, in float32; weights may be more precise than the input."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.sent(self.weight).float(), self.sent(self.bias).float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)

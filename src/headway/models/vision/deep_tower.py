@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from headway.core.images import Grid
 from headway.models.layers.mlp import ACTIVATIONS
+from headway.models.layers.norm import LayerNorm
 from headway.models.layers.sent import SentParameters
 from headway.models.vision.config import TowerConfig
 from headway.models.vision.tower import (
     Features,
-    LayerNorm,
     PatchEmbedding,
     TowerBlock,
     TowerLinear,

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from headway.core.images import Grid
 from headway.models.layers.mlp import ACTIVATIONS
-from headway.models.layers.norm import ZeroCenteredRMSNorm
+from headway.models.layers.norm import LayerNorm, ZeroCenteredRMSNorm
 from headway.models.vision.config import TowerConfig
 from headway.models.vision.tower import (
     Features,
-    LayerNorm,
     PatchProjection,
     TowerLinear,
     VisionTower,

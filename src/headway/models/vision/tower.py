@@ -11,7 +11,6 @@ from headway.core.images import Grid
 from headway.models import ops
 from headway.models.layers.linear import Linear
 from headway.models.layers.rope import Rotary
-from headway.models.layers.sent import SentParameters
 from headway.models.ops.registry import cast
 from headway.models.packed import Features as Features
 from headway.models.vision.config import TowerConfig
@@ -60,20 +59,6 @@ class PatchEmbedding(nn.Module):
     def forward(self, patches_PN: Tensor) -> Tensor:
         x_PD: Tensor = self.proj(patches_PN)
         return x_PD
-
-
-class LayerNorm(SentParameters):
-    """Normalize the last axis to mean 0 and spread 1, in float32; weights may be more precise than the input."""
-
-    def __init__(self, size: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.sent(self.weight).float(), self.sent(self.bias).float()
-        return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, self.eps).to(x.dtype)
 
 
 class TowerAttention(nn.Module):

@@ -213,7 +213,7 @@ def paged_attention(
 
 
 def _portion(tiles: Tiles, width: int, *, fp8: bool, half: bool) -> Portion:
-    """The best on an H200 for sequences of mixed lengths (`benchmarks/gpu_parts/attention_tiles.py`)."""
+    """The best on an H200, for heads of 128 numbers at mixed lengths (`benchmarks/gpu_parts/attention_tiles.py`)."""
     decoding = tiles.queries == 1
     # In float32 products are unrolled into single multiplications, so that large tiles would be very long programs.
     if not half:
