@@ -1,8 +1,8 @@
-"""Decode attention with portions of other sizes and other splits: `python -m gpu_parts.attention_tiles RESULTS`.
+"""Decode attention with portions and parts of other sizes: `python -m gpu_parts.attention_tiles RESULTS`.
 
-Sequences all have one length, or lengths from a tenth of the mean to nearly twice the mean, in random order and the
-longest first. Prints microseconds a layer as keys / stages / splits, the fastest first, beside the time that the keys'
-and values' bytes take. On a CPU shapes are small, to try the script.
+Sequences all have one length, or lengths from a tenth of the mean to nearly twice the mean. Prints microseconds a layer
+as keys / warps / stages / registers and programs at once, the fastest first, beside the time that the keys' and values'
+bytes take. On a CPU shapes are small, to try the script.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,22 +20,26 @@ from gpu_parts.cases import machine
 from gpu_parts.engine import BANDWIDTH
 from gpu_parts.kv_fp8 import BLOCK_SIZE, CUDA, DEVICE, DTYPE, attend, filled, layer_bytes, release
 from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.running.tiles import Ints, KeyCutter
 from headway.models.family import KvCache
-from headway.models.ops.attention.paged import Tiles
 
-HEADS = {"30b-a3b": (32, 4), "8b": (32, 8), "0.6b": (16, 8)}
-"""Query heads and key heads, of 128 numbers."""
+HEADS = {"30b-a3b": (32, 4, 128), "8b": (32, 8, 128), "0.6b": (16, 8, 128), "SmolLM2": (9, 3, 64)}
+"""Query heads, key heads, and their size."""
 WORKS = {
-    "30b-a3b": [(64, 2048), (256, 384), (128, 1024), (128, 384)],
-    "8b": [(64, 256), (128, 2048), (32, 2048), (64, 2048)],
-    "0.6b": [(256, 384), (128, 3072), (64, 1024)],
+    "30b-a3b": [(64, 2048), (256, 384), (128, 1024), (128, 384), (8, 8192)],
+    "8b": [(64, 256), (128, 2048), (32, 2048), (64, 2048), (1, 32_768)],
+    "0.6b": [(256, 384), (1024, 384), (128, 3072), (64, 1024)],
+    "SmolLM2": [(512, 286)],
 }
 """Sequences, and their mean length."""
-PORTIONS = [(128, 3), (128, 5), (64, 3), (64, 5)]
-"""Keys and stages."""
-SPLITS = (1, 2, 4)
-LENGTHS = ("equal", "mixed", "longest first")
-SIZE = 128
+PORTIONS = {
+    (False, 128): [(128, 4, 3), (64, 4, 3), (64, 4, 3, 128)],
+    (True, 128): [(128, 4, 5), (64, 4, 5, 128), (128, 8, 5, 128)],
+    (False, 64): [(64, 2, 3), (32, 1, 3), (32, 1, 3, 128)],
+}
+"""By whether the cache is in FP8, and by the size of heads."""
+AT_ONCE = (256, 512, 1536)
+LENGTHS = ("equal", "mixed")
 
 
 def main() -> None:
@@ -48,12 +53,12 @@ def main() -> None:
 
 
 def measure(name: str, sequences: int, mean: int, *, fp8: bool) -> Iterator[dict[str, Any]]:
-    heads, kv_heads = HEADS[name]
+    heads, kv_heads, size = HEADS[name]
     blocks = -(-2 * mean // (16 * BLOCK_SIZE)) * 16
     draw = torch.Generator(DEVICE).manual_seed(0)
-    store = filled(KvCache(kv_heads, SIZE), sequences * blocks, fp8, draw)
+    store = filled(KvCache(kv_heads, size), sequences * blocks, fp8, draw)
     table = torch.randperm(sequences * blocks, dtype=torch.int32, device=DEVICE).view(sequences, blocks)
-    q_THD = torch.randn(sequences, heads, SIZE, device=DEVICE).to(DTYPE)
+    q_THD = torch.randn(sequences, heads, size, device=DEVICE).to(DTYPE)
     for kind in LENGTHS:
         counts = lengths(sequences, mean, kind)
         row: dict[str, Any] = {"heads": name, "sequences": sequences, "mean": mean, "lengths": kind, "fp8": fp8}
@@ -67,33 +72,35 @@ def measure(name: str, sequences: int, mean: int, *, fp8: bool) -> Iterator[dict
     release()
 
 
-def timed(store: KvStore, q_THD: Tensor, table: Tensor, counts: Tensor) -> Iterator[tuple[str, float]]:
-    numbers, expected = torch.arange(len(counts), device=DEVICE), None
-    for keys, stages in PORTIONS:
-        for splits in SPLITS:
-            tiles = Tiles(numbers, numbers, counts - 1, torch.ones_like(numbers), 1, splits)
-            with portions(keys, stages):
+def timed(store: KvStore, q_THD: Tensor, table: Tensor, counts: Ints) -> Iterator[tuple[str, float]]:
+    """The first is as the engine has it."""
+    cache, numbers, expected = store.caches[0], np.arange(len(counts)), None
+    choices = PORTIONS.get((store.fp8, cache.head_dim), [(64, 2, 3)])
+    for portion in (None, *choices):
+        for at_once in AT_ONCE if portion else (KeyCutter.over(store).at_once,):
+            cutter = KeyCutter(cache.kv_heads, at_once)
+            tiles = cutter.tiles(numbers, numbers, counts - 1, torch.device(DEVICE))
+            with portions(portion):
                 out, us = attend(store, q_THD, table, tiles)
             expected = out.float() if expected is None else expected
             assert (out.float() - expected).norm() < 0.01 * expected.norm()
-            yield f"{keys}/{stages}/{splits}", us
+            yield "/".join(map(str, portion)) + f" {at_once}" if portion else "engine", us
 
 
-def portions(keys: int, stages: int) -> Any:
+def portions(portion: tuple[int, ...] | None) -> Any:
     """Inside, programs read so many keys at a time."""
-    if not CUDA:
+    if not CUDA or portion is None:
         return patch.dict({})
     from headway.models.ops.triton import paged_attention
 
-    return patch.object(paged_attention, "_portion", lambda *_, **__: paged_attention.Portion(keys, 4, stages))
+    return patch.object(paged_attention, "_portion", lambda *_, **__: paged_attention.Portion(*portion))
 
 
-def lengths(sequences: int, mean: int, kind: str) -> Tensor:
+def lengths(sequences: int, mean: int, kind: str) -> Ints:
     if kind == "equal":
-        return torch.full((sequences,), mean, device=DEVICE)
-    mixed = (torch.linspace(1.9, 0.1, sequences) * mean).long().clamp(min=1)
-    shuffled = mixed[torch.randperm(sequences, generator=torch.Generator().manual_seed(0))]
-    return (shuffled if kind == "mixed" else mixed).to(DEVICE)
+        return np.full(sequences, mean)
+    mixed = np.maximum(1, (np.linspace(1.9, 0.1, sequences) * mean).astype(np.int64))
+    return np.random.default_rng(0).permutation(mixed)
 
 
 if __name__ == "__main__":

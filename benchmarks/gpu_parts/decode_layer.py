@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine_parts.work import SHAPES
 from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.tiles import TilePlan, decode_splits
+from headway.inference.embedded.running.tiles import KeyCutter, TilePlan
 from headway.models import ops
 from headway.models.build import build_model
 from headway.models.config import ModelConfig
@@ -32,7 +33,6 @@ from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.layers.experts import ExpertRouter
 from headway.models.layers.mlp import GatedMlp
 from headway.models.layers.norm import RMSNorm
-from headway.models.ops.attention.paged import Tiles
 from headway.models.ops.experts.choose import Choice, Routing
 from headway.models.ops.experts.lists import expert_lists
 from headway.models.ops.fp8.blocks import fp8_matmul, fp8_matmul_parts, quantize_1x128, quantize_128x128
@@ -175,8 +175,8 @@ def _step(model: DecoderLM, sequences: int, layers: int) -> Callable[[], Tensor]
     numbers = torch.arange(sequences, device=device)
     positions = torch.full_like(numbers, LENGTH - 1)
     slots = table[:, -1].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-    splits = decode_splits(sequences, config.kv_heads)
-    tiles = Tiles(numbers, numbers, positions, torch.ones_like(numbers), 1, splits)
+    order = np.arange(sequences)
+    tiles = KeyCutter.over(store).tiles(order, order, np.full_like(order, LENGTH - 1), device)
     plan = TilePlan(store, table, slots, [tiles], False)
     tokens = PackedTokens(numbers % config.vocab_size, positions, plan)
     whole = model.model.layers

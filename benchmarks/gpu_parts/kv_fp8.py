@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_parts.work import SHAPES
@@ -19,7 +20,7 @@ from gpu_parts.cases import Case, run_cases, table
 from gpu_parts.decode_layer import captured, microseconds
 from gpu_parts.engine import floor_ms, make_engine, serving, timed
 from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.tiles import decode_splits
+from headway.inference.embedded.running.tiles import KeyCutter
 from headway.models import ops
 from headway.models.family import KvCache
 from headway.models.ops.attention.paged import Tiles
@@ -93,11 +94,10 @@ def release() -> None:
 
 
 def _attend(store: KvStore, q_THD: torch.Tensor, context: int) -> tuple[torch.Tensor, float]:
-    sequences, numbers = len(q_THD), torch.arange(len(q_THD), device=DEVICE)
-    blocks = torch.arange(store.num_blocks, dtype=torch.int32, device=DEVICE).view(sequences, -1)
-    positions = torch.full_like(numbers, context - 1)
-    splits = decode_splits(sequences, store.caches[0].kv_heads)
-    tiles = Tiles(numbers, numbers, positions, torch.ones_like(numbers), 1, splits)
+    numbers = np.arange(len(q_THD))
+    blocks = torch.arange(store.num_blocks, dtype=torch.int32, device=DEVICE).view(len(q_THD), -1)
+    positions = np.full_like(numbers, context - 1)
+    tiles = KeyCutter.over(store).tiles(numbers, numbers, positions, torch.device(DEVICE))
     return attend(store, q_THD, blocks, tiles)
 
 

@@ -189,15 +189,21 @@ def tokens_over_blocks(f: Call, q: Tensor, *cache: Tensor) -> Any:
     return f(q, *map(CachedHeads, cache), table, rows, positions, SIZE, 17)
 
 
-def tiles_over_blocks(splits: int, make: Callable[[Tensor], CachedHeads] = CachedHeads) -> Call:
+def tiles_over_blocks(size: int, make: Callable[[Tensor], CachedHeads] = CachedHeads) -> Call:
     def call(f: Call, q: Tensor, *cache: Tensor) -> Any:
-        """A decoding sequence, an empty tile, and a prompt of three tokens behind four others in tiles of two."""
+        """A decoding sequence in parts of `size` keys, an empty tile, and a prompt of three tokens behind four others
+        in tiles of two."""
         keys, values = map(make, cache)
         table = torch.tensor(TABLE, dtype=torch.int32, device=q.device)
-        fields = torch.tensor([[2, 0, 16, 1], [0, 0, 0, 0], [1, 1, 4, 2], [1, 3, 6, 1]], device=q.device).T
+        parts = [[2, 0, 16, 1, size, number, 1] for number in reversed(range(-(-17 // size)))]
+        fields = torch.tensor([*parts, [0] * 7], device=q.device).T.contiguous()
+        prompts = torch.tensor([[1, 1, 4, 2], [1, 3, 6, 1]], device=q.device).T.contiguous()
+        arrived = torch.zeros((6, keys.numbers.shape[1]), dtype=torch.int32, device=q.device)
         out = torch.zeros_like(q)
-        f(q, keys, values, table, Tiles.of(fields[:, :2].contiguous(), 1, splits), SIZE, out)
-        f(q, keys, values, table, Tiles.of(fields[:, 2:].contiguous(), 2), SIZE, out)
+        for _ in range(2):  # nothing is left of the first time
+            f(q, keys, values, table, Tiles.split(fields, arrived), SIZE, out)
+        f(q, keys, values, table, Tiles.of(prompts, 2), SIZE, out)
+        assert not arrived.any()
         return out
 
     return call
@@ -436,8 +442,8 @@ CASES = [
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 24)], heads_to_cache),
     Case(ops.qk_norm_rope_to_cache, [(3, 10, 32)], heads_to_fp8_cache),
     *(Case(ops.paged_token_attention, [(4, heads, 32), KV, KV], tokens_over_blocks) for heads in (2, 6)),
-    *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(splits)) for splits in (1, 4)),
-    *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(splits, in_fp8)) for splits in (1, 4)),
+    *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(size)) for size in (256, 4, 8)),
+    *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(size, in_fp8)) for size in (256, 4)),
     *(
         Case(op, [(sum(lengths), heads, 64) for heads in (6, 2, 2, 6)[:count]], make(lengths), half=True)
         for lengths in ([40, 3, 700], [4500], [300, 4200, 17])

@@ -1,5 +1,6 @@
 """CUDA paths against the CPU's, forward and backward."""
 
+import numpy as np
 import pytest
 import torch
 from models_common import packed_logits, positions_of, random_model, random_tokens, run_packed, small
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headway.config.shared import LoraSettings
+from headway.inference.embedded.running.tiles import KeyCutter
 from headway.models import ops
 from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter
 from headway.models.attention import PackedPlan
@@ -303,10 +305,12 @@ def test_paged_attention_equals_attention_over_gathered_blocks(
     fields = [[0, 0, 0, 1], [1, 1, 99, 1], [2, 2, 319, 1], [3, 3, 37, 32], [3, 35, 69, 32], [3, 67, 101, 6]]
     sequences = [(0, 0, 0, 1), (1, 1, 99, 1), (2, 2, 319, 1), (3, 3, 37, 70)]
     q = torch.randn(73, heads[0], dim, generator=draw).to("cuda", dtype)
-    for splits in (1, 4):
+    prompts = Tiles.of(torch.tensor(fields, device="cuda").T.contiguous()[:, 3:], 32)
+    rows, tokens, positions, _ = np.array(fields[:3]).T
+    for at_once in (1, 512):
         out = torch.zeros_like(q)
-        tiles = torch.tensor(fields, device="cuda").T.contiguous()
-        for part in (Tiles.of(tiles[:, :3], 1, splits), Tiles.of(tiles[:, 3:], 32)):
+        decoding = KeyCutter(heads[1], at_once).tiles(rows, tokens, positions, torch.device("cuda"))
+        for part in (decoding, prompts):
             ops.paged_attention(q, CachedHeads(keys), CachedHeads(values), table, part, size, out)
         for row, first, start, count in sequences:
             at = torch.arange(start + count, device="cuda")

@@ -17,7 +17,7 @@ from headway.inference.embedded.running.copies import InputBuffers
 from headway.inference.embedded.running.device_pass import DevicePass
 from headway.inference.embedded.running.graphs import Graphs, capture_sizes
 from headway.inference.embedded.running.paged import StepLayout
-from headway.inference.embedded.running.tiles import cut, decode_splits, prompt_queries
+from headway.inference.embedded.running.tiles import KeyCutter, cut_queries, prompt_queries
 from headway.models.adapters.bank import AdapterBank
 from headway.models.ops.attention.paged import Tiles
 
@@ -28,8 +28,8 @@ _MIXED = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
 padding is computed. Larger steps run eagerly: the device hides their launches."""
 _PROMPTS = 256
 """Most prompts in such a step; short ones, mostly cached, come many at a time."""
-_TOKENS = 5
-"""Numbers per token: id, row, position, slot, adapter."""
+_TOKENS, _PARTS, _TILES = 5, 7, 4
+"""Numbers per token: id, row, position, slot, adapter; per part of a decoding sequence; per tile of a prompt."""
 
 
 class CapturedSteps:
@@ -46,20 +46,24 @@ class CapturedSteps:
         self._adapted = Graphs(enabled=False)
         self._sizes = capture_sizes(capacity)
         config = passes.model.config
-        self._kv_heads = config.kv_heads
+        self._cutter = KeyCutter.over(passes.store)
         head = passes.model.head_weight()
         self._queries = prompt_queries(config.heads // config.kv_heads, head.dtype)
         device = passes.table.device
-        self._decoding = InputBuffers(_TOKENS, capacity, device)
-        self._mixed = InputBuffers(_TOKENS + 9, max(_MIXED), device)
-        self._places = torch.arange(capacity, device=device)
-        self._ones = torch.ones(capacity, dtype=torch.int64, device=device)
+        room = self._cutter.room
+        self._arrived = self._cutter.arrived(device)
+        self._decoding = InputBuffers(_TOKENS + _PARTS, capacity + room, device)
+        self._mixed = InputBuffers(_TOKENS + _PARTS + _TILES + 1, max(_MIXED) + room, device)
         self._logits = torch.empty((capacity, len(head)), dtype=torch.float32, device=device)
 
     def decode(self, tokens: Ints, rows: Ints, positions: Ints, slots: Ints, adapters: Ints | None = None) -> Tensor:
         """Run one token of each sequence."""
         size = self._sizes[bisect_left(self._sizes, len(rows))]
-        self._fill(self._decoding.next(), (tokens, rows, positions, slots, adapters), size)
+        fields = self._decoding.next()
+        self._fill(fields[:_TOKENS], (tokens, rows, positions, slots, adapters), size)
+        # Padding, too, attends: what it has must not be NaN.
+        _, padded_rows, padded_positions, _, _ = fields[:_TOKENS, :size]
+        self._fill_parts(fields[_TOKENS:], padded_rows, np.arange(size), padded_positions)
         self._decoding.send()
         adapted = adapters is not None
         self._graphs_of(adapted).run(("decode", size), partial(self._decode, size, adapted))
@@ -78,16 +82,15 @@ class CapturedSteps:
         ends = np.cumsum(layout.counts)
         firsts = ends - layout.counts
         single = layout.counts == 1
-        decoding = np.stack([layout.rows, firsts, layout.starts, layout.counts])[:, single]
-        prompts = cut(layout, firsts, np.flatnonzero(~single), self._queries)
+        prompts = cut_queries(layout, firsts, np.flatnonzero(~single), self._queries)
         fields = self._mixed.next()
         rows_T = np.repeat(layout.rows, layout.counts)
         self._fill(fields[:_TOKENS], (tokens, rows_T, layout.positions_T, slots, adapters), size)
-        others = fields[_TOKENS:]
+        parts, others = fields[_TOKENS : _TOKENS + _PARTS], fields[_TOKENS + _PARTS :]
+        self._fill_parts(parts, layout.rows[single], firsts[single], layout.starts[single])
         others[:] = 0
-        others[:4, : decoding.shape[1]] = decoding
-        others[4:8, : prompts.shape[1]] = prompts
-        others[8, : len(drawing)] = ends[drawing] - 1
+        others[:_TILES, : prompts.shape[1]] = prompts
+        others[_TILES, : len(drawing)] = ends[drawing] - 1
         self._mixed.send()
         adapted = adapters is not None
         self._graphs_of(adapted).run(("mixed", size), partial(self._mix, size, adapted))
@@ -124,24 +127,31 @@ class CapturedSteps:
             if value is not None:
                 field[: len(value)] = value
 
+    def _fill_parts(self, fields: Ints, rows: Ints, tokens: Ints, positions: Ints) -> None:
+        """Write the tiles of decoding sequences, and empty ones behind them."""
+        fields[:] = 0
+        if len(rows):
+            parts = self._cutter.cut(rows, tokens, positions)
+            fields[:, : parts.shape[1]] = parts
+
     def _decode(self, size: int, adapted: bool) -> None:
-        tokens, rows, positions, slots, adapters = self._decoding.on_device[:, :size]
-        splits = decode_splits(size, self._kv_heads)
-        tiles = Tiles(rows, self._places[:size], positions, self._ones[:size], 1, splits)
+        sent = self._decoding.on_device
+        tokens, rows, positions, slots, adapters = sent[:_TOKENS, :size]
+        tiles = Tiles.split(sent[_TOKENS:, : size + self._cutter.room], self._arrived)
         gate = adapters if adapted else None
         self._head(self._pass.hidden(tokens, rows, positions, slots, [tiles], adapters_T=gate))
 
     def _mix(self, size: int, adapted: bool) -> None:
         sent, most = self._mixed.on_device, min(size, len(self._logits))
         tokens, rows, positions, slots, adapters = sent[:_TOKENS, :size]
-        others = sent[_TOKENS:]
-        decoding = Tiles.of(others[:4, :most], 1, decode_splits(most, self._kv_heads))
+        parts, others = sent[_TOKENS : _TOKENS + _PARTS], sent[_TOKENS + _PARTS :]
+        decoding = Tiles.split(parts[:, : most + self._cutter.room], self._arrived)
         # Every prompt has two tokens at least, and a last tile that may not be full.
         tiles = size // self._queries + min(_PROMPTS, size // 2)
-        prompts = Tiles.of(others[4:8, :tiles], self._queries)
+        prompts = Tiles.of(others[:_TILES, :tiles], self._queries)
         gate = adapters if adapted else None
         hidden = self._pass.hidden(tokens, rows, positions, slots, [decoding, prompts], adapters_T=gate, padded=True)
-        self._head(hidden[others[8, :most]])
+        self._head(hidden[others[_TILES, :most]])
 
     def _head(self, hidden_ND: Tensor) -> None:
         self._pass.model.logits(hidden_ND, out=self._logits[: len(hidden_ND)])

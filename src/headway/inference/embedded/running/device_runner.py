@@ -14,7 +14,7 @@ from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.tiles import make_tiles, prompt_queries
+from headway.inference.embedded.running.tiles import KeyCutter, make_tiles, prompt_queries
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM
@@ -38,6 +38,7 @@ class DeviceRunner(Runner):
         if self.images is not None:
             self._pass.shift = torch.zeros_like(self._drawer.last)
         self.graphs = Graphs(enabled=self.device.type == "cuda" and _never_waits(model))
+        self._cutter = KeyCutter.over(store)
         self._captured = CapturedSteps(self._pass, self.graphs, max_running)
 
     def warm_up(self) -> None:
@@ -74,7 +75,7 @@ class DeviceRunner(Runner):
         fields = np.stack([np.array(tokens), rows_T, layout.positions_T, self._slots(rows_T, layout)])
         tokens_T, rows_sent_T, positions_T, slots_T = self._to_device(fields)
         queries = prompt_queries(self._heads_per_kv, self.store.dtype)
-        tiles = make_tiles(layout, queries, self.model.config.kv_heads, self.device)
+        tiles = make_tiles(layout, queries, self._cutter, self.device)
         adapters = self._adapters(rows_T)
         adapters_T = None if adapters is None else self._to_device(adapters)
         images = self.images.inputs(layout) if self.images is not None and self._shows(layout) else None

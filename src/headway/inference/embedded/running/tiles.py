@@ -17,9 +17,8 @@ Ints = NDArray[np.int64]
 
 _ROWS, _ROWS_FLOAT32 = 64, 16
 """Queries times heads of a tile of a prompt. In float32 its products are single multiplications: fewer will do."""
-_BUSY = 1024
-"""Programs that fill a device; fewer tiles than that are split along their keys."""
-_MOST_SPLITS = 16
+_LEAST_KEYS, _MOST_PARTS = 128, 64
+"""Of a sequence that is cut along its keys."""
 
 
 class TilePlan(AttentionPlan):
@@ -45,41 +44,71 @@ class TilePlan(AttentionPlan):
         return out
 
 
-def decode_splits(tiles: int, kv_heads: int) -> int:
-    """The number of parts, a power of two, into which the keys of each of `tiles` decoding sequences are split."""
-    splits = 1
-    while splits < _MOST_SPLITS and tiles * kv_heads * splits < _BUSY:
-        splits *= 2
-    return splits
-
-
 def prompt_queries(heads_per_kv: int, dtype: torch.dtype) -> int:
     """Queries of a tile of a prompt."""
     return max(1, (_ROWS_FLOAT32 if dtype is torch.float32 else _ROWS) // heads_per_kv)
 
 
-def make_tiles(layout: StepLayout, queries: int, kv_heads: int, device: torch.device) -> list[Tiles]:
+class KeyCutter:
+    """Cuts sequences of one query each along their keys, so that no program of attention takes longer than its share.
+
+    `at_once`: the programs that a device runs at a time.
+    """
+
+    def __init__(self, kv_heads: int, at_once: int) -> None:
+        self.kv_heads = kv_heads
+        self.at_once = at_once
+        self.room = -(-at_once // kv_heads)
+        """How many more parts than sequences there are at most."""
+
+    @classmethod
+    def over(cls, store: KvStore) -> "KeyCutter":
+        """For the store's heads, on an H200 (`benchmarks/gpu_parts/attention_tiles.py`)."""
+        kv_heads, head_dim = max((cache.kv_heads, cache.head_dim) for cache in store.caches)
+        return cls(kv_heads, 1536 if head_dim <= 64 else 256 if store.fp8 else 512)
+
+    def cut(self, rows: Ints, tokens: Ints, positions: Ints) -> Ints:
+        """The parts, the longest first: row, token, position, count, most keys of a part, number of the part, place."""
+        lengths = positions + 1
+        fair = -(-int(lengths.sum()) * self.kv_heads // self.at_once)
+        size = max(fair, -(-int(lengths.max()) // _MOST_PARTS))
+        size = -(-size // _LEAST_KEYS) * _LEAST_KEYS
+        parts = -(-lengths // size)
+        owner = np.repeat(np.arange(len(rows)), parts)
+        number = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+        kept = np.where(parts > 1, parts, 0)
+        places = np.cumsum(kept) - kept
+        order = np.argsort(np.maximum(number * size - lengths[owner], -size), kind="stable")
+        owner, number = owner[order], number[order]
+        one, most = np.ones_like(owner), np.full_like(owner, size)
+        return np.stack([rows[owner], tokens[owner], positions[owner], one, most, number, places[owner]])
+
+    def arrived(self, device: torch.device) -> Tensor:
+        """The counters of `KeySplits`. A sequence of several parts has at most twice as many as whole ones' keys."""
+        return torch.zeros((2 * self.room, self.kv_heads), dtype=torch.int32, device=device)
+
+    def tiles(self, rows: Ints, tokens: Ints, positions: Ints, device: torch.device) -> Tiles:
+        return Tiles.split(to_device(self.cut(rows, tokens, positions), device), self.arrived(device))
+
+
+def make_tiles(layout: StepLayout, queries: int, cutter: KeyCutter, device: torch.device) -> list[Tiles]:
     """Decoding sequences by themselves, then prompts in tiles of `queries`."""
     firsts = np.cumsum(layout.counts) - layout.counts
     single = layout.counts == 1
     made = []
     if single.any():
-        fields = np.stack([layout.rows, firsts, layout.starts, layout.counts])[:, single]
-        made.append(_tiles(fields, 1, decode_splits(fields.shape[1], kv_heads), device))
+        made.append(cutter.tiles(layout.rows[single], firsts[single], layout.starts[single], device))
     if not single.all():
-        made.append(_tiles(cut(layout, firsts, np.flatnonzero(~single), queries), queries, 1, device))
+        tiles = cut_queries(layout, firsts, np.flatnonzero(~single), queries)
+        made.append(Tiles.of(to_device(tiles, device), queries))
     return made
 
 
-def cut(layout: StepLayout, firsts: Ints, members: Ints, queries: int) -> Ints:
-    """Sequences of several tokens in tiles of `queries`: row, first packed token, its position, count."""
+def cut_queries(layout: StepLayout, firsts: Ints, members: Ints, queries: int) -> Ints:
+    """Cut sequences of several tokens in tiles of `queries`: row, first packed token, its position, count."""
     counts = layout.counts[members]
     pieces = -(-counts // queries)
     owner = np.repeat(members, pieces)
     offset = queries * (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces))
     left = np.minimum(queries, layout.counts[owner] - offset)
     return np.stack([layout.rows[owner], firsts[owner] + offset, layout.starts[owner] + offset, left])
-
-
-def _tiles(fields: Ints, queries: int, splits: int, device: torch.device) -> Tiles:
-    return Tiles.of(to_device(fields, device), queries, splits)

@@ -16,23 +16,42 @@ from headway.models.ops.registry import Op, in_c, in_triton
 
 
 @dataclass(frozen=True, slots=True)
+class KeySplits:
+    """Tiles of one query that are parts of sequences: tile i has at most `sizes[i]` keys of its own, from
+    `numbers[i] * sizes[i]` on; one of as many keys as there are is whole. What parts have found is put together by the
+    last of them. Until then it stays in a buffer, that of the first part in place `places[i]`; `arrived` (places, kv
+    heads), int32, counts the parts that are done: zeros before a call and behind it."""
+
+    sizes: Tensor
+    numbers: Tensor
+    places: Tensor
+    arrived: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """A few neighbouring queries of one sequence each: tile i are `counts[i]` queries, at most `queries`, from packed
     place `tokens[i]` on; the first stands at `positions[i]` of the sequence in row `rows[i]` of the table. A count of
-    0 is an empty tile. `splits`: parts of its keys that a tile of one query is cut into, where there are few tiles."""
+    0 is an empty tile. Tiles of one query may be cut along their keys (`splits`)."""
 
     rows: Tensor
     tokens: Tensor
     positions: Tensor
     counts: Tensor
     queries: int
-    splits: int = 1
+    splits: KeySplits | None = None
 
     @classmethod
-    def of(cls, fields: Tensor, queries: int, splits: int = 1) -> "Tiles":
+    def of(cls, fields: Tensor, queries: int) -> "Tiles":
         """Tiles whose first four fields are rows of one tensor."""
         rows, tokens, positions, counts = fields
-        return cls(rows, tokens, positions, counts, queries, splits)
+        return cls(rows, tokens, positions, counts, queries)
+
+    @classmethod
+    def split(cls, fields: Tensor, arrived: Tensor) -> "Tiles":
+        """Tiles of one query, whose first four fields and the first three of their splits are rows of one tensor."""
+        rows, tokens, positions, counts, sizes, numbers, places = fields
+        return cls(rows, tokens, positions, counts, 1, KeySplits(sizes, numbers, places, arrived))
 
 
 @Op
@@ -40,9 +59,10 @@ def paged_attention(
     q_THD: Tensor, keys: CachedHeads, values: CachedHeads, table: Tensor, tiles: Tiles, block_size: int, out_THD: Tensor
 ) -> None:
     """Causal attention of the tiles' queries, into `out`; other rows of it stay as they are."""
-    fields = torch.stack([tiles.rows, tiles.tokens, tiles.positions, tiles.counts]).T.tolist()
-    for row, first, start, count in fields:
-        if count:
+    numbers = torch.zeros_like(tiles.counts) if tiles.splits is None else tiles.splits.numbers
+    fields = torch.stack([tiles.rows, tiles.tokens, tiles.positions, tiles.counts, numbers]).T.tolist()
+    for row, first, start, count, number in fields:
+        if count and number == 0:
             own = slice(first, first + count)
             out_THD[own] = _attend(q_THD[own], keys, values, table[row], start, block_size)
 

@@ -1,8 +1,8 @@
 """Attention of a step's queries over a paged cache, read in place through a table of blocks.
 
 The work is cut into tiles: a few neighbouring queries of one sequence with all heads that share a kv head, so that keys
-and values are read once for all of them. A decoding sequence is a tile of one query. Where there are too few tiles to
-fill a device, each is split along its keys and put together afterwards.
+and values are read once for all of them. A decoding sequence is a tile of one query, or several that have a part of its
+keys each: the last of them to be done puts together what all have found.
 """
 
 from typing import NamedTuple
@@ -18,6 +18,8 @@ from headway.models.ops.attention.paged import Tiles
 _LOG2_E = 1.4426950408889634
 _LEAST = 16
 """The smallest side of a matrix product in Triton."""
+_MANY = 2048
+"""Programs from which on larger portions are faster."""
 _RANGE: tl.constexpr = tl.constexpr(2.0**14)
 """Of float16, which ends at twice that."""
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -58,20 +60,49 @@ def _unpack(pairs, like):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _put_together(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    parts, stats, part, num_parts, heads, DIM: tl.constexpr, real, d, WIDTH: tl.constexpr
+):
+    """Add up the parts of a tile's heads, which are at `part` and, for each other part, `heads` further on."""
+    best = tl.full(part.shape, float("-inf"), tl.float32)
+    total = tl.zeros(part.shape, tl.float32)
+    acc = tl.zeros([part.shape[0], WIDTH], tl.float32)
+    mask = real[:, None] & (d < DIM)[None, :]
+    for _ in range(num_parts):
+        # Past the first cache, which may hold what was here before another program wrote it.
+        own_best = tl.load(stats + part * 2, mask=real, other=0.0, cache_modifier=".cg")
+        own_total = tl.load(stats + part * 2 + 1, mask=real, other=1.0, cache_modifier=".cg")
+        own = tl.load(parts + part[:, None] * DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(best, own_best)
+        fade, weight = tl.exp2(best - higher), tl.exp2(own_best - higher)
+        total = total * fade + own_total * weight
+        acc = acc * fade[:, None] + own * weight[:, None]
+        best = higher
+        part += heads
+    return acc / total[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    q, keys, values, key_scales, value_scales, table, rows, tokens, positions, counts, out, parts, stats, scale,
-    q_stride, kv_stride, table_stride, heads, GROUP: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, FP8: tl.constexpr,
+    q, keys, values, key_scales, value_scales, table, rows, tokens, positions, counts, sizes, numbers, places, arrived,
+    out, parts, stats, scale, q_stride, kv_stride, table_stride, heads, GROUP: tl.constexpr, DIM: tl.constexpr,
+    SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run at the same time read neighbouring parts of the same slots.
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
-    split = tl.program_id(2)
     # All at once: none waits for another.
     count = tl.load(counts + tile).to(tl.int32)
     position = tl.load(positions + tile).to(tl.int32)
     first = tl.load(tokens + tile).to(tl.int64)
     blocks = table + tl.load(rows + tile).to(tl.int64) * table_stride
+    low = 0
+    if SPLIT:
+        size = tl.load(sizes + tile).to(tl.int32)
+        number = tl.load(numbers + tile).to(tl.int32)
+        place = tl.load(places + tile).to(tl.int64)
+        low = tl.multiple_of(number * size, SIZE)
     if count == 0:
         return
 
@@ -91,9 +122,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
         e = tl.arange(0, WIDTH // 2)
 
     end = position + count
-    share = tl.cdiv(tl.cdiv(end, SPLITS), KEYS) * KEYS
-    low = split * share
-    high = tl.minimum(end, low + share)
+    high = tl.minimum(end, low + size) if SPLIT else end
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if FP8:
@@ -141,42 +170,36 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
         acc = tl.reshape(tl.join(acc_even, acc_odd), [ROWS, WIDTH])
 
     mask = real[:, None] & (d < DIM)[None, :]
-    place = (first + query) * heads + head
-    if SPLITS == 1:
-        tl.store(out + place[:, None] * DIM + d[None, :], acc / total[:, None], mask=mask)
+    own = (first + query) * heads + head
+    if SPLIT:
+        if size < end:
+            part = (place + number) * heads + head
+            tl.store(parts + part[:, None] * DIM + d[None, :], acc, mask=mask)
+            tl.store(stats + part * 2, best, mask=real)
+            tl.store(stats + part * 2 + 1, total, mask=real)
+            num_parts = tl.cdiv(end, size)
+            arrival = arrived + place * tl.num_programs(0) + kv_head
+            # All threads have stored before one of them says so.
+            tl.debug_barrier()
+            if tl.atomic_add(arrival, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(arrival, 0)
+                mixed = _put_together(parts, stats, place * heads + head, num_parts, heads, DIM, real, d, WIDTH)
+                tl.store(out + own[:, None] * DIM + d[None, :], mixed, mask=mask)
+        else:
+            tl.store(out + own[:, None] * DIM + d[None, :], acc / total[:, None], mask=mask)
     else:
-        part = place * SPLITS + split
-        tl.store(parts + part[:, None] * DIM + d[None, :], acc, mask=mask)
-        tl.store(stats + part * 2, best, mask=real)
-        tl.store(stats + part * 2 + 1, total, mask=real)
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
-def _combine_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    tokens, counts, parts, stats, out, heads, DIM: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr
-):
-    tile = tl.program_id(0)
-    if tl.load(counts + tile) == 0:
-        return
-    place = tl.load(tokens + tile).to(tl.int64) * heads + tl.program_id(1)
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, WIDTH)
-    best = tl.load(stats + (place * SPLITS + s) * 2)
-    total = tl.load(stats + (place * SPLITS + s) * 2 + 1)
-    share = tl.exp2(best - tl.max(best, 0))
-    at = (place * SPLITS + s)[:, None] * DIM + d[None, :]
-    acc = tl.load(parts + at, mask=(d < DIM)[None, :], other=0.0)
-    mixed = tl.sum(acc * share[:, None], 0) / tl.sum(total * share, 0)
-    tl.store(out + place * DIM + d, mixed, mask=d < DIM)
+        tl.store(out + own[:, None] * DIM + d[None, :], acc / total[:, None], mask=mask)
 
 
 class Portion(NamedTuple):
     """The keys that a program reads at a time, by so many warps. With 5 stages it loads a portion while it computes
-    with another, for which it needs twice the memory; with 3, other programs load meanwhile."""
+    with another, for which it needs twice the memory; with 3, other programs load meanwhile. With fewer registers for a
+    thread there is room for more of them."""
 
     keys: int
     warps: int
     stages: int = 3
+    registers: int | None = None
 
 
 def paged_attention(
@@ -188,38 +211,38 @@ def paged_attention(
     block_size: int,
     out: Tensor,
 ) -> None:
-    """Decoding wants many small programs. Tiles that are split have one query each."""
-    tokens, heads, dim = q_THD.shape
-    kv_heads, fp8 = keys.numbers.shape[1], keys.scales is not None
-    group, splits = heads // kv_heads, tiles.splits
+    """Decoding wants many small programs."""
+    heads, dim = q_THD.shape[1:]
+    kv_heads, fp8, splits = keys.numbers.shape[1], keys.scales is not None, tiles.splits
+    group = heads // kv_heads
     width = max(2 * _LEAST if fp8 else _LEAST, triton.next_power_of_2(dim))
-    portion = _portion(tiles, width, fp8=fp8, half=q_THD.dtype is not torch.float32)
-    parts = stats = out
-    if splits > 1:
-        parts = torch.empty((tokens, heads, splits, dim), dtype=torch.float32, device=out.device)
-        stats = torch.empty((tokens, heads, splits, 2), dtype=torch.float32, device=out.device)
+    portion = _portion(tiles, kv_heads, width, fp8=fp8, half=q_THD.dtype is not torch.float32)
+    parts = stats = None
+    cut = (None, None, None, None) if splits is None else (splits.sizes, splits.numbers, splits.places, splits.arrived)
+    if splits is not None:
+        places = len(splits.arrived)
+        parts = torch.empty((places, heads, dim), dtype=torch.float32, device=out.device)
+        stats = torch.empty((places, heads, 2), dtype=torch.float32, device=out.device)
     k_numbers, v_numbers = (each.view(torch.int16) if fp8 else each for each in (keys.numbers, values.numbers))
-    _attend_kernel[(kv_heads, len(tiles.rows), splits)](
+    _attend_kernel[(kv_heads, len(tiles.rows))](
         q_THD, k_numbers, v_numbers, keys.scales, values.scales, table, tiles.rows, tiles.tokens, tiles.positions,
-        tiles.counts, out, parts, stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), k_numbers.stride(0), table.stride(0),
-        heads, GROUP=group, DIM=dim, SIZE=block_size, SPLITS=splits,
+        tiles.counts, *cut, out, parts, stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), k_numbers.stride(0),
+        table.stride(0), heads, GROUP=group, DIM=dim, SIZE=block_size, SPLIT=splits is not None,
         ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width, KEYS=portion.keys, FP8=fp8,
-        num_stages=portion.stages, num_warps=portion.warps,
+        num_stages=portion.stages, num_warps=portion.warps, maxnreg=portion.registers,
     )  # fmt: skip
-    if splits > 1:
-        _combine_kernel[(len(tiles.rows), heads)](
-            tiles.tokens, tiles.counts, parts, stats, out, heads, DIM=dim, SPLITS=splits, WIDTH=width, num_warps=1
-        )
 
 
-def _portion(tiles: Tiles, width: int, *, fp8: bool, half: bool) -> Portion:
-    """The best on an H200, for heads of 128 numbers at mixed lengths (`benchmarks/gpu_parts/attention_tiles.py`)."""
+def _portion(tiles: Tiles, kv_heads: int, width: int, *, fp8: bool, half: bool) -> Portion:
+    """The best on an H200 (`benchmarks/gpu_parts/attention_tiles.py`)."""
     decoding = tiles.queries == 1
     # In float32 products are unrolled into single multiplications, so that large tiles would be very long programs.
     if not half:
         return Portion(_LEAST, 4)
     if decoding and width <= 64:
-        return Portion(64, 2)
+        return Portion(32, 1)
+    if decoding and width == 128 and fp8:
+        return Portion(128, 4, 5)
     if decoding and width == 128:
-        return Portion(128, 4, 5 if fp8 else 3)
+        return Portion(128, 4) if len(tiles.rows) * kv_heads >= _MANY else Portion(64, 4, registers=128)
     return Portion(32 if width > 128 else 64, 4)
