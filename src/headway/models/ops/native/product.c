@@ -4,15 +4,23 @@
 #include "kernels.h"
 
 #define TILE_ROWS 4
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 #define TILE_COLUMNS 3
 #else
 #define TILE_COLUMNS 4
 #endif
-#define SPREAD_FROM (1L << 21)
 /* Numbers of `x` that are used again and again while they are in the first cache, and of `w` in the second. */
 #define NEAR (1L << 13)
 #define FAR (1L << 16)
+#define SPREAD_FROM (1L << 21)
+
+static long least(long a, long b)
+{
+    return a < b ? a : b;
+}
+
+/* Processors with AVX-512 have a `multiply` of their own, in panels.c. */
+#if !defined(__AVX512F__)
 
 /* A tile of results: each number that is loaded is used for a whole row or column of them. `rows` and `columns` are
    constants wherever this is inlined. A result is the same sum in the same order in a tile of any size, so that it
@@ -46,11 +54,6 @@ static void edge(const float *x, long stride, long rows, const float *w, long co
     }
 }
 
-static long least(long a, long b)
-{
-    return a < b ? a : b;
-}
-
 /* As many whole tiles of `step` rows of `inputs` numbers as `space` numbers hold, and at least one. */
 static long whole_tiles(long space, long inputs, long step)
 {
@@ -79,6 +82,8 @@ void multiply(const float *x, long stride, long rows, const float *w, long outpu
         }
     }
 }
+
+#endif
 
 void product(const float *x, long stride, long rows, const float *w, long outputs, long inputs, float *out,
              int threads)
