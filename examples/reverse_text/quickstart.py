@@ -48,7 +48,7 @@ def main() -> None:
     console.rule("3. Asynchronous RL: inference, orchestrator and trainer at once")
     headway("rl", "@", str(HERE / "rl.toml"), "--model.path", str(model), "--run.name", training.root.name)
 
-    console.rule("4. What came of it")
+    console.rule("4. Results")
     headway("plot", str(training.root))
     before, after = evaluations(training)
     table = Table("held-out words", "exact match")

@@ -20,8 +20,11 @@ from headway.models.ops.registry import in_c
 
 _NARROW = 1 << 23
 """Parameters up to which the way into a call costs more than what is in it. Beyond, products decide: ours are the
-faster ones on ARM, unless there are so few tokens that threads should share a product instead of its rows."""
-_FEW = 4
+faster ones on ARM and, for steps without long prompts, with AVX-512, unless there are so few tokens that threads should
+share a product instead of its rows."""
+_FEW, _MANY = 4, 128
+"""Tokens for each thread."""
+_WITH_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 Ints = NDArray[np.int64]
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -83,8 +86,9 @@ class CpuDecoder:
 
     def takes(self, tokens: int) -> bool:
         """Tell if a pass over so many tokens can be made here, and is fastest here."""
-        best = self._narrow or (ON_ARM and tokens >= _FEW * torch.get_num_threads())
-        if not best or not in_c(self._keys[0]):
+        share = tokens / torch.get_num_threads()
+        faster = (ON_ARM and share >= _FEW) or (_WITH_AVX512 and _FEW <= share <= _MANY)
+        if not (self._narrow or faster) or not in_c(self._keys[0]):
             return False
         seen = [weight.data_ptr() for weight in self._watched]
         if seen != self._seen:
