@@ -4,6 +4,8 @@ PYTHONPATH=src:benchmarks python -m gpu_parts.learning RESULTS [--smollm2 MODEL]
 
 trains both tasks once for each precision: the models', FP8 on both sides, and for a few steps FP8 in the engine alone.
 `--repeats 3 --beside 2` trains each three times, with two precisions or repeats at a time: a run takes 25 GiB.
+`--tasks reverse-text` trains one of them: the other wants the extra `environments`. Four runs at a time share one MPS
+service if it was started before (`nvidia-cuda-mps-control -d`).
 The recipe is that of `examples/reverse_text` and `examples/chain_sum`: demonstrations of mixed quality, a short
 supervised warm-up, `headway rl` with trainer and engine on the same GPU. The runs' metrics are kept beside the results.
 """
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,29 +65,36 @@ CHAIN_SUM = Task(
 TASKS = (REVERSE, CHAIN_SUM)
 PRECISIONS: dict[str, tuple[str, ...]] = {
     "dtype": (),
+    "dtype-lag0": ("--orchestrator.max_lag", "0"),
+    "dtype-cispo": ("--trainer.loss.type", "cispo"),
     "fp8": ("--model.compute", "fp8"),
+    "fp8-lag0": ("--model.compute", "fp8", "--orchestrator.max_lag", "0"),
+    "fp8-cispo": ("--model.compute", "fp8", "--trainer.loss.type", "cispo"),
     # What the engine alone costs shows in the first steps.
     "engine-fp8": ("--inference.compute", "fp8", "--max_steps", "4"),
 }
-"""Flags of a run, by the precision of products."""
+"""Flags of a run, by the precision of products and what else differs."""
+USUAL = ("dtype", "fp8", "engine-fp8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
     parser.add_argument("--smollm2", help="the model's GGUF file, or its converted folder; default: the package's")
-    parser.add_argument("--compute", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--compute", nargs="+", choices=list(PRECISIONS), default=USUAL)
+    parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
     parser.add_argument("--seconds", type=float, default=200.0, help="for each precision (%(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each task and precision (%(default)s)")
     parser.add_argument("--beside", type=int, default=1, help="pairs of tasks that train at a time (%(default)s)")
     options = parser.parse_args()
     kept = str(options.results.parent / "gpu_runs")
+    tasks = [task for task in TASKS if not options.tasks or task.name in options.tasks]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.beside) as pool:
-        found["prepared"] = prepare(options.smollm2, folder)
+        found["prepared"] = prepare(options.smollm2, folder, tasks)
         runs = {
             f"{compute} {number}" if number else compute: pool.submit(
-                measure, folder, kept, options.seconds, compute, number
+                measure, folder, kept, options.seconds, compute, number, tasks
             )
             for number in range(options.repeats)
             for compute in options.compute
@@ -95,17 +105,22 @@ def main() -> None:
             print(json.dumps({name: found[name]}), flush=True)
 
 
-def prepare(model: str | None, folder: str) -> dict[str, float]:
+def prepare(model: str | None, folder: str, tasks: Sequence[Task] = TASKS) -> dict[str, float]:
     """Warm the model up for each task: seconds taken. `model` is a GGUF file or a folder; default: the package's."""
     work = Path(folder)
     with ThreadPoolExecutor(3) as pool:
         checkpoint = pool.submit(_checkpoint, Path(model) if model else _packaged(), work)
-        warmed = {task.name: pool.submit(_warm_up, task, checkpoint, work) for task in TASKS}
+        warmed = {task.name: pool.submit(_warm_up, task, checkpoint, work) for task in tasks}
         return {name: run.result() for name, run in warmed.items()}
 
 
 def measure(
-    folder: str, kept: str, seconds: float, compute: str = "dtype", number: int = 0
+    folder: str,
+    kept: str,
+    seconds: float,
+    compute: str = "dtype",
+    number: int = 0,
+    tasks: Sequence[Task] = TASKS,
 ) -> dict[str, dict[str, Any]]:
     """What comes of each task within `seconds`, side by side, after `prepare` in the same folder.
 
@@ -113,9 +128,9 @@ def measure(
     `number` tells repeats apart.
     """
     deadline = time.monotonic() + seconds - STOP_SECONDS
-    with ThreadPoolExecutor(len(TASKS)) as pool:
+    with ThreadPoolExecutor(len(tasks)) as pool:
         runs = {
-            task.name: pool.submit(_learn, task, compute, number, Path(folder), Path(kept), deadline) for task in TASKS
+            task.name: pool.submit(_learn, task, compute, number, Path(folder), Path(kept), deadline) for task in tasks
         }
         return {name: run.result() for name, run in runs.items()}
 

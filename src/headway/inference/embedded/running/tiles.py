@@ -84,7 +84,7 @@ class KeyCutter:
         return np.stack([rows[owner], tokens[owner], positions[owner], one, most, number, places[owner]])
 
     def arrived(self, device: torch.device) -> Tensor:
-        """The counters of `KeySplits`. A sequence of several parts has at most twice as many as whole ones' keys."""
+        """The counters of `KeySplits`. What is cut has fewer than twice as many parts as its keys would fill."""
         return torch.zeros((2 * self.room, self.kv_heads), dtype=torch.int32, device=device)
 
     def tiles(self, rows: Ints, tokens: Ints, positions: Ints, device: torch.device) -> Tiles:

@@ -102,7 +102,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
         size = tl.load(sizes + tile).to(tl.int32)
         number = tl.load(numbers + tile).to(tl.int32)
         place = tl.load(places + tile).to(tl.int64)
-        low = tl.multiple_of(number * size, SIZE)
+        low = number * size
     if count == 0:
         return
 
