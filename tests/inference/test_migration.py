@@ -37,7 +37,8 @@ from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.load import load_renderer
 from headway.transport.inference import EngineError, InferenceClient
 
-REPLY, LONG = 120, 400
+REPLY, LONG = 120, 900
+"""Tokens. What is lost with an engine is a part of a second: replies must take long beside that."""
 PROMPT = 12
 
 
@@ -47,7 +48,7 @@ class Live:
     def __init__(self, folder: Path) -> None:
         self.folder, self.port, self.generated = folder, 0, 0
         inference = InferenceSettings(threads=1, max_running=64)
-        self._settings = ServeSettings(model=ModelSettings(path=str(folder)), inference=inference, seq_len=512)
+        self._settings = ServeSettings(model=ModelSettings(path=str(folder)), inference=inference, seq_len=1024)
 
     @property
     def url(self) -> str:
@@ -81,7 +82,7 @@ class Live:
 
 
 def checkpoint(folder: Path, config: ModelConfig) -> Path:
-    config = replace(config, vocab_size=save_tiny_tokenizer(folder), max_len=512)
+    config = replace(config, vocab_size=save_tiny_tokenizer(folder), max_len=1024)
     save_checkpoint(make_model(config), folder / "model", files_from=folder)
     return folder / "model"
 
