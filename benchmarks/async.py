@@ -11,8 +11,6 @@ and docs/images/async.png. Bar: the asynchronous run is at least 6 times as fast
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 from async_parts.picture import draw
 from async_parts.simulation import table
+from async_parts.warm_up import headway, warm_up
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
 
@@ -33,20 +32,6 @@ SIMULATED = [(0, 0.1), (1, 0.1), (2, 0.0), (2, 0.1), (2, 0.2)]
 """Pairs of max_lag and max_lost_share."""
 HELD_OUT = 512
 """Words that the final policies are compared on."""
-
-
-def headway(*arguments: str) -> None:
-    # One thread a process: the model is so small that more would only wait for each other.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    subprocess.run([sys.executable, "-m", "headway.cli.main", *arguments], check=True, env=environment)
-
-
-def warm_up(folder: Path) -> Path:
-    data = folder / "demonstrations.jsonl"
-    headway("env", "demos", "reverse-text", "-n", "20000", "--args.copy_share", "0.5", "-o", str(data))
-    place = ("--run.output_dir", str(folder), "--run.name", "warm-up")
-    headway("sft", "@", str(ROOT / "examples/warm_up.toml"), "--data.path", str(data), *place)
-    return sorted((folder / "warm-up/exports").iterdir())[-1]
 
 
 def train(folder: Path, model: Path, lag: int, options: argparse.Namespace) -> RunPaths:

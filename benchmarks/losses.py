@@ -9,14 +9,12 @@ lag 0, where nothing is older, and without a disturbance. Prints rewards and sav
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from async_parts.warm_up import headway, warm_up
 from gpu_parts.cases import table
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
@@ -54,18 +52,6 @@ def main() -> None:
         for row in found
     ]
     print(table(("loss", "disturbance", "lag", *COLUMNS), rows))
-
-
-def headway(*arguments: str) -> None:
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    subprocess.run([sys.executable, "-m", "headway.cli.main", *arguments], check=True, env=environment)
-
-
-def warm_up(folder: Path) -> Path:
-    data, place = folder / "demonstrations.jsonl", ("--run.output_dir", str(folder), "--run.name", "warm-up")
-    headway("env", "demos", "reverse-text", "-n", "20000", "--args.copy_share", "0.5", "-o", str(data))
-    headway("sft", "@", str(ROOT / "examples/warm_up.toml"), "--data.path", str(data), *place)
-    return sorted((folder / "warm-up/exports").iterdir())[-1]
 
 
 def train(folder: Path, model: Path, loss: str, size: float, lag: int, seed: int, steps: int) -> dict[str, float]:
