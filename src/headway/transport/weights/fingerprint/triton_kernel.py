@@ -91,7 +91,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     high_key = tl.load(keys + ROW + place).to(tl.int64) & 0xFFFFFFFF
     plain_total = tl.zeros((TILE,), dtype=tl.int64)
     keyed_total = tl.zeros((TILE,), dtype=tl.int64)
-    sums = out.to(tl.pointer_type(tl.int64))
+    # An address of few bits comes as a narrower number.
+    sums = out.to(tl.int64).to(tl.pointer_type(tl.int64))
     partial = sums + part * 4
     if (start >= first) & (end <= last) & (end * ROW <= right):
         for turn in range(ROUNDS):
