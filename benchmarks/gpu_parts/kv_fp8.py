@@ -23,6 +23,7 @@ from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import KeyCutter
 from headway.models import ops
 from headway.models.family import KvCache
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.paged import Tiles
 
 CUDA = torch.cuda.is_available()
@@ -107,7 +108,8 @@ def attend(store: KvStore, q_THD: torch.Tensor, table: torch.Tensor, tiles: Tile
 
     def run() -> list[torch.Tensor]:
         for layer, out in enumerate(outs):
-            ops.paged_attention(q_THD, store.keys[layer], store.values[layer], table, tiles, BLOCK_SIZE, out)
+            cache = store.keys[layer], store.values[layer]
+            ops.paged_attention(q_THD, *cache, table, tiles, AttentionLayer(layer), BLOCK_SIZE, out)
         return outs
 
     return outs[0], microseconds(captured(run)) / LAYERS

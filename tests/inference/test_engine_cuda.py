@@ -25,7 +25,7 @@ from engine_common import (
 
 from headway.config.shared import FilesystemWeights, LoraSettings
 from headway.core.runs import RunPaths
-from headway.inference.embedded.running.runners import in_tiles
+from headway.inference.embedded.running.device_runner import DeviceRunner
 from headway.inference.engine import Result
 from headway.models.adapters.lora import adapter_tensors, apply_lora, merge_adapter
 from headway.models.decoder import DecoderLM
@@ -53,12 +53,11 @@ def test_prefill_chunks_decoding_and_preemption(family: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("name", ["gemma3_text/plain", "olmo3/yarn", "gpt_oss/plain", "afmoe/plain"])
 def test_windows_sinks_and_layers_without_positions(name: str) -> None:
-    """No kernel over tiles computes these; torch's operations do."""
     folder = Path(__file__).parent.parent / "models" / "families"
     values = {"bos_token_id": None, "eos_token_id": None, **json.loads((folder / f"{name}.json").read_text())}
     model = make_model(config_from_hf(values)).cuda()
     engine = make_engine(model, max_batched_tokens=48)
-    assert not in_tiles(model)
+    assert isinstance(engine.runner, DeviceRunner)
     prompts = [[token % model.config.vocab_size for token in prompt(n)] for n in (1, 17, 40)]
     for tokens, result in zip(prompts, run_all(engine, [request(p, 20) for p in prompts]), strict=True):
         assert mismatch(model, tokens, result.choices[0]) < 1e-4

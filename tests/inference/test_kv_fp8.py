@@ -19,8 +19,9 @@ from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.ops import registry
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.fp8.blocks import quantize_vectors
-from headway.models.packed import AttentionLayer, PackedTokens
+from headway.models.packed import PackedTokens
 
 WINDOWED = replace(QWEN3, family="mistral", window=8, window_layers=(0, 1))
 

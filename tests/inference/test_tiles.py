@@ -13,8 +13,10 @@ LENGTHS = st.lists(st.one_of(st.integers(1, 300), st.integers(1, 200_000)), min_
 def test_parts_have_every_key_once_and_fit_their_room(lengths: list[int], kv_heads: int, at_once: int) -> None:
     cutter = KeyCutter(kv_heads, at_once)
     numbers = np.arange(len(lengths))
-    rows, tokens, positions, counts, sizes, parts, places = cutter.cut(numbers, numbers, np.array(lengths) - 1).tolist()
+    cut = cutter.cut(numbers, numbers, np.array(lengths) - 1).tolist()
+    rows, tokens, positions, counts, firsts, sizes, parts, places = cut
     assert counts == [1] * len(rows) and len(set(sizes)) == 1
+    assert firsts == [part == 0 for part in parts]
     assert len(rows) <= len(lengths) + cutter.room
     own = [(min(sizes[0], lengths[row] - part * sizes[0]), row, part) for row, part in zip(rows, parts, strict=True)]
     assert [keys for keys, _, _ in own] == sorted((keys for keys, _, _ in own), reverse=True)
@@ -34,8 +36,8 @@ def test_parts_have_every_key_once_and_fit_their_room(lengths: list[int], kv_hea
 
 def test_sequences_of_one_length_stay_whole_where_they_fill_a_device() -> None:
     numbers = np.arange(64)
-    assert KeyCutter(8, 512).cut(numbers, numbers, np.full(64, 2047)).shape == (7, 64)
-    assert KeyCutter(4, 512).cut(numbers, numbers, np.full(64, 2047)).shape == (7, 128)
+    assert KeyCutter(8, 512).cut(numbers, numbers, np.full(64, 2047)).shape == (8, 64)
+    assert KeyCutter(4, 512).cut(numbers, numbers, np.full(64, 2047)).shape == (8, 128)
 
 
 def test_a_long_sequence_among_short_ones_is_cut_and_begins_first() -> None:

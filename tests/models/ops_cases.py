@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headway.models import ops
 from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import PackedSamples
 from headway.models.ops.attention.paged import Tiles
 from headway.models.ops.experts.choose import Choice
@@ -189,20 +190,23 @@ def tokens_over_blocks(f: Call, q: Tensor, *cache: Tensor) -> Any:
     return f(q, *map(CachedHeads, cache), table, rows, positions, SIZE, 17)
 
 
-def tiles_over_blocks(size: int, make: Callable[[Tensor], CachedHeads] = CachedHeads) -> Call:
+def tiles_over_blocks(
+    size: int, make: Callable[[Tensor], CachedHeads] = CachedHeads, sinks: bool = False, **how: Any
+) -> Call:
     def call(f: Call, q: Tensor, *cache: Tensor) -> Any:
         """A decoding sequence in parts of `size` keys, an empty tile, and a prompt of three tokens behind four others
         in tiles of two."""
         keys, values = map(make, cache)
+        layer = AttentionLayer(0, sinks=q[0, :, 0].contiguous() if sinks else None, **how)
         table = torch.tensor(TABLE, dtype=torch.int32, device=q.device)
-        parts = [[2, 0, 16, 1, size, number, 1] for number in reversed(range(-(-17 // size)))]
-        fields = torch.tensor([*parts, [0] * 7], device=q.device).T.contiguous()
+        parts = [[2, 0, 16, 1, number == 0, size, number, 1] for number in reversed(range(-(-17 // size)))]
+        fields = torch.tensor([*parts, [0] * 8], device=q.device).T.contiguous()
         prompts = torch.tensor([[1, 1, 4, 2], [1, 3, 6, 1]], device=q.device).T.contiguous()
         arrived = torch.zeros((6, keys.numbers.shape[1]), dtype=torch.int32, device=q.device)
         out = torch.zeros_like(q)
         for _ in range(2):  # nothing is left of the first time
-            f(q, keys, values, table, Tiles.split(fields, arrived), SIZE, out)
-        f(q, keys, values, table, Tiles.of(prompts, 2), SIZE, out)
+            f(q, keys, values, table, Tiles.split(fields, arrived), layer, SIZE, out)
+        f(q, keys, values, table, Tiles.of(prompts, 2), layer, SIZE, out)
         assert not arrived.any()
         return out
 
@@ -444,6 +448,11 @@ CASES = [
     *(Case(ops.paged_token_attention, [(4, heads, 32), KV, KV], tokens_over_blocks) for heads in (2, 6)),
     *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(size)) for size in (256, 4, 8)),
     *(Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(size, in_fp8)) for size in (256, 4)),
+    *(
+        Case(ops.paged_attention, [(4, 6, 32), KV, KV], tiles_over_blocks(4, make, **how))
+        for make in (CachedHeads, in_fp8)
+        for how in ({"window": 2}, {"window": 6, "sinks": True}, {"sinks": True}, {"scale": 0.3}, {"softcap": 0.5})
+    ),
     *(
         Case(op, [(sum(lengths), heads, 64) for heads in (6, 2, 2, 6)[:count]], make(lengths), half=True)
         for lengths in ([40, 3, 700], [4500], [300, 4200, 17])

@@ -5,7 +5,8 @@ import torch
 
 from headway.models import attention
 from headway.models.attention import PackedPlan
-from headway.models.packed import AttentionLayer, Spans
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.packed import Spans
 
 SAMPLES = {"short": [9, 1, 30, 4], "long": [150, 40]}
 """Lengths: short samples are batched by length, with padding."""

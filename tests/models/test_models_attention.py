@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.models.attention import PackedPlan
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import group_by_length
-from headway.models.packed import AttentionLayer
 
 LAYER = AttentionLayer(0)
 

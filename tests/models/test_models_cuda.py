@@ -1,5 +1,7 @@
 """CUDA paths against the CPU's, forward and backward."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,10 @@ from headway.models.decoder import DecoderLM
 from headway.models.layers.rope import RotaryTable
 from headway.models.ops.attention import flash
 from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.ops.attention.masked import masked_attention, visible_mask
 from headway.models.ops.attention.paged import Tiles
-from headway.models.packed import AttentionLayer, AttentionPlan, PackedTokens
+from headway.models.packed import AttentionPlan, PackedTokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -287,16 +291,18 @@ def test_a_decode_step_can_be_captured_in_a_graph() -> None:
             torch.testing.assert_close(captured, model.logits(model(tokens).hidden_TD), atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("how", [{}, {"window": 48}, {"window": 128, "sinks": True}, {"sinks": True, "softcap": 2.0}])
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype"),
     [
         ((16, 8), 128, torch.bfloat16),
-        ((6, 2), 64, torch.bfloat16),
+        ((16, 2), 64, torch.bfloat16),
+        ((4, 2), 256, torch.bfloat16),
         ((4, 4), 24, torch.float32),
     ],
 )
 def test_paged_attention_equals_attention_over_gathered_blocks(
-    heads: tuple[int, int], dim: int, dtype: torch.dtype
+    heads: tuple[int, int], dim: int, dtype: torch.dtype, how: dict[str, Any]
 ) -> None:
     draw, size = torch.Generator().manual_seed(0), 16
     keys, values = (torch.randn(100 * size, heads[1], dim, generator=draw).to("cuda", dtype) for _ in range(2))
@@ -305,21 +311,22 @@ def test_paged_attention_equals_attention_over_gathered_blocks(
     fields = [[0, 0, 0, 1], [1, 1, 99, 1], [2, 2, 319, 1], [3, 3, 37, 32], [3, 35, 69, 32], [3, 67, 101, 6]]
     sequences = [(0, 0, 0, 1), (1, 1, 99, 1), (2, 2, 319, 1), (3, 3, 37, 70)]
     q = torch.randn(73, heads[0], dim, generator=draw).to("cuda", dtype)
+    sinks = torch.linspace(-2, 4, heads[0], device="cuda").to(dtype) if "sinks" in how else None
+    layer = AttentionLayer(0, **how | {"sinks": sinks})
     prompts = Tiles.of(torch.tensor(fields, device="cuda").T.contiguous()[:, 3:], 32)
     rows, tokens, positions, _ = np.array(fields[:3]).T
     for at_once in (1, 512):
         out = torch.zeros_like(q)
         decoding = KeyCutter(heads[1], at_once).tiles(rows, tokens, positions, torch.device("cuda"))
         for part in (decoding, prompts):
-            ops.paged_attention(q, CachedHeads(keys), CachedHeads(values), table, part, size, out)
+            ops.paged_attention(q, CachedHeads(keys), CachedHeads(values), table, part, layer, size, out)
         for row, first, start, count in sequences:
             at = torch.arange(start + count, device="cuda")
             slots = table[row][at // size].long() * size + at % size
-            mask = at <= start + torch.arange(count, device="cuda")[:, None]
-            wide = [x.float().transpose(0, 1) for x in (q[first : first + count], keys[slots], values[slots])]
-            expected = F.scaled_dot_product_attention(*(x[None] for x in wide), attn_mask=mask, enable_gqa=True)[0]
-            found = out[first : first + count].float().transpose(0, 1)
-            assert (found - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
+            mask = visible_mask(at[None, start:], at, layer.window, heads[0] // heads[1], torch.float32)
+            wide = [x.float()[None] for x in (q[first : first + count], keys[slots], values[slots])]
+            expected = masked_attention(wide[0], *(x.transpose(1, 2) for x in wide[1:]), mask, layer)[0]
+            assert (out[first : first + count] - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

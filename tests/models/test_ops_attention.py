@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from headway.models.attention import PackedPlan
 from headway.models.ops.attention import cuda, flash
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import in_flash
-from headway.models.packed import AttentionLayer
 
 LAYER = AttentionLayer(0)
 

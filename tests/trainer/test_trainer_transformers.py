@@ -20,7 +20,8 @@ from headway.models import transformers_config
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
-from headway.models.packed import AttentionLayer, PackedTokens
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.packed import PackedTokens
 from headway.models.registry import find_family, load_config
 from headway.models.tiny import resolve_model
 from headway.trainer.memory.recompute import recompute_policy

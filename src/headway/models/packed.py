@@ -10,40 +10,13 @@ from torch import Tensor
 from headway.core.images import Grid
 from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV
 from headway.models.ops.experts.choices import expert_counts
 from headway.models.ops.qk_norm_rope import Norms
 
 AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of queries, keys, values and sinks (None for a layer without them)."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """An attention layer, as plans see it.
-
-    `window`: a token sees itself and the `window - 1` tokens before it; None: all before it. `sinks` (H,): a logit per
-    query head that adds to the softmax's denominator alone (GPT-OSS). `scale` multiplies scores; None: 1 / √head size.
-    `softcap` then bounds each score x softly: softcap * tanh(x / softcap) (Gemma 2). `chosen` (T, k): the positions of
-    its own sample that each token sees, as `AttentionPlan.choose` returns them.
-    """
-
-    index: int
-    window: int | None = None
-    sinks: Tensor | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    chosen: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Full causal attention with the usual scale, as all kernels compute it."""
-        return self.window is None and self.unmasked_plain
-
-    @property
-    def unmasked_plain(self) -> bool:
-        """Plain, apart from a window."""
-        return self.sinks is None and self.scale is None and self.softcap is None and self.chosen is None
 
 
 class IndexScores(NamedTuple):

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from headway.base.errors import HeadwayError
-from headway.models.packed import AttentionLayer, AttentionPlan
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.packed import AttentionPlan
 
 ATTENTION = "headway"
 """The name of the implementation in transformers."""

@@ -12,8 +12,9 @@ from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV
-from headway.models.packed import AttentionLayer, Rope
+from headway.models.packed import Rope
 
 QkNorm = bool | Literal["all"]
 """Norms of queries and keys before they are rotated: none, one per head (Qwen3), or one over all heads (OLMo 2)."""

@@ -14,8 +14,8 @@ from headway.models.layers.indexer import Indexer
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import pairs_to_halves
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV
-from headway.models.packed import AttentionLayer
 
 _EPS = 1e-6
 """Of the norms of compressed rows, whatever the config says of others."""

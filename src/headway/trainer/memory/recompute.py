@@ -26,8 +26,8 @@ from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import sparse_mlp_of
 from headway.models.layers.linear import Linear
 from headway.models.layers.tape import Tape, Taped
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV
-from headway.models.packed import AttentionLayer
 from headway.trainer.memory.randomness import RandomState
 
 ROWS = 16_384

@@ -25,11 +25,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.base.errors import HeadwayError
-from headway.models.attention import PackedPlan, masked_attention, visible_mask
+from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.ops.attention.masked import masked_attention, visible_mask
 from headway.models.ops.attention.packed import QKV
-from headway.models.packed import AttentionGrads, AttentionLayer, AttentionPlan, IndexScores, Recurrence, Spans
+from headway.models.packed import AttentionGrads, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.recurrent import RecurrentState
 from headway.trainer.parallel.cutting import Cut, Rows, first_key
 from headway.trainer.parallel.exchange import Fetch, Group, all_to_all, gather_scalars

@@ -28,7 +28,7 @@ _MIXED = (*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
 padding is computed. Larger steps run eagerly: the device hides their launches."""
 _PROMPTS = 256
 """Most prompts in such a step; short ones, mostly cached, come many at a time."""
-_TOKENS, _PARTS, _TILES = 5, 7, 4
+_TOKENS, _PARTS, _TILES = 5, 8, 4
 """Numbers per token: id, row, position, slot, adapter; per part of a decoding sequence; per tile of a prompt."""
 
 

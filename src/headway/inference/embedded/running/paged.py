@@ -15,10 +15,11 @@ from headway.inference.embedded.running.dense_cache import DenseCache, DenseGrou
 from headway.inference.embedded.running.sparse import SparseReader
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
-from headway.models.attention import masked_attention, visible_mask
 from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.ops.attention.masked import masked_attention, visible_mask
 from headway.models.ops.registry import in_c
-from headway.models.packed import AttentionLayer, AttentionPlan, IndexScores, Spans
+from headway.models.packed import AttentionPlan, IndexScores, Spans
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

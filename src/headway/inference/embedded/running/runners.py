@@ -13,6 +13,7 @@ from headway.models.family import NO_KEYS, KvCache
 from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
 from headway.models.recurrent import RecurrentState
+from headway.models.vision.config import VisionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         return Runner(model, store, rows, ahead=ahead)
     if not in_tiles(model):
         logger.warning(
-            "this %s model has layers with a sliding window, sinks, a soft cap, a scale of their own or no rotary "
-            'positions: they run in slower torch operations; inference.engine = "vllm" is the other choice',
+            "attention of this %s model is not what kernels over tiles compute: it runs in slower torch operations; "
+            'inference.engine = "vllm" is the other choice',
             config.family,
         )
         return Runner(model, store, rows, ahead=ahead)
@@ -58,6 +59,7 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
 
 
 def in_tiles(model: DecoderLM) -> bool:
-    """Tell if the kernels over tiles of queries compute attention as all layers want it."""
-    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
-    return bool(layers) and all(module.layer.plain and module.rotary is not None for module in layers)
+    """Tell if the kernels over tiles of queries compute the model's attention."""
+    config = model.config
+    backwards = isinstance(config, VisionConfig) and config.bidirectional_images
+    return not backwards and any(isinstance(module, SelfAttention) for module in model.modules())

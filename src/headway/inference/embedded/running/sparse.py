@@ -7,8 +7,9 @@ from torch import Tensor
 
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.store import KvStore
-from headway.models.attention import masked_attention
-from headway.models.packed import AttentionLayer, IndexScores
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.ops.attention.masked import masked_attention
+from headway.models.packed import IndexScores
 from headway.models.sparse_attention import choose_positions
 
 Ints = NDArray[np.int64]

@@ -1,17 +1,19 @@
 """Attention over paged blocks on an accelerator: kernels read them in place, for prompts and decoding alike."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.base.errors import HeadwayError
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.paged import Tiles
-from headway.models.packed import AttentionLayer, AttentionPlan, Rope
+from headway.models.packed import AttentionPlan, Rope
 
 Ints = NDArray[np.int64]
 
@@ -32,15 +34,23 @@ class TilePlan(AttentionPlan):
         self._tiles = tiles
         self._padded = padded
 
+    def attend(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer) -> Tensor:
+        self._store.write(layer.index, self.slots_T, k_TKD, v_TKD)
+        return self._attend(q_THD, layer)
+
     def attend_pre_rope(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: Rope, layer: AttentionLayer) -> Tensor:
-        if not layer.plain:
-            raise HeadwayError(f"layer {layer.index} attends in a way that kernels over tiles do not compute")
-        store = self._store
-        keys, values = store.keys[layer.index], store.values[layer.index]
+        keys, values = self._store.keys[layer.index], self._store.values[layer.index]
         q_THD = ops.qk_norm_rope_to_cache(q_THD, k_TKD, v_TKD, *rope, self.slots_T, keys, values)
+        return self._attend(q_THD, layer)
+
+    def _attend(self, q_THD: Tensor, layer: AttentionLayer) -> Tensor:
+        store, table = self._store, self._table
+        if layer.window is not None and layer.window >= table.shape[1] * store.block_size:
+            layer = replace(layer, window=None)
+        keys, values = store.keys[layer.index], store.values[layer.index]
         out = torch.zeros_like(q_THD) if self._padded else torch.empty_like(q_THD)
         for tiles in self._tiles:
-            ops.paged_attention(q_THD, keys, values, self._table, tiles, store.block_size, out)
+            ops.paged_attention(q_THD, keys, values, table, tiles, layer, store.block_size, out)
         return out
 
 
@@ -68,7 +78,8 @@ class KeyCutter:
         return cls(kv_heads, 1536 if head_dim <= 64 else 256 if store.fp8 else 512)
 
     def cut(self, rows: Ints, tokens: Ints, positions: Ints) -> Ints:
-        """The parts, the longest first: row, token, position, count, most keys of a part, number of the part, place."""
+        """The parts, the longest first: row, token, position, count, the same of first parts alone, most keys of a
+        part, number of the part, place."""
         lengths = positions + 1
         fair = -(-int(lengths.sum()) * self.kv_heads // self.at_once)
         size = max(fair, -(-int(lengths.max()) // _MOST_PARTS))
@@ -81,7 +92,8 @@ class KeyCutter:
         order = np.argsort(np.maximum(number * size - lengths[owner], -size), kind="stable")
         owner, number = owner[order], number[order]
         one, most = np.ones_like(owner), np.full_like(owner, size)
-        return np.stack([rows[owner], tokens[owner], positions[owner], one, most, number, places[owner]])
+        splits = number == 0, most, number, places[owner]
+        return np.stack([rows[owner], tokens[owner], positions[owner], one, *splits])
 
     def arrived(self, device: torch.device) -> Tensor:
         """The counters of `KeySplits`. What is cut has fewer than twice as many parts as its keys would fill."""

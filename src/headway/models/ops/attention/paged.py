@@ -3,16 +3,19 @@
 Position p of the sequence in row r is in slot `table[r, p // block_size] * block_size + p % block_size`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.ops.attention.masked import masked_attention, visible_mask
 from headway.models.ops.native.library import dense_rows, kernels
 from headway.models.ops.registry import Op, in_c, in_triton
+
+_PLAIN = AttentionLayer(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,10 @@ class KeySplits:
     """Tiles of one query that are parts of sequences: tile i has at most `sizes[i]` keys of its own, from
     `numbers[i] * sizes[i]` on; one of as many keys as there are is whole. What parts have found is put together by the
     last of them. Until then it stays in a buffer, that of the first part in place `places[i]`; `arrived` (places, kv
-    heads), int32, counts the parts that are done: zeros before a call and behind it."""
+    heads), int32, counts the parts that are done: zeros before a call and behind it. `firsts` are the tiles' counts
+    where nothing is split: 0 but for the first part of a sequence."""
 
+    firsts: Tensor
     sizes: Tensor
     numbers: Tensor
     places: Tensor
@@ -49,22 +54,33 @@ class Tiles:
 
     @classmethod
     def split(cls, fields: Tensor, arrived: Tensor) -> "Tiles":
-        """Tiles of one query, whose first four fields and the first three of their splits are rows of one tensor."""
-        rows, tokens, positions, counts, sizes, numbers, places = fields
-        return cls(rows, tokens, positions, counts, 1, KeySplits(sizes, numbers, places, arrived))
+        """Tiles of one query, whose first four fields and the first four of their splits are rows of one tensor."""
+        rows, tokens, positions, counts, firsts, sizes, numbers, places = fields
+        return cls(rows, tokens, positions, counts, 1, KeySplits(firsts, sizes, numbers, places, arrived))
+
+    @property
+    def whole(self) -> "Tiles":
+        """The same without splits."""
+        return self if self.splits is None else replace(self, counts=self.splits.firsts, splits=None)
 
 
 @Op
 def paged_attention(
-    q_THD: Tensor, keys: CachedHeads, values: CachedHeads, table: Tensor, tiles: Tiles, block_size: int, out_THD: Tensor
+    q_THD: Tensor,
+    keys: CachedHeads,
+    values: CachedHeads,
+    table: Tensor,
+    tiles: Tiles,
+    layer: AttentionLayer,
+    block_size: int,
+    out_THD: Tensor,
 ) -> None:
-    """Causal attention of the tiles' queries, into `out`; other rows of it stay as they are."""
-    numbers = torch.zeros_like(tiles.counts) if tiles.splits is None else tiles.splits.numbers
-    fields = torch.stack([tiles.rows, tiles.tokens, tiles.positions, tiles.counts, numbers]).T.tolist()
-    for row, first, start, count, number in fields:
-        if count and number == 0:
+    """Attention of the tiles' queries as the layer wants it, into `out`; other rows of it stay as they are."""
+    tiles = tiles.whole
+    for row, first, start, count in torch.stack([tiles.rows, tiles.tokens, tiles.positions, tiles.counts]).T.tolist():
+        if count:
             own = slice(first, first + count)
-            out_THD[own] = _attend(q_THD[own], keys, values, table[row], start, block_size)
+            out_THD[own] = _attend(q_THD[own], keys, values, table[row], start, block_size, layer)
 
 
 @Op
@@ -81,19 +97,26 @@ def paged_token_attention(
     """Token t attends over places 0 to `positions[t]` of the sequence in row `rows[t]`. `longest` is the largest
     position."""
     each = zip(torch.split(q_THD, 1), rows_T.tolist(), positions_T.tolist(), strict=True)
-    return torch.cat([_attend(q, keys, values, table[row], at, block_size) for q, row, at in each])
+    return torch.cat([_attend(q, keys, values, table[row], at, block_size, _PLAIN) for q, row, at in each])
 
 
 def _attend(
-    q_nHD: Tensor, keys: CachedHeads, values: CachedHeads, blocks: Tensor, start: int, block_size: int
+    q_nHD: Tensor,
+    keys: CachedHeads,
+    values: CachedHeads,
+    blocks: Tensor,
+    start: int,
+    block_size: int,
+    layer: AttentionLayer,
 ) -> Tensor:
-    """Queries that stand at `start` and behind it, over all places up to their own."""
-    places = torch.arange(start + len(q_nHD), device=q_nHD.device)
+    """Queries that stand at `start` and behind it, over the places that they see."""
+    first = 0 if layer.window is None else max(0, start + 1 - layer.window)
+    places = torch.arange(first, start + len(q_nHD), device=q_nHD.device)
     slots = blocks[places // block_size].long() * block_size + places % block_size
-    seen = places <= places[start:, None]
-    k_nKD, v_nKD = (heads.read(slots, q_nHD.dtype) for heads in (keys, values))
-    q, k, v = (x.transpose(0, 1) for x in (q_nHD, k_nKD, v_nKD))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+    k, v = (heads.read(slots, q_nHD.dtype).transpose(0, 1).unsqueeze(0) for heads in (keys, values))
+    heads_per_kv = q_nHD.shape[1] // k.shape[1]
+    mask = visible_mask(places[None, start - first :], places, layer.window, heads_per_kv, q_nHD.dtype)
+    return masked_attention(q_nHD[None], k, v, mask, layer)[0]
 
 
 def _unscaled_in_c(q_THD: Tensor, keys: CachedHeads, *_: Any) -> bool:

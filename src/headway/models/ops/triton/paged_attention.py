@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.models.ops.attention.kv_cache import CachedHeads
+from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.paged import Tiles
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LEAST = 16
 """The smallest side of a matrix product in Triton."""
 _MANY = 2048
@@ -85,9 +86,9 @@ def _put_together(  # type: ignore[no-untyped-def]  # arguments are pointers to 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
     q, keys, values, key_scales, value_scales, table, rows, tokens, positions, counts, sizes, numbers, places, arrived,
-    out, parts, stats, scale, q_stride, kv_stride, table_stride, heads, GROUP: tl.constexpr, DIM: tl.constexpr,
+    sinks, out, parts, stats, scale, q_stride, kv_stride, table_stride, heads, GROUP: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     # Heads first: programs that run at the same time read neighbouring parts of the same slots.
     kv_head = tl.program_id(0)
@@ -98,6 +99,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
     first = tl.load(tokens + tile).to(tl.int64)
     blocks = table + tl.load(rows + tile).to(tl.int64) * table_stride
     low = 0
+    if WINDOW is not None:
+        low = tl.maximum(position + 1 - WINDOW, 0)
     if SPLIT:
         size = tl.load(sizes + tile).to(tl.int32)
         number = tl.load(numbers + tile).to(tl.int32)
@@ -125,6 +128,11 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
     high = tl.minimum(end, low + size) if SPLIT else end
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * _LOG2_E
+        # Once for all parts.
+        best = tl.where(number == 0, sink, best) if SPLIT else sink
+        total = tl.where(number == 0, 1.0, total) if SPLIT else total + 1.0
     if FP8:
         acc_even = tl.zeros([ROWS, WIDTH // 2], tl.float32)
         acc_odd = tl.zeros([ROWS, WIDTH // 2], tl.float32)
@@ -147,7 +155,13 @@ def _attend_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to
             slot = (block * SIZE + at % SIZE) * kv_stride + kv_head * DIM
             k_nd = tl.load(keys + slot[:, None] + d[None, :], mask=inside[:, None] & (d < DIM)[None, :], other=0.0)
             scores = tl.dot(q_md, tl.trans(k_nd), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :] & (at[None, :] <= reach[:, None]), scores, float("-inf"))
+        if SOFTCAP is not None:
+            # The hyperbolic tangent, of which an infinite power makes 1 or -1.
+            scores = (SOFTCAP * _LOG2_E) * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * _LOG2_E / SOFTCAP))))
+        visible = inside[None, :] & (at[None, :] <= reach[:, None])
+        if WINDOW is not None:
+            visible = visible & (at[None, :] > reach[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         # A query that sees none of these keys has no maximum to subtract.
         ground = tl.where(higher == float("-inf"), 0.0, higher)
@@ -208,13 +222,18 @@ def paged_attention(
     values: CachedHeads,
     table: Tensor,
     tiles: Tiles,
+    layer: AttentionLayer,
     block_size: int,
     out: Tensor,
 ) -> None:
-    """Decoding wants many small programs."""
+    """Decoding wants many small programs. A window is read by one of them."""
     heads, dim = q_THD.shape[1:]
+    if layer.window is not None:
+        tiles = tiles.whole
     kv_heads, fp8, splits = keys.numbers.shape[1], keys.scales is not None, tiles.splits
     group = heads // kv_heads
+    # Powers of 2 are faster than those of e.
+    scale = (dim**-0.5 if layer.scale is None else layer.scale) * (1 if layer.softcap else _LOG2_E.value)
     width = max(2 * _LEAST if fp8 else _LEAST, triton.next_power_of_2(dim))
     portion = _portion(tiles, kv_heads, width, fp8=fp8, half=q_THD.dtype is not torch.float32)
     parts = stats = None
@@ -226,9 +245,10 @@ def paged_attention(
     k_numbers, v_numbers = (each.view(torch.int16) if fp8 else each for each in (keys.numbers, values.numbers))
     _attend_kernel[(kv_heads, len(tiles.rows))](
         q_THD, k_numbers, v_numbers, keys.scales, values.scales, table, tiles.rows, tiles.tokens, tiles.positions,
-        tiles.counts, *cut, out, parts, stats, dim**-0.5 * _LOG2_E, q_THD.stride(0), k_numbers.stride(0),
-        table.stride(0), heads, GROUP=group, DIM=dim, SIZE=block_size, SPLIT=splits is not None,
-        ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width, KEYS=portion.keys, FP8=fp8,
+        tiles.counts, *cut, layer.sinks, out, parts, stats, scale,
+        q_THD.stride(0), k_numbers.stride(0), table.stride(0), heads, GROUP=group, DIM=dim, SIZE=block_size,
+        SPLIT=splits is not None, ROWS=max(_LEAST, triton.next_power_of_2(tiles.queries * group)), WIDTH=width,
+        KEYS=portion.keys, FP8=fp8, WINDOW=layer.window, SOFTCAP=layer.softcap,
         num_stages=portion.stages, num_warps=portion.warps, maxnreg=portion.registers,
     )  # fmt: skip
 
