@@ -247,6 +247,22 @@ def second_pass(lengths: list[int]) -> Call:
     return call
 
 
+def windowed(lengths: list[int], window: int, passes: int = 0) -> Call:
+    def call(f: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *grad: Tensor) -> Any:
+        """Samples of which all but a few first tokens are queries. `passes`: the first, or the second after it."""
+        layer = AttentionLayer(0, window=window, sinks=sinks, scale=0.1)
+        keys, queries = PackedSamples(lengths, q.device), PackedSamples([n - n // 4 for n in lengths], q.device)
+        own = torch.cat([torch.arange(n // 4, n) + sum(lengths[:i]) for i, n in enumerate(lengths)]).to(q.device)
+        q = q[own]
+        if passes == 0:
+            return f(q, k, v, queries, keys, layer)
+        forward = f if passes == 1 else ops.windowed_attention_forward
+        out, kept = forward(q, k, v, queries, keys, layer)
+        return out if passes == 1 else f(grad[0][own], (q, k, v), out, kept, queries, keys, layer)
+
+    return call
+
+
 def norm(f: Call, x: Tensor, weight: Tensor) -> Any:
     return f(x, weight, EPS)
 
@@ -460,6 +476,16 @@ CASES = [
             (ops.packed_attention, samples, 3),
             (ops.packed_attention_forward, first_pass, 3),
             (ops.packed_attention_backward, second_pass, 4),
+        )
+    ),
+    *(
+        Case(op, shapes, windowed(lengths, window, passes), half=True)
+        for lengths, window, size in (([40, 3, 700], 64, 64), ([4500], 128, 128), ([300, 1], 1000, 256))
+        for q, kv in [((sum(lengths), 6, size), (sum(lengths), 2, size))]
+        for op, shapes, passes in (
+            (ops.windowed_attention, [q, kv, kv, (6,)], 0),
+            (ops.windowed_attention_forward, [q, kv, kv, (6,)], 1),
+            (ops.windowed_attention_backward, [q, kv, kv, (6,), q], 2),
         )
     ),
     Case(ops.draw_tokens, [(8, 97)], drawn(tempered=False), only=("c",)),

@@ -9,7 +9,7 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.models import ops
 from headway.models.ops.attention.layer import AttentionLayer
-from headway.models.ops.attention.masked import masked_attention, visible_mask
+from headway.models.ops.attention.masked import attend_masked, masked_attention
 from headway.models.ops.attention.packed import QKV, PackedSamples
 from headway.models.packed import AttentionGrads, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.sparse_attention import choose_positions, chosen_mask
@@ -36,13 +36,9 @@ class PackedPlan(PackedSamples, AttentionPlan):
         if layer.chosen is not None:
             each = zip(*(torch.split(x, self.lengths) for x in (q_THD, k_TKD, v_TKD, layer.chosen)), strict=True)
             return torch.cat([part for q, k, v, at in each for part in _over_chosen(q, k, v, at, layer)])
-        if self.short:
-            rows, back = self.buckets
-            parts = [_windowed(q_THD[at], k_TKD[at], v_TKD[at], layer, self._spans_at(at)) for at in rows]
-            return torch.cat([part.flatten(0, 1) for part in parts])[back]
-        spans = [None] * len(self.lengths) if self._spans is None else self._spans.split(self.lengths)
-        samples = zip(*(torch.split(x[None], self.lengths, 1) for x in (q_THD, k_TKD, v_TKD)), spans, strict=True)
-        return torch.cat([_windowed(q, k, v, layer, own)[0] for q, k, v, own in samples])
+        if self._spans is None:
+            return ops.windowed_attention(q_THD, k_TKD, v_TKD, self, self, layer)
+        return self._attend_spans(q_THD, k_TKD, v_TKD, self._spans, layer)
 
     def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
         if self.longest <= count:
@@ -61,41 +57,38 @@ class PackedPlan(PackedSamples, AttentionPlan):
     def attend_forward(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, layer: AttentionLayer
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if not self._plain(layer):
-            return super().attend_forward(q_THD, k_TKD, v_TKD, layer)
-        return ops.packed_attention_forward(q_THD, k_TKD, v_TKD, self)
+        if self._plain(layer):
+            return ops.packed_attention_forward(q_THD, k_TKD, v_TKD, self)
+        if self._windowed(layer):
+            return ops.windowed_attention_forward(q_THD, k_TKD, v_TKD, self, self, layer)
+        return super().attend_forward(q_THD, k_TKD, v_TKD, layer)
 
     def attend_backward(
         self, grad_THD: Tensor, qkv: QKV, out_THD: Tensor, kept: tuple[Tensor, ...], layer: AttentionLayer
     ) -> AttentionGrads:
-        if not self._plain(layer):
-            return super().attend_backward(grad_THD, qkv, out_THD, kept, layer)
-        return *ops.packed_attention_backward(grad_THD, qkv, out_THD, kept, self), None
+        if self._plain(layer):
+            return *ops.packed_attention_backward(grad_THD, qkv, out_THD, kept, self), None
+        if self._windowed(layer):
+            return ops.windowed_attention_backward(grad_THD, qkv, out_THD, kept, self, self, layer)
+        return super().attend_backward(grad_THD, qkv, out_THD, kept, layer)
 
-    def _spans_at(self, tokens_Bn: Tensor) -> Spans | None:
-        """The spans of these tokens, (B, n)."""
-        return None if self._spans is None else Spans(self._spans.last_T[tokens_Bn], self._spans.longest)
+    def _attend_spans(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, spans: Spans, layer: AttentionLayer) -> Tensor:
+        def attend(q_BnHD: Tensor, k_BnKD: Tensor, v_BnKD: Tensor, last_Bn: Tensor) -> Tensor:
+            return attend_masked(q_BnHD, k_BnKD, v_BnKD, layer, last_Bn, spans.longest).flatten(0, 1)
+
+        tensors = q_THD, k_TKD, v_TKD, spans.last_T
+        if self.short:
+            rows, back = self.buckets
+            return torch.cat([attend(*(x[at] for x in tensors)) for at in rows])[back]
+        samples = zip(*(torch.split(x[None], self.lengths, 1) for x in tensors), strict=True)
+        return torch.cat([attend(*sample) for sample in samples])
+
+    def _windowed(self, layer: AttentionLayer) -> bool:
+        return self._spans is None and layer.chosen is None
 
     def _plain(self, layer: AttentionLayer) -> bool:
         """Tell if `layer` wants full causal attention of these samples, none of which its window cuts."""
         return self._spans is None and layer.unmasked_plain and (layer.window is None or layer.window >= self.longest)
-
-
-def _windowed(q_BnHD: Tensor, k_BnKD: Tensor, v_BnKD: Tensor, layer: AttentionLayer, spans: Spans | None) -> Tensor:
-    """Attention within samples of one length, some queries at a time over the keys that they see: (B, n, H, D)."""
-    length, heads_per_kv = q_BnHD.shape[1], q_BnHD.shape[2] // k_BnKD.shape[2]
-    places = torch.arange(length, device=q_BnHD.device)
-    longest, parts = (1 if spans is None else spans.longest), []
-    for start in range(0, length, _QUERIES):
-        end = min(start + _QUERIES, length)
-        first = 0 if layer.window is None else max(0, start + 1 - layer.window)
-        seen = slice(first, min(length, end + longest - 1))
-        # Padding sees itself: a row that sees nothing would have no number as its gradient.
-        last = None if spans is None else spans.last_T[:, start:end].maximum(places[start:end])
-        mask = visible_mask(places[None, start:end], places[seen], layer.window, heads_per_kv, q_BnHD.dtype, last)
-        k, v = (x[:, seen].transpose(1, 2) for x in (k_BnKD, v_BnKD))
-        parts.append(masked_attention(q_BnHD[:, start:end], k, v, mask, layer))
-    return torch.cat(parts, 1)
 
 
 def _over_chosen(

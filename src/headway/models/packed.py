@@ -36,10 +36,6 @@ class Spans(NamedTuple):
     last_T: Tensor
     longest: int
 
-    def split(self, lengths: Sequence[int]) -> "list[Spans]":
-        """Those of each sample, (1, n)."""
-        return [Spans(last_n[None], self.longest) for last_n in torch.split(self.last_T, list(lengths))]
-
 
 States = tuple[Tensor, ...]
 """What a recurrent layer carries from one part of its samples to the next: tensors with a row per sample."""

@@ -4,6 +4,11 @@
 from headway.models.ops.attention.kv_cache import qk_norm_rope_to_cache, write_cache
 from headway.models.ops.attention.packed import packed_attention, packed_attention_backward, packed_attention_forward
 from headway.models.ops.attention.paged import paged_attention, paged_token_attention
+from headway.models.ops.attention.windowed import (
+    windowed_attention,
+    windowed_attention_backward,
+    windowed_attention_forward,
+)
 from headway.models.ops.experts.choose import choose_experts
 from headway.models.ops.experts.grouped_linear import grouped_linear
 from headway.models.ops.experts.routed import add_routed_experts, routed_experts
@@ -49,5 +54,8 @@ __all__ = [
     "routed_experts",
     "ssd_scan",
     "wide_linears",
+    "windowed_attention",
+    "windowed_attention_backward",
+    "windowed_attention_forward",
     "write_cache",
 ]

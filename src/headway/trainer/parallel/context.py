@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.base.errors import HeadwayError
+from headway.models import ops
 from headway.models.attention import PackedPlan
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
 from headway.models.ops.attention.layer import AttentionLayer
-from headway.models.ops.attention.masked import masked_attention, visible_mask
-from headway.models.ops.attention.packed import QKV
+from headway.models.ops.attention.packed import QKV, PackedSamples
 from headway.models.packed import AttentionGrads, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.recurrent import RecurrentState
 from headway.trainer.parallel.cutting import Cut, Rows, first_key
@@ -279,14 +279,15 @@ class ContextPlan(AttentionPlan):
         both = fetch(torch.cat([k_TKD.flatten(1), v_TKD.flatten(1)], 1))
         widths = [x[0].numel() for x in (k_TKD, v_TKD)]
         k, v = (x.view(len(both), k_TKD.shape[1], -1) for x in torch.split(both, widths, 1))
-        parts, done = [], 0
+        seen, tokens, lengths = [], [], []
         for piece in self._cut.pieces(self._context.rank):
-            size = piece.end - piece.first
             first = int(np.searchsorted(keys, first_key(piece, window)))
-            seen = slice(first, first + piece.end - first_key(piece, window))
-            parts += _attend_last(q_THD[done : done + size], k[seen], v[seen], layer)
-            done += size
-        return torch.cat(parts)
+            tokens.append(piece.end - piece.first)
+            lengths.append(piece.end - first_key(piece, window))
+            seen.append(slice(first, first + lengths[-1]))
+        k, v = (x[seen[0]] if len(seen) == 1 else torch.cat([x[own] for own in seen]) for x in (k, v))
+        queries, samples = (PackedSamples(each, self._device) for each in (tokens, lengths))
+        return ops.windowed_attention(q_THD, k, v, queries, samples, layer)
 
     def _fetch(self, window: int | None) -> tuple[Fetch, Rows]:
         """The exchange of the keys that a window needs, and the rows that this rank gets by it."""
@@ -297,23 +298,6 @@ class ContextPlan(AttentionPlan):
             rank, group = self._context.rank, self._context.group
             self._fetches[window] = Fetch.plan(owned, wanted, rank, group, self._device), wanted[rank]
         return self._fetches[window]
-
-
-def _attend_last(q_nHD: Tensor, k_mKD: Tensor, v_mKD: Tensor, layer: AttentionLayer) -> list[Tensor]:
-    """Attention of the last n tokens of a sample over the keys that they see, m at least n."""
-    heads_per_kv = q_nHD.shape[1] // k_mKD.shape[1]
-    before = len(k_mKD) - len(q_nHD)
-    places = torch.arange(len(k_mKD), device=q_nHD.device)
-    parts = []
-    for start in range(0, len(q_nHD), _QUERIES):
-        end = min(start + _QUERIES, len(q_nHD))
-        first = 0 if layer.window is None else max(0, before + start + 1 - layer.window)
-        seen = slice(first, before + end)
-        queries = places[None, before + start : before + end]
-        mask = visible_mask(queries, places[seen], layer.window, heads_per_kv, q_nHD.dtype)
-        k, v = (x[seen].transpose(0, 1).unsqueeze(0) for x in (k_mKD, v_mKD))
-        parts.append(masked_attention(q_nHD[None, start:end], k, v, mask, layer)[0])
-    return parts
 
 
 def _summed_heads(grad_TKD: Tensor, heads: int) -> Tensor:

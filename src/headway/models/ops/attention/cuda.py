@@ -40,11 +40,22 @@ def long_attention(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> Tensor:
 
 
 def varlen_forward(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, ends: Tensor, longest: int
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    ends: Tensor,
+    longest: int,
+    *,
+    keys: tuple[Tensor, int] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`varlen_attention` without a graph: also what `varlen_backward` needs to know besides."""
+    """`varlen_attention` without a graph: also what `varlen_backward` needs to know besides, first the logarithms (H,
+    T) of what weights are divided by. `keys` are the ends and the longest of samples of which the queries are the last
+    tokens; None: all of them."""
+    key_ends, most_keys = keys or (ends, longest)
     out, normalizers, state, unused, _ = torch.ops.aten._flash_attention_forward(
-        q_THD, k_TKD, v_TKD, ends, ends, longest, longest, 0.0, True, False
+        q_THD, k_TKD, v_TKD, ends, key_ends, longest, most_keys, 0.0, True, False, scale=scale, **_sides(window)
     )
     return out, (normalizers, state, unused)
 
@@ -56,13 +67,24 @@ def varlen_backward(
     kept: tuple[Tensor, ...],
     ends: Tensor,
     longest: int,
+    *,
+    keys: tuple[Tensor, int] | None = None,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values."""
     normalizers, state, unused = kept
+    key_ends, most_keys = keys or (ends, longest)
+    samples = ends, key_ends, longest, most_keys
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad_THD, *qkv, out_THD, normalizers, ends, ends, longest, longest, 0.0, True, state, unused
+        grad_THD, *qkv, out_THD, normalizers, *samples, 0.0, True, state, unused, scale=scale, **_sides(window)
     )
     return grads
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """The number of keys that a query sees on either side of its own."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def long_forward(q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -1,6 +1,6 @@
 """An attention layer, as operations and plans see it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ class AttentionLayer:
     scale: float | None = None
     softcap: float | None = None
     chosen: Tensor | None = None
+
+    def with_sinks(self, sinks: Tensor | None) -> "AttentionLayer":
+        return replace(self, sinks=sinks)
 
     @property
     def plain(self) -> bool:

@@ -6,6 +6,9 @@ from torch import Tensor
 
 from headway.models.ops.attention.layer import AttentionLayer
 
+_QUERIES = 1024
+"""Queries at a time: what they don't see is then mostly left out."""
+
 
 def masked_attention(
     q_BQHD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask_B1RS: Tensor, layer: AttentionLayer
@@ -53,3 +56,31 @@ def visible_mask(
     mask = mask.unsqueeze(1).expand(-1, heads_per_kv, -1, -1)
     batch, queries, _ = hidden_BQS.shape
     return mask.reshape(batch, 1, heads_per_kv * queries, -1) if queries > 1 else mask.transpose(1, 2)
+
+
+def attend_masked(
+    q_BnHD: Tensor,
+    k_BmKD: Tensor,
+    v_BmKD: Tensor,
+    layer: AttentionLayer,
+    last_Bn: Tensor | None = None,
+    longest_span: int = 1,
+) -> Tensor:
+    """Attention of the last n tokens of samples of m tokens, some queries at a time over the keys that they see:
+    (B, n, H, D). `last` is the last place that each token sees, in spans of at most `longest_span` tokens; None: its
+    own."""
+    tokens, length, heads_per_kv = q_BnHD.shape[1], k_BmKD.shape[1], q_BnHD.shape[2] // k_BmKD.shape[2]
+    before = length - tokens
+    places = torch.arange(length, device=q_BnHD.device)
+    parts = []
+    for start in range(0, tokens, _QUERIES):
+        end = min(start + _QUERIES, tokens)
+        first = 0 if layer.window is None else max(0, before + start + 1 - layer.window)
+        seen = slice(first, min(length, before + end + longest_span - 1))
+        queries = places[None, before + start : before + end]
+        # Padding sees itself: a row that sees nothing would have no number as its gradient.
+        last = None if last_Bn is None else last_Bn[:, start:end].maximum(queries)
+        mask = visible_mask(queries, places[seen], layer.window, heads_per_kv, q_BnHD.dtype, last)
+        k, v = (x[:, seen].transpose(1, 2) for x in (k_BmKD, v_BmKD))
+        parts.append(masked_attention(q_BnHD[:, start:end], k, v, mask, layer))
+    return torch.cat(parts, 1)

@@ -45,9 +45,14 @@ class PackedSamples:
         return self.tokens <= _SHORT * len(self.lengths)
 
     @cached_property
+    def bounds(self) -> Tensor:
+        """The ends of samples, after a leading 0."""
+        return _ends_of(self.lengths, self.device)
+
+    @property
     def ends(self) -> Tensor | None:
-        """The ends of samples, after a leading 0. None for one sample, which needs no telling."""
-        return None if len(self.lengths) == 1 else _ends_of(self.lengths, self.device)
+        """`bounds`, or None for one sample, which needs no telling."""
+        return None if len(self.lengths) == 1 else self.bounds
 
     @cached_property
     def runs(self) -> list[tuple[list[int], Tensor | None]]:
