@@ -13,6 +13,7 @@ from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import PackedSamples
 from headway.models.ops.attention.paged import Tiles
 from headway.models.ops.experts.choose import Choice
+from headway.models.ops.experts.form import ClampedSwiglu, ExpertForm
 from headway.models.ops.experts.fp8 import fp8_grouped_matmul, quantize_experts
 from headway.models.ops.experts.fp8_gradients import fp8_grouped_weight_gradient, quantize_groups
 from headway.models.ops.experts.gated_gradient import gated_gradient
@@ -102,13 +103,23 @@ def routed(f: Call, x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
     return f(x, x[:, :2].sigmoid(), choices, gate_up, down)
 
 
+def form_of(*biases: Tensor) -> ExpertForm | None:
+    """Where there are biases, of experts that have gates and ups by turns, some of which are bounded."""
+    return ExpertForm(*biases, ClampedSwiglu(1.7, 2.0)) if biases else None
+
+
+def routed_clamped(f: Call, x: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Any:
+    return routed(lambda *own: f(*own, False, False, None, form_of(*biases)), x, gate_up, down)
+
+
 def routed_to_stream(beside: bool) -> Call:
     def call(f: Call, x: Tensor, gate_up: Tensor, down: Tensor, *rest: Tensor) -> Any:
-        stream, more, norm_weight = rest
+        stream, more, norm_weight, *biases = rest
 
         def add(*arguments: Tensor) -> Any:
             lists = expert_lists.reference(arguments[2], len(down))
-            return f(*arguments, False, stream, more if beside else None, norm_weight, EPS, lists)
+            rest = stream, more if beside else None, norm_weight, EPS, lists, form_of(*biases)
+            return f(*arguments, False, *rest)
 
         return routed(add, x, gate_up, down)
 
@@ -414,10 +425,16 @@ CASES = [
     *(
         Case(
             ops.add_routed_experts,
-            [(n, 64), (4, 256, 64), (4, 64, 128), (n, 64), (n, 64), (64,)],
+            [(n, 64), (4, 256, 64), (4, 64, 128), (n, 64), (n, 64), (64,), *biases],
             routed_to_stream(beside),
         )
-        for n, beside in ((3, False), (40, True))
+        for n, beside, biases in ((3, False, []), (40, True, []), (20, False, [(4, 256), (4, 64)]))
+    ),
+    Case(
+        ops.routed_experts,
+        [(20, 64), (4, 256, 64), (4, 64, 128), (4, 256), (4, 64)],
+        routed_clamped,
+        only=("triton",),
     ),
     Case(sum_choices, [(7, 1100), (2, 3)], routed_rows),
     *(Case(gated_gradient, [(7, 2 * size), (7, size), (7,)], weighted_rows) for size in (30, 5000)),

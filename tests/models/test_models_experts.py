@@ -19,11 +19,11 @@ from headway.models.layers.experts import (
     LocalDispatcher,
     SigmoidGatedMlp,
     SparseMlp,
-    clamped_swiglu,
     expert_linear,
 )
 from headway.models.layers.mlp import GatedMlp
 from headway.models.ops.experts import trained as trained_experts
+from headway.models.ops.experts.form import ClampedSwiglu
 from headway.models.registry import find_family
 
 LENGTHS = [9, 14]
@@ -218,7 +218,7 @@ def test_biased_and_clamped_experts_behind_a_biased_router_equal_gpt_oss() -> No
     ours = SparseMlp(
         config,
         router=ExpertRouter(config, bias=True),
-        experts=Experts(config, activation=clamped_swiglu(1.702, 0.8), bias=True),
+        experts=Experts(config, activation=ClampedSwiglu(1.702, 0.8), bias=True),
     )
     generator = torch.Generator().manual_seed(3)
     for parameter in reference.parameters():

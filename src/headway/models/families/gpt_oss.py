@@ -55,10 +55,11 @@ class GptOss(Family):
         return SelfAttention(config, layer, window=config.window_of(layer), sinks=True)
 
     def feed_forward(self, config: ModelConfig, layer: int) -> "FeedForward":
-        from headway.models.layers.experts import ExpertRouter, Experts, SparseMlp, clamped_swiglu
+        from headway.models.layers.experts import ExpertRouter, Experts, SparseMlp
+        from headway.models.ops.experts.form import ClampedSwiglu
 
         assert isinstance(config, GptOssConfig)
-        activation = clamped_swiglu(config.swiglu_alpha, config.swiglu_limit)
+        activation = ClampedSwiglu(config.swiglu_alpha, config.swiglu_limit)
         return SparseMlp(
             config,
             router=ExpertRouter(config, bias=True),

@@ -1,7 +1,6 @@
 """Mixture of experts in four steps: route, dispatch, grouped matrix products, combine."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from headway.models.layers.sent import SentParameters
 from headway.models.layers.tape import Tape, taped_linear
 from headway.models.ops.experts.choices import Choices
 from headway.models.ops.experts.choose import Choice, Routing
+from headway.models.ops.experts.form import ClampedSwiglu, ExpertForm
 from headway.models.ops.experts.fp8 import fp8_grouped_linear
 from headway.models.ops.experts.sum_choices import sum_choices
 from headway.models.ops.fp8.blocks import Fp8Blocks
@@ -136,16 +136,6 @@ def silu_halves(x_NM: Tensor) -> Tensor:
     return ops.gated_silu(x_NM)
 
 
-def clamped_swiglu(alpha: float, limit: float) -> GatedActivation:
-    """GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1), both bounded by `limit`; gates and ups take turns."""
-    return partial(_clamped_swiglu, alpha=alpha, limit=limit)
-
-
-def _clamped_swiglu(x_NM: Tensor, alpha: float, limit: float) -> Tensor:
-    gate_NM, up_NM = x_NM[..., ::2].clamp(max=limit), x_NM[..., 1::2].clamp(-limit, limit)
-    return gate_NM * torch.sigmoid(alpha * gate_NM) * (up_NM + 1)
-
-
 def relu_squared(x_NM: Tensor) -> Tensor:
     """relu(x)², of experts without a gate (Nemotron-H)."""
     return F.relu(x_NM).square()
@@ -176,8 +166,17 @@ class Experts(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """True for SiLU-gated experts without biases, as `ops.routed_experts` computes them."""
+        """True for SiLU-gated experts without biases, as `ops.routed_experts` computes and trains them."""
         return self.activation is silu_halves and self.down_proj_bias is None
+
+    @property
+    def form(self) -> ExpertForm | None:
+        """The other form that `ops.routed_experts` computes; None for experts that have neither this nor the plain."""
+        if self.gate_up_proj_bias is None or self.down_proj_bias is None:
+            return None
+        if not isinstance(self.activation, ClampedSwiglu):
+            return None
+        return ExpertForm(self.gate_up_proj_bias, self.down_proj_bias, self.activation)
 
     @property
     def adapted(self) -> bool:
@@ -297,7 +296,7 @@ class SparseMlp(FeedForward):
         weights = experts.operand("gate_up_proj"), experts.operand("down_proj")
         stream_TD, normed_TD = ops.add_routed_experts(
             *(x_TD, routing.gates_Tk, routing.experts_Tk, *weights, experts.fp8),
-            *(stream_TD, beside_TD, norm.scale, norm.eps, routing.lists),
+            *(stream_TD, beside_TD, norm.scale, norm.eps, routing.lists, experts.form),
         )
         return stream_TD, normed_TD, routing.experts_Tk
 
@@ -315,7 +314,8 @@ class SparseMlp(FeedForward):
             return self._mix_adapted(x_TD, gates_Tk, experts_Tk, gate)
         if self._is_one_operation(adapter_gate) and isinstance(experts, Experts):
             weights = experts.operand("gate_up_proj"), experts.operand("down_proj")
-            return ops.routed_experts(x_TD, gates_Tk, experts_Tk, *weights, experts.fp8, grad_only, lists)
+            routed = x_TD, gates_Tk, experts_Tk, *weights, experts.fp8, grad_only, lists
+            return ops.routed_experts(*routed, experts.form)
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)
         return self.dispatcher.combine(experts(rows_ND, counts_E), dispatched)
 
@@ -327,7 +327,9 @@ class SparseMlp(FeedForward):
     def _is_one_operation(self, adapter_gate: AdapterGate) -> bool:
         """Tell if `ops.routed_experts` computes these experts."""
         local = isinstance(self.dispatcher, LocalDispatcher) and self._gate_of_adapters(adapter_gate) is None
-        return local and isinstance(self.experts, Experts) and self.experts.plain
+        if not (local and isinstance(self.experts, Experts)):
+            return False
+        return self.experts.plain or (self.experts.form is not None and torch.is_inference_mode_enabled())
 
     def _mix_adapted(self, x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, adapter_gate: Tensor | float) -> Tensor:
         rows_ND, counts_E, dispatched = self.dispatcher.dispatch(x_TD, gates_Tk, experts_Tk)

@@ -19,6 +19,8 @@ class Choices(NamedTuple):
     """Where they end."""
     places_Tk: Tensor
     """The row of each choice."""
+    experts_N: Tensor
+    """The expert of each row."""
 
     @classmethod
     def of(cls, experts_Tk: Tensor, experts: int) -> Self:
@@ -27,7 +29,8 @@ class Choices(NamedTuple):
         numbers_E = torch.arange(experts, dtype=torch.int16, device=sorted_N.device)
         ends_E = torch.searchsorted(sorted_N, numbers_E, right=True, out_int32=True)
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        return cls(order_N, order_N // experts_Tk.shape[1], counts_E, ends_E, inverse(order_N).view(experts_Tk.shape))
+        places_Tk = inverse(order_N).view(experts_Tk.shape)
+        return cls(order_N, order_N // experts_Tk.shape[1], counts_E, ends_E, places_Tk, sorted_N)
 
 
 def inverse(order_N: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headway.models.ops.experts.choices import Choices
+from headway.models.ops.experts.form import ExpertForm
 from headway.models.ops.experts.fp8 import fp8_grouped_linear
 from headway.models.ops.experts.grouped_linear import grouped_linear
 from headway.models.ops.experts.lists import FEW_TOKENS, ExpertLists
@@ -30,13 +31,16 @@ def routed_experts(
     fp8: bool = False,
     grad_only: bool = False,
     lists: ExpertLists | None = None,
+    form: ExpertForm | None = None,
 ) -> Tensor:
     """down(silu(gate) * up) of each of a token's `experts`, times its gate, summed over them: (T, D). M = 2 * I: gates
     above ups. `grad_only`: the result may hold anything, but has its gradients. `lists` are those of `experts`, where
-    they are known."""
+    they are known. `form` says what is otherwise."""
     choices = Choices.of(experts_Tk, expert_count(down_EDI))
-    wide_NM = _linear(x_TD[choices.tokens_N], gate_up_EMD, choices, fp8)
-    return sum_choices(_linear(gated_silu(wide_NM), down_EDI, choices, fp8), choices.places_Tk, gates_Tk)
+    gate_up_bias, down_bias, activation = form or (None, None, gated_silu)
+    wide_NM = _linear(x_TD[choices.tokens_N], gate_up_EMD, gate_up_bias, choices, fp8)
+    out_ND = _linear(activation(wide_NM), down_EDI, down_bias, choices, fp8)
+    return sum_choices(out_ND, choices.places_Tk, gates_Tk)
 
 
 @Op
@@ -52,17 +56,20 @@ def add_routed_experts(
     norm_weight: Tensor,
     eps: float,
     lists: ExpertLists | None = None,
+    form: ExpertForm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The stream with `routed_experts`, and what is computed `beside` them, added to it, and the norm of that: between
     two blocks."""
-    out_TD = routed_experts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, fp8, lists=lists)
+    out_TD = routed_experts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, fp8, False, lists, form)
     return add_rms_norm(stream_TD, out_TD if beside_TD is None else out_TD + beside_TD, norm_weight, eps)
 
 
-def _linear(rows_NI: Tensor, weight_EOI: ExpertWeight, choices: Choices, fp8: bool) -> Tensor:
+def _linear(rows_NI: Tensor, weight_EOI: ExpertWeight, bias_EO: Tensor | None, choices: Choices, fp8: bool) -> Tensor:
     if fp8 or isinstance(weight_EOI, Fp8Blocks):
-        return fp8_grouped_linear(rows_NI, weight_EOI, choices.ends_E)
-    return grouped_linear(rows_NI, weight_EOI, choices.ends_E)
+        out_NO = fp8_grouped_linear(rows_NI, weight_EOI, choices.ends_E)
+    else:
+        out_NO = grouped_linear(rows_NI, weight_EOI, choices.ends_E)
+    return out_NO if bias_EO is None else out_NO + bias_EO.to(out_NO.dtype)[choices.experts_N.long()]
 
 
 def _few_rows(
@@ -75,11 +82,12 @@ def _few_rows(
     return aligned and x_TD.dtype is not torch.float32 and x_TD.dtype is gate_up_EMD.dtype
 
 
-def _any_rows(*_: object) -> bool:
-    return True
+def _plain(*args: object) -> bool:
+    """Without a form of their own, which is the last argument."""
+    return len(args) < 9 or args[8] is None
 
 
 _TRITON = "headway.models.ops.triton.routed_experts"
 routed_experts.backend("triton", takes=_few_rows)(f"{_TRITON}:routed_experts")
 add_routed_experts.backend("triton", takes=_few_rows)(f"{_TRITON}:add_routed_experts")
-routed_experts.backend("torch", takes=_any_rows, trains=True)(trained_experts)
+routed_experts.backend("torch", takes=_plain, trains=True)(trained_experts)

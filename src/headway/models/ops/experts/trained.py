@@ -41,6 +41,7 @@ def trained_experts(
     fp8: bool = False,
     grad_only: bool = False,
     lists: ExpertLists | None = None,
+    form: None = None,
 ) -> Tensor:
     """`routed_experts`, forward and backward. Rows are sorted, and lists of no use."""
     out_TD: Tensor = _TrainedExperts.apply(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, fp8, grad_only)  # type: ignore[no-untyped-call]  # torch has no types here

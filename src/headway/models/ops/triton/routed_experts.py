@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.models.ops.experts.form import ClampedSwiglu, ExpertForm
 from headway.models.ops.experts.lists import ExpertLists, expert_lists
 from headway.models.ops.triton.expert_lists import compiled_groups, ends_of_groups, listed_choices
 from headway.models.ops.triton.rms_norm import norm_row, norm_warps
@@ -21,16 +22,26 @@ _BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _biased(number, bias, like: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rounded, as a sum of its own is."""
+    return (number + tl.load(bias).to(tl.float32)).to(like).to(tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _gate_up_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    x, weight, lists, counts, hidden, groups, k, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, bias, lists, counts, hidden, groups, k, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
+    # Gates and ups take turns where they have biases; otherwise ups are behind all gates.
+    turn: tl.constexpr = 1 if bias is None else 2
+    ups: tl.constexpr = INNER if bias is None else 1
     expert = tl.program_id(1).to(tl.int64)
     ends = ends_of_groups(counts, expert, groups, GROUPS)
     count = tl.max(ends, 0)
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     d = tl.arange(0, DEPTH)
-    gate_od = weight + expert * 2 * INNER * WIDTH + o[:, None] * WIDTH + d[None, :]
+    gate_od = weight + expert * 2 * INNER * WIDTH + o[:, None] * (turn * WIDTH) + d[None, :]
     for start in range(0, count, ROWS):
         r = start + tl.arange(0, ROWS)
         choice = listed_choices(lists, ends, r, count, expert, groups)
@@ -40,17 +51,23 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
         for at in range(0, WIDTH, DEPTH):
             row = tl.load(x_dr + at)
             gate = tl.dot(tl.load(gate_od + at), row, gate, input_precision="ieee")
-            up = tl.dot(tl.load(gate_od + INNER * WIDTH + at), row, up, input_precision="ieee")
+            up = tl.dot(tl.load(gate_od + ups * WIDTH + at), row, up, input_precision="ieee")
         # Rounded as the separate products and the activation round it.
         gate, up = gate.to(hidden.dtype.element_ty).to(tl.float32), up.to(hidden.dtype.element_ty).to(tl.float32)
-        active = gate / (1 + tl.exp(-gate)) * up
+        if bias is not None:
+            own = bias + expert * 2 * INNER + o[:, None] * 2
+            gate = tl.minimum(_biased(gate, own, hidden.dtype.element_ty), LIMIT)
+            up = tl.minimum(tl.maximum(_biased(up, own + 1, hidden.dtype.element_ty), -LIMIT), LIMIT)
+            active = gate / (1 + tl.exp(-ALPHA * gate)) * (up + 1)
+        else:
+            active = gate / (1 + tl.exp(-gate)) * up
         place = hidden + choice[None, :].to(tl.int64) * INNER + o[:, None]
         tl.store(place, active, mask=(r < count)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _down_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
-    hidden, weight, lists, counts, gates, parts, groups, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    hidden, weight, bias, lists, counts, gates, parts, groups, WIDTH: tl.constexpr, INNER: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
@@ -66,6 +83,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to t
         acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for at in range(0, INNER, DEPTH):
             acc = tl.dot(tl.load(weight_od + at), tl.load(hidden_dr + at), acc, input_precision="ieee")
+        if bias is not None:
+            own = bias + expert * WIDTH + o[:, None]
+            acc = _biased(acc.to(parts.dtype.element_ty).to(tl.float32), own, parts.dtype.element_ty)
         gate = tl.load(gates + choice).to(tl.float32)
         place = parts + choice[None, :].to(tl.int64) * WIDTH + o[:, None]
         tl.store(place, acc * gate[None, :], mask=(r < count)[None, :])
@@ -111,8 +131,9 @@ def routed_experts(
     fp8: bool = False,
     grad_only: bool = False,
     lists: ExpertLists | None = None,
+    form: ExpertForm | None = None,
 ) -> Tensor:
-    parts, out = _parts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, lists), torch.empty_like(x_TD)
+    parts, out = _parts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, lists, form), torch.empty_like(x_TD)
     tokens, width = x_TD.shape
     _sum_kernel[(tokens, triton.cdiv(width, _BLOCK))](parts, out, WIDTH=width, K=experts_Tk.shape[1], BLOCK=_BLOCK)
     return out
@@ -130,8 +151,9 @@ def add_routed_experts(
     norm_weight: Tensor,
     eps: float,
     lists: ExpertLists | None = None,
+    form: ExpertForm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    parts = _parts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, lists)
+    parts = _parts(x_TD, gates_Tk, experts_Tk, gate_up_EMD, down_EDI, lists, form)
     stream_TD = stream_TD.contiguous()
     total, out = torch.empty_like(stream_TD), torch.empty_like(stream_TD)
     beside = stream_TD if beside_TD is None else beside_TD.contiguous()
@@ -151,6 +173,7 @@ def _parts(
     gate_up_EMD: Tensor,
     down_EDI: Tensor,
     lists: ExpertLists | None,
+    form: ExpertForm | None,
 ) -> Tensor:
     """The output of each choice (T * k, D), times its gate. The sizes of tiles are those that were fastest on an H200;
     none changes a result."""
@@ -159,14 +182,15 @@ def _parts(
     groups = lists.counts_EG.shape[1]
     hidden = torch.empty((choices, inner), dtype=x_TD.dtype, device=x_TD.device)
     parts = torch.empty((choices, width), dtype=x_TD.dtype, device=x_TD.device)
+    gate_up_bias, down_bias, activation = form or (None, None, ClampedSwiglu(1.0, 0.0))
     tile = {"GROUPS": compiled_groups(groups), "ROWS": _rows(choices / experts)}
     _gate_up_kernel[(inner // 64, experts)](
-        x_TD, gate_up_EMD, *lists, hidden, groups, experts_Tk.shape[1], WIDTH=width, INNER=inner, **tile,
-        OUTPUTS=64, DEPTH=_side(width, 128), num_warps=4, num_stages=4,
+        x_TD, gate_up_EMD, gate_up_bias, *lists, hidden, groups, experts_Tk.shape[1], WIDTH=width, INNER=inner, **tile,
+        OUTPUTS=64, DEPTH=_side(width, 128), ALPHA=activation.alpha, LIMIT=activation.limit, num_warps=4, num_stages=4,
     )  # fmt: skip
     outputs = _side(width, 256)
     _down_kernel[(width // outputs, experts)](
-        hidden, down_EDI, *lists, gates_Tk, parts, groups, WIDTH=width, INNER=inner, **tile,
+        hidden, down_EDI, down_bias, *lists, gates_Tk, parts, groups, WIDTH=width, INNER=inner, **tile,
         OUTPUTS=outputs, DEPTH=64, num_warps=8 if outputs == 256 else 4, num_stages=4,
     )  # fmt: skip
     return parts
