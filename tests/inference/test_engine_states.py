@@ -8,6 +8,7 @@ from engine_common import make_engine, make_model, mismatch, prompt, request, ru
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.snapshots import Snapshots
 from headway.models.families.qwen3_5 import Qwen35Config
+from headway.models.ops import registry
 
 HYBRID = Qwen35Config(
     family="qwen3_5_text", vocab_size=97, width=32, layers=3, heads=4, kv_heads=2, head_dim=8, mlp_width=48,
@@ -15,6 +16,14 @@ HYBRID = Qwen35Config(
     linear_value_heads=4, linear_key_dim=8, linear_value_dim=8,
 )  # fmt: skip
 TOLERANCE = 1e-4
+
+
+@pytest.fixture(params=["plain", "tiles"], autouse=True)
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The runner of CPUs, and that of accelerators with the operations' references."""
+    if request.param == "tiles":
+        monkeypatch.setattr(registry, "in_triton", lambda weight: True)
+    return str(request.param)
 
 
 class CountingEngine:

@@ -18,14 +18,15 @@ NAMES = [
     "gpt_oss/plain",
     "afmoe/plain",
     "laguna/layered",
+    "qwen3_5_text/plain",
+    "qwen3_next/plain",
+    "nemotron_h/experts",
 ]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tiles_compute_windows_sinks_and_layers_without_positions(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts in chunks beside decoding, past every window; preempted sequences."""
+def test_it_computes_what_the_trainer_computes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside decoding, past every window; preempted sequences; prefixes from the cache."""
     with monkeypatch.context() as patched:
         patched.setattr(registry, "in_triton", lambda weight: True)
         served = EngineCase(FamilyCase(name, tmp_path))
@@ -33,6 +34,10 @@ def test_tiles_compute_windows_sinks_and_layers_without_positions(
     prompts = [served.prompt(n) for n in (1, 4, 19, 33, 45, 26)]
     results = served.generate(prompts, 24)
     assert served.engine.scheduler.preemptions > 0
+    assert mismatch(served.model, prompts, results) < 1e-4
+    prompts = [[*prompts[-1][:-1], token] for token in range(3)]
+    results = served.generate(prompts, 6)
+    assert results[-1].cached_tokens > 0
     assert mismatch(served.model, prompts, results) < 1e-4
 
 

@@ -70,9 +70,9 @@ class CapturedSteps:
         return self._logits[: len(rows)]
 
     def takes(self, layout: StepLayout) -> bool:
-        """Tell if a step with prompts is small enough for `mixed`."""
+        """Tell if a step with prompts is small enough for `mixed`. Recurrent layers cut prompts as they come."""
         prompts = layout.counts[layout.counts > 1]
-        return len(layout.positions_T) <= _MIXED[-1] and len(prompts) <= _PROMPTS
+        return self._pass.states is None and len(layout.positions_T) <= _MIXED[-1] and len(prompts) <= _PROMPTS
 
     def mixed(
         self, tokens: Ints, slots: Ints, layout: StepLayout, drawing: Ints, adapters: Ints | None = None
@@ -102,7 +102,7 @@ class CapturedSteps:
         fields[:] = 0
         self._fill(fields[:_TOKENS], [np.array([], dtype=np.int64)] * _TOKENS, _MIXED[-1])
         self._mixed.send()
-        for size in _MIXED:
+        for size in () if self._pass.states else _MIXED:
             self._graphs.run(("mixed", size), partial(self._mix, size, False))
         padding = np.array([[0], [self._pass.padding_row], [0], [self._pass.padding_slot]])
         for size in reversed(self._sizes):
@@ -139,7 +139,8 @@ class CapturedSteps:
         tokens, rows, positions, slots, adapters = sent[:_TOKENS, :size]
         tiles = Tiles.split(sent[_TOKENS:, : size + self._cutter.room], self._arrived)
         gate = adapters if adapted else None
-        self._head(self._pass.hidden(tokens, rows, positions, slots, [tiles], adapters_T=gate))
+        states = self._pass.states_of(rows, [1] * size)
+        self._head(self._pass.hidden(tokens, rows, positions, slots, [tiles], adapters_T=gate, states=states))
 
     def _mix(self, size: int, adapted: bool) -> None:
         sent, most = self._mixed.on_device, min(size, len(self._logits))

@@ -13,6 +13,7 @@ from headway.inference.embedded.running.graphs import Graphs
 from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.runner import Runner
+from headway.inference.embedded.running.states import StateStore
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.running.tiles import KeyCutter, make_tiles, prompt_queries
 from headway.inference.embedded.scheduling.scheduler import Step
@@ -30,11 +31,13 @@ class DeviceRunner(Runner):
     depth = 1
     most_repeats = MOST_REPEATS
 
-    def __init__(self, model: DecoderLM, store: KvStore, rows: InputBatch) -> None:
-        super().__init__(model, store, rows, ahead=True)
+    def __init__(self, model: DecoderLM, store: KvStore, rows: InputBatch, states: StateStore | None = None) -> None:
+        super().__init__(model, store, rows, ahead=True, states=states)
+        if states is not None:
+            self.most_repeats = 1  # states are saved between two steps
         assert self._drawer.last is not None
         max_running, max_blocks = rows.blocks.shape
-        self._pass = DevicePass(model, store, max_blocks, self._drawer.last, self._experts)
+        self._pass = DevicePass(model, store, max_blocks, self._drawer.last, self._experts, states)
         if self.images is not None:
             self._pass.shift = torch.zeros_like(self._drawer.last)
         self.graphs = Graphs(enabled=self.device.type == "cuda" and _never_waits(model))
@@ -79,8 +82,9 @@ class DeviceRunner(Runner):
         adapters = self._adapters(rows_T)
         adapters_T = None if adapters is None else self._to_device(adapters)
         images = self.images.inputs(layout) if self.images is not None and self._shows(layout) else None
+        states = self._pass.states_of(self._to_device(layout.rows), layout.counts.tolist())
         return self._pass.hidden(
-            tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T, images=images
+            tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T, images=images, states=states
         )
 
     def _shows(self, layout: StepLayout) -> bool:

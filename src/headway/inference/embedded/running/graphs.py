@@ -28,26 +28,19 @@ class Graphs:
         return len(self._graphs)
 
     def run(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Run `work` or replay its graph. It must be repeatable and keep inputs and outputs in lasting tensors."""
-        graph = self._graphs.get(name)
-        if graph is None and self.enabled:
-            graph = self._capture_after_warm_up(name, work)
-        if graph is None:
-            work()
-        else:
+        """Run `work`, once, or replay its graph. It must keep inputs and outputs in lasting tensors."""
+        if (graph := self._graphs.get(name)) is not None:
             graph.replay()
-
-    def _capture_after_warm_up(self, name: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+            return
+        # Compiles kernels and warms libraries up, which must not happen during capture.
+        work()
+        if not self.enabled:
+            return
         try:
-            # Compiles kernels and warms libraries up, which must not happen during capture.
-            work()
-            graph = self._capture(work)
+            self._graphs[name] = self._capture(work)
         except Exception:
             logger.exception("cannot capture a CUDA graph of step %s; serving without CUDA graphs", name)
             self.enabled = False
-            return None
-        self._graphs[name] = graph
-        return graph
 
     def _capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capture as torch's context manager does, without its slow garbage collection. All graphs share one memory

@@ -1,5 +1,6 @@
 """Attention over paged blocks: new keys and values are written to the cache, queries attend over what is there."""
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +14,14 @@ from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.dense_cache import DenseCache, DenseGroup
 from headway.inference.embedded.running.sparse import SparseReader
+from headway.inference.embedded.running.states import StepStates
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.ops.attention.kv_cache import CachedHeads
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.masked import masked_attention, visible_mask
 from headway.models.ops.registry import in_c
-from headway.models.packed import AttentionPlan, IndexScores, Spans
+from headway.models.packed import AttentionPlan, IndexScores, Recurrence, Spans
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -109,8 +111,15 @@ class PagedPlan(AttentionPlan):
 
     takes_latent_keys = True
 
-    def __init__(self, store: KvStore, layout: StepLayout, heads_per_kv: int, dense: DenseCache | None) -> None:
-        self._store, self._layout, self._heads_per_kv = store, layout, heads_per_kv
+    def __init__(
+        self,
+        store: KvStore,
+        layout: StepLayout,
+        heads_per_kv: int,
+        dense: DenseCache | None,
+        states: StepStates | None = None,
+    ) -> None:
+        self._store, self._layout, self._heads_per_kv, self._states = store, layout, heads_per_kv, states
         size, positions = store.block_size, layout.positions_T
         slots = layout.blocks[layout.token_rows, positions // size] * size + positions % size
         self.slots_T = to_device(slots, store.device)
@@ -168,6 +177,10 @@ class PagedPlan(AttentionPlan):
             else:
                 out.index_copy_(0, group.tokens[group.valid], padded[group.valid])
         return out
+
+    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        assert self._states is not None
+        return self._states.recur(layer, recurrence, inputs)
 
     def choose(self, scores: IndexScores, layer: int, count: int) -> Tensor | None:
         self._store.index_keys[layer].index_copy_(0, self.slots_T, scores.k_TD)

@@ -6,6 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.cpu.decoder import CpuDecoder
+from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.dense_cache import DenseCache
 from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
 from headway.inference.embedded.running.experts import RecordedExperts
@@ -14,7 +15,7 @@ from headway.inference.embedded.running.input_batch import InputBatch
 from headway.inference.embedded.running.packing import Packer
 from headway.inference.embedded.running.paged import PagedPlan, StepLayout, run_whole
 from headway.inference.embedded.running.sampler import top_logprobs
-from headway.inference.embedded.running.states import RecurrentPlan, StateStore
+from headway.inference.embedded.running.states import StateStore, StepStates
 from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
@@ -165,9 +166,10 @@ class Runner:
         return hidden
 
     def _plan(self, layout: StepLayout) -> PagedPlan:
-        if self.states is None:
-            return PagedPlan(self.store, layout, self._heads_per_kv, self.dense_cache)
-        return RecurrentPlan(self.states, self.store, layout, self._heads_per_kv, self.dense_cache)
+        states = None
+        if self.states is not None:
+            states = StepStates(self.states, to_device(layout.rows, self.device), layout.counts.tolist())
+        return PagedPlan(self.store, layout, self._heads_per_kv, self.dense_cache, states)
 
     def _score_prompts(self, step: Step, hidden: Tensor, ends: Ints) -> None:
         """Add prompt logprobs, each from the row before its token; after a preemption, only the missing ones."""

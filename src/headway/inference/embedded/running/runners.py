@@ -33,28 +33,25 @@ def make_runner(model: DecoderLM, limits: EngineLimits, *, ahead: bool) -> Runne
         fp8=limits.kv_fp8,
     )
     rows = InputBatch(limits.max_running, -(-limits.max_model_len // limits.block_size))
-    if recurrent:
-        slots = limits.max_running + limits.snapshots
-        states = StateStore(recurrent, slots, weight.device)
-        return Runner(model, store, rows, ahead=ahead, states=states)
+    states = StateStore(recurrent, limits.max_running + limits.snapshots, weight.device) if recurrent else None
     if not on_device or not store.of_equal_heads:
-        return Runner(model, store, rows, ahead=ahead)
+        return Runner(model, store, rows, ahead=ahead, states=states)
     if not in_tiles(model):
         logger.warning(
             "attention of this %s model is not what kernels over tiles compute: it runs in slower torch operations; "
             'inference.engine = "vllm" is the other choice',
             config.family,
         )
-        return Runner(model, store, rows, ahead=ahead)
+        return Runner(model, store, rows, ahead=ahead, states=states)
     from headway.inference.embedded.running.device_runner import DeviceRunner
 
-    runner = DeviceRunner(model, store, rows)
+    runner = DeviceRunner(model, store, rows, states)
     try:
         runner.warm_up()
     except Exception:
         logger.exception("fused kernels failed on this device; serving with slower torch operations instead")
         registry.disable("triton")
-        return Runner(model, store, rows, ahead=ahead)
+        return Runner(model, store, rows, ahead=ahead, states=states)
     return runner
 
 

@@ -1,25 +1,23 @@
-"""The recurrent states of sequences: a slot for each row of the input batch, then slots for snapshots."""
+"""The recurrent states of sequences: a slot for each row of the input batch, then slots for snapshots, and one for what
+only fills a step up."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headway.inference.embedded.running.copies import to_device
-from headway.inference.embedded.running.dense_cache import DenseCache
-from headway.inference.embedded.running.paged import PagedPlan, StepLayout
-from headway.inference.embedded.running.store import KvStore
 from headway.models.packed import Recurrence, States
 from headway.models.recurrent import RecurrentState
 
 
 class StateStore:
-    """States of the layers that have one, by layer: tensors with a row per slot."""
+    """States of the layers that have one, by layer: tensors with a row per slot. The last is number `slots`."""
 
     def __init__(self, states: Mapping[int, RecurrentState], slots: int, device: torch.device) -> None:
-        self.device = device
+        self.device, self.padding = device, slots
         self._layers: dict[int, States] = {
-            layer: tuple(torch.zeros((slots, *size), device=device) for size in (state.tail, state.matrix))
+            layer: tuple(torch.zeros((slots + 1, *size), device=device) for size in (state.tail, state.matrix))
             for layer, state in states.items()
         }
 
@@ -48,18 +46,16 @@ class StateStore:
         return [tensor for tensors in self._layers.values() for tensor in tensors]
 
 
-class RecurrentPlan(PagedPlan):
-    """A paged plan of a model with recurrent layers: a step takes up each sequence's state, and leaves the new one."""
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """The states of a step: its sequences, of `lengths`, take theirs up from their `slots`, and leave the new
+    ones there."""
 
-    def __init__(
-        self, states: StateStore, store: KvStore, layout: StepLayout, heads_per_kv: int, dense: DenseCache | None
-    ) -> None:
-        super().__init__(store, layout, heads_per_kv, dense)
-        self._states = states
-        self._rows = to_device(layout.rows, store.device)
-        self._lengths: list[int] = layout.counts.tolist()
+    store: StateStore
+    slots: Tensor
+    lengths: Sequence[int]
 
     def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        out, after = recurrence(inputs, self._lengths, self._states.read(layer, self._rows))
-        self._states.write(layer, self._rows, after)
+        out, after = recurrence(inputs, self.lengths, self.store.read(layer, self.slots))
+        self.store.write(layer, self.slots, after)
         return out

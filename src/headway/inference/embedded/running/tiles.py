@@ -1,5 +1,6 @@
 """Attention over paged blocks on an accelerator: kernels read them in place, for prompts and decoding alike."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +10,12 @@ from torch import Tensor
 
 from headway.inference.embedded.running.copies import to_device
 from headway.inference.embedded.running.paged import StepLayout
+from headway.inference.embedded.running.states import StepStates
 from headway.inference.embedded.running.store import KvStore
 from headway.models import ops
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.paged import Tiles
-from headway.models.packed import AttentionPlan, Rope
+from headway.models.packed import AttentionPlan, Recurrence, Rope
 
 Ints = NDArray[np.int64]
 
@@ -25,10 +27,18 @@ _LEAST_KEYS, _MOST_PARTS = 128, 64
 
 class TilePlan(AttentionPlan):
     """Kernels over tiles of queries. `table` is each sequence's row of blocks, on the device. In a step that is
-    `padded`, tokens in no tile get zeros: a NaN would spread."""
+    `padded`, tokens in no tile get zeros: a NaN would spread. `states` are those of recurrent layers."""
 
-    def __init__(self, store: KvStore, table: Tensor, slots_T: Tensor, tiles: list[Tiles], padded: bool) -> None:
-        self.slots_T = slots_T
+    def __init__(
+        self,
+        store: KvStore,
+        table: Tensor,
+        slots_T: Tensor,
+        tiles: list[Tiles],
+        padded: bool,
+        states: StepStates | None = None,
+    ) -> None:
+        self.slots_T, self._states = slots_T, states
         self._store = store
         self._table = table
         self._tiles = tiles
@@ -42,6 +52,10 @@ class TilePlan(AttentionPlan):
         keys, values = self._store.keys[layer.index], self._store.values[layer.index]
         q_THD = ops.qk_norm_rope_to_cache(q_THD, k_TKD, v_TKD, *rope, self.slots_T, keys, values)
         return self._attend(q_THD, layer)
+
+    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        assert self._states is not None
+        return self._states.recur(layer, recurrence, inputs)
 
     def _attend(self, q_THD: Tensor, layer: AttentionLayer) -> Tensor:
         store, table = self._store, self._table
