@@ -30,6 +30,7 @@ from headway.models.ops.fp8.blocks import (
     transpose_fp8,
 )
 from headway.models.ops.fp8.ranks import rows_with_ranks, weights_with_ranks
+from headway.models.ops.recurrent.slots import SlotStates
 from headway.models.ops.registry import Op
 
 Call = Callable[..., Any]
@@ -222,6 +223,27 @@ def tiles_over_blocks(
         return out
 
     return call
+
+
+def a_token_each(states: Tensor) -> SlotStates:
+    """Of five samples, whose states lie among those of others."""
+    return SlotStates(states.float().clone(), torch.tensor([4, 0, 6, 2, 5], device=states.device))
+
+
+def delta_tokens(f: Call, x: Tensor, gates: Tensor, states: Tensor) -> Any:
+    """Queries and keys of two heads, values of six."""
+    q, k, v = (part.unflatten(1, (heads, -1)) for part, heads in zip(x.split((48, 48, 120), 1), (2, 2, 6), strict=True))
+    kept = a_token_each(states)
+    out, _ = f(q, k, v, -gates.abs(), gates.sigmoid(), [1] * 5, kept)
+    return out, kept.tensor
+
+
+def ssd_tokens(f: Call, x: Tensor, steps: Tensor, rates: Tensor, states: Tensor) -> Any:
+    """Inputs and readings of two groups, values of six heads."""
+    v, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(x.split((120, 48, 48), 1), (6, 2, 2), strict=True))
+    kept = a_token_each(states)
+    out, _ = f(v, steps.abs(), -rates.abs(), b, c, [1] * 5, kept)
+    return out, kept.tensor
 
 
 def drawn(tempered: bool) -> Call:
@@ -505,6 +527,8 @@ CASES = [
             (ops.windowed_attention_backward, [q, kv, kv, (6,), q], 2),
         )
     ),
+    Case(ops.gated_delta_rule, [(5, 216), (5, 6), (7, 6, 24, 20)], delta_tokens),
+    Case(ops.ssd_scan, [(5, 216), (5, 6), (6,), (7, 6, 24, 20)], ssd_tokens),
     Case(ops.draw_tokens, [(8, 97)], drawn(tempered=False), only=("c",)),
     *(Case(ops.draw_tokens, [(8, vocab)], drawn(tempered=True), only=("triton",)) for vocab in (97, 5000)),
 ]

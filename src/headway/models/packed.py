@@ -14,6 +14,7 @@ from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV
 from headway.models.ops.experts.choices import expert_counts
 from headway.models.ops.qk_norm_rope import Norms
+from headway.models.ops.recurrent.slots import State
 
 AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Gradients of queries, keys, values and sinks (None for a layer without them)."""
@@ -37,8 +38,8 @@ class Spans(NamedTuple):
     longest: int
 
 
-States = tuple[Tensor, ...]
-"""What a recurrent layer carries from one part of its samples to the next: tensors with a row per sample."""
+States = tuple[State, ...]
+"""What a recurrent layer carries from one part of its samples to the next: a row per sample."""
 Recurrence = Callable[[Sequence[Tensor], Sequence[int], States | None], tuple[Tensor, States]]
 """A recurrence over samples of given lengths, end to end, from the samples' states (None: from the start). Returns its
 outputs (T, …) and the states after each sample. Any cutting of samples into parts gives the same, part by part."""

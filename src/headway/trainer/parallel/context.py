@@ -31,6 +31,7 @@ from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV, PackedSamples
+from headway.models.ops.recurrent.slots import as_tensors
 from headway.models.packed import AttentionGrads, AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.recurrent import RecurrentState
 from headway.trainer.parallel.cutting import Cut, Rows, first_key
@@ -173,7 +174,7 @@ class ContextPlan(AttentionPlan):
         if continues:
             with torch.no_grad():  # for the shapes
                 _, like = recurrence([x[:1] for x in inputs], [1], None)
-            before = receive_states(like, rank - 1, group)
+            before = receive_states(as_tensors(like), rank - 1, group)
             out, states = recurrence([x[: lengths[0]] for x in inputs], lengths[:1], before)
             outputs.append(out)
         if fresh := lengths[continues:]:
@@ -183,7 +184,7 @@ class ContextPlan(AttentionPlan):
         if not self._goes_on(rank):
             return whole
         assert states is not None
-        return send_states(whole, tuple(state[-1:] for state in states), rank + 1, group)
+        return send_states(whole, [state[-1:] for state in as_tensors(states)], rank + 1, group)
 
     def _goes_on(self, rank: int) -> bool:
         """Tell if the last sample of a part has more tokens in the next one."""

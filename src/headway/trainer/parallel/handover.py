@@ -4,23 +4,23 @@ Ranks take turns: each starts where the one before it ended. Both directions alw
 before the recurrence is trained, so that no rank waits for a gradient that nobody computes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headway.models.packed import States
 from headway.trainer.parallel.exchange import Group
 
 
-def receive_states(like: States, source: int, group: Group) -> States:
+def receive_states(like: Sequence[Tensor], source: int, group: Group) -> tuple[Tensor, ...]:
     """Receive states of these shapes from rank `source` of the group."""
-    states: States = _Received.apply(_anchor(like[0]), source, group, *like)  # type: ignore[no-untyped-call]  # torch has no types here
+    states: tuple[Tensor, ...] = _Received.apply(_anchor(like[0]), source, group, *like)  # type: ignore[no-untyped-call]  # torch has no types here
     return states
 
 
-def send_states(out_T: Tensor, states: States, target: int, group: Group) -> Tensor:
+def send_states(out_T: Tensor, states: Sequence[Tensor], target: int, group: Group) -> Tensor:
     """Send `states` to rank `target` of the group. Returns `out`, by whose gradient the backward pass gets here."""
     out: Tensor = _Sent.apply(_anchor(out_T), target, group, out_T, *states)  # type: ignore[no-untyped-call]  # torch has no types here
     return out
@@ -28,7 +28,7 @@ def send_states(out_T: Tensor, states: States, target: int, group: Group) -> Ten
 
 class _Received(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, source: int, group: Group, *like: Tensor) -> States:
+    def forward(ctx: Any, anchor: Tensor, source: int, group: Group, *like: Tensor) -> tuple[Tensor, ...]:
         ctx.source, ctx.group = source, group
         states = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
         for state in states:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headway.models.packed import Recurrence, States
+from headway.models.ops.recurrent.slots import SlotStates
+from headway.models.packed import Recurrence
 from headway.models.recurrent import RecurrentState
 
 
@@ -16,8 +17,11 @@ class StateStore:
 
     def __init__(self, states: Mapping[int, RecurrentState], slots: int, device: torch.device) -> None:
         self.device, self.padding = device, slots
-        self._layers: dict[int, States] = {
-            layer: tuple(torch.zeros((slots + 1, *size), device=device) for size in (state.tail, state.matrix))
+        self._layers = {
+            layer: (
+                torch.zeros((slots + 1, *state.tail), device=device),
+                torch.zeros((slots + 1, *state.matrix), device=device),
+            )
             for layer, state in states.items()
         }
 
@@ -35,12 +39,16 @@ class StateStore:
         for tensor in self._tensors():
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
-    def read(self, layer: int, slots: Tensor) -> States:
-        return tuple(tensor.index_select(0, slots) for tensor in self._layers[layer])
-
-    def write(self, layer: int, slots: Tensor, states: States) -> None:
-        for tensor, state in zip(self._layers[layer], states, strict=True):
-            tensor.index_copy_(0, slots, state.to(tensor.dtype))
+    def recur(
+        self, layer: int, slots: Tensor, recurrence: Recurrence, inputs: Sequence[Tensor], lengths: Sequence[int]
+    ) -> Tensor:
+        """Run a recurrence from the states in `slots`, and leave the new ones there."""
+        tails, matrices = self._layers[layer]
+        states = tails.index_select(0, slots), SlotStates(matrices, slots)
+        out, (after, written) = recurrence(inputs, lengths, states)
+        assert isinstance(after, Tensor) and isinstance(written, SlotStates)
+        tails.index_copy_(0, slots, after.to(tails.dtype))
+        return out
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for tensors in self._layers.values() for tensor in tensors]
@@ -56,6 +64,4 @@ class StepStates:
     lengths: Sequence[int]
 
     def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        out, after = recurrence(inputs, self.lengths, self.store.read(layer, self.slots))
-        self.store.write(layer, self.slots, after)
-        return out
+        return self.store.recur(layer, self.slots, recurrence, inputs, self.lengths)

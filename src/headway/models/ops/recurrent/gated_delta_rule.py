@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
-from headway.models.ops.registry import Op
+from headway.models.ops.recurrent.slots import SlotStates, State
+from headway.models.ops.registry import Op, in_triton_serving
 
-_EPS = 1e-6
+EPS = 1e-6
 
 
 @Op
@@ -19,26 +20,28 @@ def gated_delta_rule(
     decay_TH: Tensor,
     beta_TH: Tensor,
     lengths: Sequence[int],
-    initial_SHDV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    initial_SHDV: State | None = None,
+) -> tuple[Tensor, State]:
     """Run S_t = exp(decay) S_{t-1} + k ⊗ beta (v - k·exp(decay) S_{t-1}) and out = q·S_t over samples of `lengths`,
     end to end, each from its own initial state (None: zeros), in the precision of `v`. Returns outputs and final
     states, both in float32.
 
     Queries and keys are scaled to length 1, queries also by 1 / √D; each of their K heads serves H / K heads.
     """
+    if isinstance(initial_SHDV, SlotStates):
+        own = q_TKD, k_TKD, v_THV, decay_TH, beta_TH, lengths
+        return initial_SHDV.updated(lambda states: gated_delta_rule(*own, states))
     heads, size, value_size = v_THV.shape[1], q_TKD.shape[2], v_THV.shape[2]
     dtype = v_THV.dtype
     q = _unit(q_TKD.to(dtype)) * size**-0.5
     k = _unit(k_TKD.to(dtype))
     if q.shape[1] != heads:
         q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
-    if initial_SHDV is None:
-        initial_SHDV = q.new_zeros(len(lengths), heads, size, value_size)
-    initial_SHDV, decay, beta = (x.to(dtype) for x in (initial_SHDV, decay_TH, beta_TH))
-    v = v_THV
+    shape = len(lengths), heads, size, value_size
+    initial = q.new_zeros(shape) if initial_SHDV is None else initial_SHDV.to(dtype)
+    v, decay, beta = v_THV, decay_TH.to(dtype), beta_TH.to(dtype)
     if len(lengths) == len(q):
-        out, final = _token(initial_SHDV, q, k, v, decay, beta)
+        out, final = _token(initial, q, k, v, decay, beta)
         return out.float(), final.float()
 
     def recur(chunks: SampleChunks, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,12 +51,24 @@ def gated_delta_rule(
             return out.unsqueeze(1), state
         return _chunks(chunks, q, k, v, decay, beta, state)
 
-    out, final = cut_samples(lengths, q.device).run(initial_SHDV, recur)
+    out, final = cut_samples(lengths, q.device).run(initial, recur)
     return out.float(), final.float()
 
 
+def _decodes(
+    q_TKD: Tensor, k_TKD: Tensor, v_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, lengths: Sequence[int],
+    initial_SHDV: State | None = None,
+) -> bool:  # fmt: skip
+    """One token of each sample, from states that stay where they are."""
+    slots = isinstance(initial_SHDV, SlotStates) and initial_SHDV.tensor.dtype is torch.float32
+    return slots and len(lengths) == len(v_THV) and v_THV.dtype is torch.float32 and in_triton_serving(v_THV)
+
+
+gated_delta_rule.backend("triton", takes=_decodes)("headway.models.ops.triton.recurrent_step:delta_step")
+
+
 def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
 def _token(

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
-from headway.models.ops.registry import Op
+from headway.models.ops.recurrent.slots import SlotStates, State
+from headway.models.ops.registry import Op, in_triton_serving
 
 
 @Op
@@ -16,13 +18,16 @@ def ssd_scan(
     b_TGN: Tensor,
     c_TGN: Tensor,
     lengths: Sequence[int],
-    initial_SHNP: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    initial_SHNP: State | None = None,
+) -> tuple[Tensor, State]:
     """Run S_t = exp(step rate) S_{t-1} + b ⊗ (step x) and out = c·S_t over samples of `lengths`, end to end, each from
     its own initial state (None: zeros), in the precision of `x`. Returns outputs and final states, both in float32.
 
     `rate` is negative; each of the G groups of `b` and `c` serves H / G heads.
     """
+    if isinstance(initial_SHNP, SlotStates):
+        own = x_THP, step_TH, rate_H, b_TGN, c_TGN, lengths
+        return initial_SHNP.updated(lambda states: ssd_scan(*own, states))
     heads, size = x_THP.shape[1], b_TGN.shape[2]
     dtype = x_THP.dtype
     step = step_TH.to(dtype)
@@ -44,6 +49,18 @@ def ssd_scan(
 
     out, final = cut_samples(lengths, x.device).run(initial_SHNP, recur)
     return out.float(), final.float()
+
+
+def _decodes(
+    x_THP: Tensor, step_TH: Tensor, rate_H: Tensor, b_TGN: Tensor, c_TGN: Tensor, lengths: Sequence[int],
+    initial_SHNP: State | None = None,
+) -> bool:  # fmt: skip
+    """One token of each sample, from states that stay where they are."""
+    slots = isinstance(initial_SHNP, SlotStates) and initial_SHNP.tensor.dtype is torch.float32
+    return slots and len(lengths) == len(x_THP) and x_THP.dtype is torch.float32 and in_triton_serving(x_THP)
+
+
+ssd_scan.backend("triton", takes=_decodes)("headway.models.ops.triton.recurrent_step:ssd_step")
 
 
 def _token(state_BHNP: Tensor, x_BHP: Tensor, decay_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor) -> tuple[Tensor, Tensor]:
