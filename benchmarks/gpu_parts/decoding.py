@@ -1,0 +1,127 @@
+"""Decode steps in the shapes of families whose layers are not plain, by kernels and by plain torch operations: windows,
+sinks and clamped experts; recurrent layers.
+
+PYTHONPATH=src:benchmarks python -m gpu_parts.decoding results/decoding_h200.json [--shapes gpt-oss-20b qwen3.5-4b]
+
+Weights are random, in bfloat16. On a CPU shapes are small, to try the script.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from gpu_parts.cases import Case, run_cases, table
+from gpu_parts.engine import BANDWIDTH, make_engine, serving, timed
+from headway.inference.embedded.running import runners
+from headway.models.costs import layer_caches
+from headway.models.decoder import DecoderLM
+from headway.models.family import KvCache
+from headway.models.recurrent import RecurrentState
+from headway.models.registry import config_from_hf
+
+CUDA = torch.cuda.is_available()
+_TOKENS = {"max_position_embeddings": 131_072, "bos_token_id": None, "eos_token_id": None}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "rope_theta": 150_000.0,
+        **_TOKENS,
+    },
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "intermediate_size": 9216,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": True,
+        **_TOKENS,
+    },
+}
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+WORKS = [(256, 128, 512), (64, 1024, 1024)]
+"""Sequences, tokens in and out."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    options = parser.parse_args()
+    cases = [Case(shape, "decoding", "measure", [[shape]], 240) for shape in options.shapes]
+    rows = [row for outcome in run_cases(cases, options.results) for row in outcome.get("result", [])]
+    if rows:
+        print(table(list(rows[0]), [list(row.values()) for row in rows]))
+
+
+def measure(shape: str) -> list[dict[str, Any]]:
+    """Whole engines: tokens/s and a decode step, beside the memory's floor."""
+    config = config_from_hf(SHAPES[shape] if CUDA else small(SHAPES[shape]))
+    found = []
+    for kernels in (True, False):
+        for sequences, prompt, output in WORKS if CUDA else [(4, 20, 20)]:
+            with patch.object(runners, "in_tiles", lambda model: kernels):  # noqa: B023
+                engine = make_engine(replace(config, max_len=prompt + output), sequences, prompt + output)
+            with serving(engine) as generate:
+                row = timed(generate, sequences, prompt, output)
+            floor = floor_ms(engine.model, sequences, prompt + output // 2)
+            work = {"shape": shape, "kernels": kernels, "sequences": sequences, "in": prompt, "out": output}
+            found.append({**work, **row, "floor_ms": floor})
+            del engine
+            torch.cuda.empty_cache()
+    return found
+
+
+def small(values: dict[str, Any]) -> dict[str, Any]:
+    own = {name: size for name, size in SMALL.items() if name in values}
+    return values | own | {"layer_types": values["layer_types"][: SMALL["num_hidden_layers"]]}
+
+
+def floor_ms(model: DecoderLM, sequences: int, context: int) -> float:
+    """What reading all weights, and the keys, values and states that are seen, takes once; states are written back."""
+    config = model.config
+    size = model.head_weight().element_size()
+    moved = sum(p.numel() * p.element_size() for p in model.parameters())
+    for layer, cache in enumerate(layer_caches(config)):
+        if isinstance(cache, RecurrentState):
+            moved += 2 * sequences * 4 * torch.Size(cache.matrix).numel()
+        elif isinstance(cache, KvCache):
+            seen = min(context, config.window_of(layer) or context)
+            moved += 2 * sequences * seen * config.kv_heads * config.head_dim * size
+    return 1000 * moved / BANDWIDTH
+
+
+if __name__ == "__main__":
+    main()
