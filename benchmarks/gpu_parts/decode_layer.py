@@ -30,9 +30,9 @@ from headway.models.config import ModelConfig
 from headway.models.decoder import Decoder, DecoderLM
 from headway.models.family import KvCache
 from headway.models.fp8 import apply_fp8, quantize_weights
-from headway.models.layers.experts import ExpertRouter
 from headway.models.layers.mlp import GatedMlp
 from headway.models.layers.norm import RMSNorm
+from headway.models.layers.router import ExpertRouter
 from headway.models.ops.experts.choose import Choice, Routing
 from headway.models.ops.experts.lists import expert_lists
 from headway.models.ops.fp8.blocks import fp8_matmul, fp8_matmul_parts, quantize_1x128, quantize_128x128

@@ -48,9 +48,10 @@ class SinkMoe(Family):
     def block(self, config: ModelConfig, layer: int) -> "Block":
         from headway.models.layers.attention import SelfAttention
         from headway.models.layers.block import Block
-        from headway.models.layers.experts import ExpertRouter, SparseMlp
+        from headway.models.layers.experts import SparseMlp
         from headway.models.layers.mlp import GatedMlp
         from headway.models.layers.norm import RMSNorm
+        from headway.models.layers.router import ExpertRouter
 
         assert isinstance(config, SinkMoeConfig)
         window = config.window_of(layer)

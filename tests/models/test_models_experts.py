@@ -14,7 +14,6 @@ from headway.models.checkpoints.folders import load_model, save_checkpoint
 from headway.models.checkpoints.tensors import float32_tensors
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import (
-    ExpertRouter,
     Experts,
     LocalDispatcher,
     SigmoidGatedMlp,
@@ -22,6 +21,7 @@ from headway.models.layers.experts import (
     expert_linear,
 )
 from headway.models.layers.mlp import GatedMlp
+from headway.models.layers.router import ExpertRouter
 from headway.models.ops.experts import trained as trained_experts
 from headway.models.ops.experts.form import ClampedSwiglu
 from headway.models.registry import find_family

@@ -14,7 +14,8 @@ from torch import Tensor
 from headway.base.errors import UsageError
 from headway.config.trainer import ExpertSettings
 from headway.models.decoder import DecoderLM
-from headway.models.layers.experts import ExpertRouter, sparse_mlp_of
+from headway.models.layers.experts import sparse_mlp_of
+from headway.models.layers.router import ExpertRouter
 from headway.models.ops.experts.choices import expert_counts
 
 

@@ -55,7 +55,8 @@ class GptOss(Family):
         return SelfAttention(config, layer, window=config.window_of(layer), sinks=True)
 
     def feed_forward(self, config: ModelConfig, layer: int) -> "FeedForward":
-        from headway.models.layers.experts import ExpertRouter, Experts, SparseMlp
+        from headway.models.layers.experts import Experts, SparseMlp
+        from headway.models.layers.router import ExpertRouter
         from headway.models.ops.experts.form import ClampedSwiglu
 
         assert isinstance(config, GptOssConfig)

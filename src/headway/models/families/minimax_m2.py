@@ -73,7 +73,8 @@ class MiniMaxM2(Family):
         return super().fields_to_hf(config) | own | {"rotary_dim": config.rope.dim}
 
     def feed_forward(self, config: ModelConfig, layer: int) -> "FeedForward":
-        from headway.models.layers.experts import ExpertRouter, SparseMlp
+        from headway.models.layers.experts import SparseMlp
+        from headway.models.layers.router import ExpertRouter
 
         return SparseMlp(config, router=ExpertRouter(config, score="sigmoid", selection_bias=True))
 

@@ -129,10 +129,10 @@ class NemotronH(Family):
     def mixer(self, config: ModelConfig, layer: int) -> "nn.Module":
         """Build the only stage of block number `layer`."""
         from headway.models.layers.attention import SelfAttention
-        from headway.models.layers.experts import ExpertRouter
         from headway.models.layers.latent_moe import LatentMoe
         from headway.models.layers.mamba import Mamba
         from headway.models.layers.mlp import Mlp
+        from headway.models.layers.router import ExpertRouter
 
         assert isinstance(config, NemotronHConfig)
         match config.kinds[layer]:

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from headway.models.config import ModelConfig
 from headway.models.layers.context import ForwardContext
-from headway.models.layers.experts import ExpertRouter, PlainExperts, SparseMlp
+from headway.models.layers.experts import PlainExperts, SparseMlp
 from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward
+from headway.models.layers.router import ExpertRouter
 
 
 class LatentMoe(SparseMlp):
