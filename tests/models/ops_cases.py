@@ -1,23 +1,64 @@
 """Calls of every operation, for `test_ops`: what goes in, and which backends take it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from ops_calls import (
+    SIZE,
+    Call,
+    adapters,
+    cached,
+    chosen,
+    delta_tokens,
+    drawn,
+    first_pass,
+    gated_ranks,
+    gradient_of_groups,
+    groups,
+    groups_of_blocks,
+    groups_to_blocks,
+    heads_to_cache,
+    heads_to_fp8_cache,
+    in_fp8,
+    listed,
+    norm,
+    norm_of_parts,
+    norm_of_sum,
+    norm_to_blocks,
+    normed_heads,
+    normed_parts,
+    of_blocks,
+    of_ranks,
+    parts_of_blocks,
+    plain,
+    ranked_rows,
+    ranked_weights,
+    routed,
+    routed_clamped,
+    routed_rows,
+    routed_to_stream,
+    samples,
+    second_pass,
+    several_adapters,
+    silu_to_blocks,
+    ssd_tokens,
+    tiles_over_blocks,
+    to_blocks,
+    tokens_over_blocks,
+    two_weights,
+    weighted_rows,
+    windowed,
+)
 
 from headway.models import ops
 from headway.models.ops.attention.kv_cache import CachedHeads
-from headway.models.ops.attention.layer import AttentionLayer
-from headway.models.ops.attention.packed import PackedSamples
-from headway.models.ops.attention.paged import Tiles
 from headway.models.ops.experts.choose import Choice
-from headway.models.ops.experts.form import ClampedSwiglu, ExpertForm
-from headway.models.ops.experts.fp8 import fp8_grouped_matmul, quantize_experts
+from headway.models.ops.experts.fp8 import fp8_grouped_matmul
 from headway.models.ops.experts.fp8_gradients import fp8_grouped_weight_gradient, quantize_groups
 from headway.models.ops.experts.gated_gradient import gated_gradient
-from headway.models.ops.experts.lists import GROUP, ExpertLists, expert_lists
+from headway.models.ops.experts.lists import expert_lists
 from headway.models.ops.experts.sum_choices import sum_choices
 from headway.models.ops.fp8.blocks import (
     FP8,
@@ -26,15 +67,10 @@ from headway.models.ops.fp8.blocks import (
     quantize_1x128,
     quantize_128x128,
     quantize_columns,
-    quantize_vectors,
     transpose_fp8,
 )
 from headway.models.ops.fp8.ranks import rows_with_ranks, weights_with_ranks
-from headway.models.ops.recurrent.slots import SlotStates
 from headway.models.ops.registry import Op
-
-Call = Callable[..., Any]
-EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -56,353 +92,6 @@ class Case:
     def __str__(self) -> str:
         shapes = "_".join("x".join(map(str, shape)) for shape in self.inputs)
         return f"{shapes}{'_mixed' if self.mixed else ''}"
-
-
-def angles(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of all positions, (T, 1, size)."""
-    turns = torch.arange(len(x), dtype=torch.float32)[:, None, None] * torch.linspace(1, 0.01, size // 2)
-    cos, sin = turns.cos(), turns.sin()
-    return torch.cat([cos, cos], -1).to(x.device), torch.cat([-sin, sin], -1).to(x.device)
-
-
-def normed_heads(f: Call, q: Tensor, k: Tensor, *norms: Tensor) -> Any:
-    return f(q, k, norms or None, EPS, *angles(q, q.shape[2]))
-
-
-def normed_parts(f: Call, x: Tensor, q_weight: Tensor, k_weight: Tensor) -> Any:
-    heads = x.shape[1] // 2
-    return f(x, heads, (q_weight, k_weight), EPS, *angles(x, x.shape[2]))
-
-
-def two_weights(f: Call, x: Tensor, *weights: Tensor) -> Any:
-    return f(x, weights)
-
-
-def adapters(f: Call, x: Tensor, *tensors: Tensor) -> Any:
-    frozen = [torch.linspace(-1, 1, n * x.shape[1]).view(n, -1).to(x) for n in (9, 5)]
-    return f(x, frozen, tensors[:2], tensors[2:], 0.5, False)
-
-
-def several_adapters(f: Call, x: Tensor, *tensors: Tensor) -> Any:
-    """Two tokens in three have one of the ranks each."""
-    frozen = [torch.linspace(-1, 1, n * x.shape[1]).view(n, -1).to(x) for n in (9, 5)]
-    gate = torch.tensor([[0.5, 0.0], [0.0, 2.0], [0.0, 0.0]], device=x.device).repeat(4, 1)[: len(x)]
-    return f(x, frozen, tensors[:2], tensors[2:], gate, False)
-
-
-def gated_ranks(f: Call, out: Tensor, ranks: Tensor, gate: Tensor, *ups: Tensor) -> Any:
-    return f(out, ranks, gate.float(), ups)
-
-
-def groups(f: Call, rows: Tensor, weight: Tensor) -> Any:
-    return f(rows, weight, torch.tensor([4, 4, 11], dtype=torch.int32, device=rows.device))
-
-
-def routed(f: Call, x: Tensor, gate_up: Tensor, down: Tensor) -> Any:
-    """One expert has all tokens, one has none. The gates are some numbers of the tokens: they have gradients, too."""
-    choices = torch.stack([torch.full((len(x),), 2), torch.arange(len(x)) % 2], 1).to(x.device)
-    return f(x, x[:, :2].sigmoid(), choices, gate_up, down)
-
-
-def form_of(*biases: Tensor) -> ExpertForm | None:
-    """Where there are biases, of experts that have gates and ups by turns, some of which are bounded."""
-    return ExpertForm(*biases, ClampedSwiglu(1.7, 2.0)) if biases else None
-
-
-def routed_clamped(f: Call, x: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Any:
-    return routed(lambda *own: f(*own, False, False, None, form_of(*biases)), x, gate_up, down)
-
-
-def routed_to_stream(beside: bool) -> Call:
-    def call(f: Call, x: Tensor, gate_up: Tensor, down: Tensor, *rest: Tensor) -> Any:
-        stream, more, norm_weight, *biases = rest
-
-        def add(*arguments: Tensor) -> Any:
-            lists = expert_lists.reference(arguments[2], len(down))
-            rest = stream, more if beside else None, norm_weight, EPS, lists, form_of(*biases)
-            return f(*arguments, False, *rest)
-
-        return routed(add, x, gate_up, down)
-
-    return call
-
-
-def whole_lists(lists: ExpertLists) -> tuple[Tensor, Tensor]:
-    """Lists with -1 where nothing is listed, and their counts."""
-    choices, counts = lists
-    listed = torch.arange(GROUP, device=choices.device) < counts.unsqueeze(-1)
-    return torch.where(listed.flatten(1), choices, -1), counts
-
-
-def listed(f: Call, logits: Tensor) -> Any:
-    return whole_lists(f(logits.topk(3).indices, logits.shape[1]))
-
-
-def routed_rows(f: Call, rows: Tensor, gates: Tensor) -> Any:
-    """Rows that lie anywhere; one is of no token."""
-    places = torch.tensor([[3, 0, 6], [1, 5, 2]], device=rows.device)
-    return f(rows, places, gates), f(rows, places)
-
-
-def weighted_rows(f: Call, wide: Tensor, grad: Tensor, weights: Tensor) -> Any:
-    return f(wide, grad, weights)
-
-
-def chosen(biased: bool, choice: Choice, dtype: torch.dtype = torch.float32) -> Call:
-    def call(f: Call, logits: Tensor) -> Any:
-        """The reference makes no lists."""
-        bias = torch.linspace(-0.5, 0.5, logits.shape[1], device=logits.device) if biased else None
-        gates, experts, lists = f(logits, bias, None, choice, dtype)
-        assert gates.dtype is dtype
-        return gates, experts, *whole_lists(lists or expert_lists.reference(experts, logits.shape[1]))
-
-    return call
-
-
-def empty_cache(k: Tensor) -> tuple[CachedHeads, CachedHeads]:
-    keys, values = (CachedHeads(torch.zeros(20, *k.shape[1:]).to(k)) for _ in range(2))
-    return keys, values
-
-
-def cached(f: Call, k: Tensor, v: Tensor) -> Any:
-    keys, values = empty_cache(k)
-    f(k, v, torch.tensor([7, 0, 11], device=k.device), keys, values)
-    return keys.numbers, values.numbers
-
-
-def heads_to_cache(f: Call, x: Tensor, *norms: Tensor) -> Any:
-    """Heads that are parts of one tensor, as one product makes them."""
-    q, k, v = x.split([6, 2, 2], dim=1)
-    keys, values = empty_cache(k)
-    slots = torch.tensor([7, 0, 11], device=k.device)
-    out = f(q, k, v, norms or None, EPS, *angles(x, x.shape[2]), slots, keys, values)
-    return out, keys.numbers, values.numbers
-
-
-def heads_to_fp8_cache(f: Call, x: Tensor) -> Any:
-    """Heads that FP8 holds exactly, once scaled, and that are not rotated."""
-    q, k, v = even(x.flatten(1)).view(x.shape).split([6, 2, 2], dim=1)
-    k, v = k * torch.tensor([[0.5], [16.0]]).to(k), v * torch.tensor([[4.0], [0.25]]).to(v)
-    keys, values = (in_fp8(torch.zeros(20, *k.shape[1:]).to(k)) for _ in range(2))
-    cos, sin = torch.ones(2, len(x), 1, x.shape[2], device=x.device).unbind()
-    out = f(q, k, v, None, EPS, cos, 0 * sin, torch.tensor([7, 0, 11], device=k.device), keys, values)
-    return out, *(part.float() for part in (*keys, *values) if part is not None)
-
-
-def in_fp8(heads: Tensor) -> CachedHeads:
-    return CachedHeads(*quantize_vectors(heads))
-
-
-SIZE = 4
-TABLE = [[3, 9, 1, 4, 0], [7, 2, 11, 5, 6], [10, 8, 12, 13, 14]]
-
-
-def tokens_over_blocks(f: Call, q: Tensor, *cache: Tensor) -> Any:
-    table, rows, positions = torch.tensor(TABLE), torch.tensor([2, 0, 1, 1]), torch.tensor([0, 17, 8, 3])
-    return f(q, *map(CachedHeads, cache), table, rows, positions, SIZE, 17)
-
-
-def tiles_over_blocks(
-    size: int, make: Callable[[Tensor], CachedHeads] = CachedHeads, sinks: bool = False, **how: Any
-) -> Call:
-    def call(f: Call, q: Tensor, *cache: Tensor) -> Any:
-        """A decoding sequence in parts of `size` keys, an empty tile, and a prompt of three tokens behind four others
-        in tiles of two."""
-        keys, values = map(make, cache)
-        layer = AttentionLayer(0, sinks=q[0, :, 0].contiguous() if sinks else None, **how)
-        table = torch.tensor(TABLE, dtype=torch.int32, device=q.device)
-        parts = [[2, 0, 16, 1, number == 0, size, number, 1] for number in reversed(range(-(-17 // size)))]
-        fields = torch.tensor([*parts, [0] * 8], device=q.device).T.contiguous()
-        prompts = torch.tensor([[1, 1, 4, 2], [1, 3, 6, 1]], device=q.device).T.contiguous()
-        arrived = torch.zeros((6, keys.numbers.shape[1]), dtype=torch.int32, device=q.device)
-        out = torch.zeros_like(q)
-        for _ in range(2):  # nothing is left of the first time
-            f(q, keys, values, table, Tiles.split(fields, arrived), layer, SIZE, out)
-        f(q, keys, values, table, Tiles.of(prompts, 2), layer, SIZE, out)
-        assert not arrived.any()
-        return out
-
-    return call
-
-
-def a_token_each(states: Tensor) -> SlotStates:
-    """Of five samples, whose states lie among those of others."""
-    return SlotStates(states.float().clone(), torch.tensor([4, 0, 6, 2, 5], device=states.device))
-
-
-def delta_tokens(f: Call, x: Tensor, gates: Tensor, states: Tensor) -> Any:
-    """Queries and keys of two heads, values of six."""
-    q, k, v = (part.unflatten(1, (heads, -1)) for part, heads in zip(x.split((48, 48, 120), 1), (2, 2, 6), strict=True))
-    kept = a_token_each(states)
-    out, _ = f(q, k, v, -gates.abs(), gates.sigmoid(), [1] * 5, kept)
-    return out, kept.tensor
-
-
-def ssd_tokens(f: Call, x: Tensor, steps: Tensor, rates: Tensor, states: Tensor) -> Any:
-    """Inputs and readings of two groups, values of six heads."""
-    v, b, c = (part.unflatten(1, (heads, -1)) for part, heads in zip(x.split((120, 48, 48), 1), (6, 2, 2), strict=True))
-    kept = a_token_each(states)
-    out, _ = f(v, steps.abs(), -rates.abs(), b, c, [1] * 5, kept)
-    return out, kept.tensor
-
-
-def drawn(tempered: bool) -> Call:
-    def call(f: Call, logits: Tensor) -> Any:
-        noise = torch.linspace(0, 0.999, len(logits), device=logits.device)
-        noise[:2] = -1
-        return f(logits, torch.linspace(0.5, 2, len(logits), device=logits.device) if tempered else None, noise)
-
-    return call
-
-
-def samples(lengths: list[int]) -> Call:
-    return lambda f, q, k, v: f(q, k, v, PackedSamples(lengths, q.device))
-
-
-def first_pass(lengths: list[int]) -> Call:
-    return lambda f, q, k, v: f(q, k, v, PackedSamples(lengths, q.device))[0]
-
-
-def second_pass(lengths: list[int]) -> Call:
-    def call(f: Call, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
-        """After the first pass of the same backend."""
-        forward = ops.packed_attention_forward
-        passes = {
-            backward.run: each.run
-            for backward in ops.packed_attention_backward.backends
-            for each in forward.backends
-            if each.kind == backward.kind
-        }
-        packed = PackedSamples(lengths, q.device)
-        out, kept = passes.get(f, forward.reference)(q, k, v, packed)
-        return f(grad, (q, k, v), out, kept, packed)
-
-    return call
-
-
-def windowed(lengths: list[int], window: int, passes: int = 0) -> Call:
-    def call(f: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *grad: Tensor) -> Any:
-        """Samples of which all but a few first tokens are queries. `passes`: the first, or the second after it."""
-        layer = AttentionLayer(0, window=window, sinks=sinks, scale=0.1)
-        keys, queries = PackedSamples(lengths, q.device), PackedSamples([n - n // 4 for n in lengths], q.device)
-        own = torch.cat([torch.arange(n // 4, n) + sum(lengths[:i]) for i, n in enumerate(lengths)]).to(q.device)
-        q = q[own]
-        if passes == 0:
-            return f(q, k, v, queries, keys, layer)
-        forward = f if passes == 1 else ops.windowed_attention_forward
-        out, kept = forward(q, k, v, queries, keys, layer)
-        return out if passes == 1 else f(grad[0][own], (q, k, v), out, kept, queries, keys, layer)
-
-    return call
-
-
-def norm(f: Call, x: Tensor, weight: Tensor) -> Any:
-    return f(x, weight, EPS)
-
-
-def norm_of_sum(f: Call, x: Tensor, delta: Tensor, weight: Tensor) -> Any:
-    return f(x, delta, weight, EPS)
-
-
-def plain(f: Call, *tensors: Tensor) -> Any:
-    return f(*tensors)
-
-
-def even(x: Tensor) -> Tensor:
-    """Whole numbers up to 7, one in every block: FP8 holds them exactly. Triton's interpreter rounds to FP8 wrongly."""
-    x = (2 * x).round().clamp(-7, 7)
-    x[:, ::128] = 7
-    x[::128] = 7
-    return x
-
-
-def to_blocks(*more: Any) -> Call:
-    def call(f: Call, x: Tensor) -> Any:
-        values, scales = f(even(x), *more)
-        return values.float(), scales
-
-    return call
-
-
-def ranked_rows(f: Call, x: Tensor, ranks: Tensor) -> Any:
-    values, scales = f(even(x), even(ranks))
-    return values.float(), scales
-
-
-def ranked_weights(transposed: bool) -> Call:
-    def call(f: Call, ups: Tensor, weight: Tensor) -> Any:
-        values, scales = f(even(ups), quantize_128x128(even(weight), weight.dtype), transposed)
-        return values.float(), scales
-
-    return call
-
-
-def of_ranks(f: Call, x: Tensor, ranks: Tensor, ups: Tensor, weight: Tensor) -> Any:
-    table = quantize_128x128(even(weight), weight.dtype)
-    return f(*rows_with_ranks(even(x), even(ranks)), *weights_with_ranks(even(ups), table))
-
-
-def of_blocks(quantize: Op[..., Any], *more: Any) -> Call:
-    def call(f: Call, a: Tensor, b: Tensor) -> Any:
-        return f(*quantize_1x128(even(a)), *quantize(even(b), *more))
-
-    return call
-
-
-def norm_of_parts(f: Call, x: Tensor, parts: Tensor, weight: Tensor) -> Any:
-    return f(x, parts.float(), weight, EPS)
-
-
-def norm_to_blocks(parts: int) -> Call:
-    def call(f: Call, x: Tensor, weight: Tensor) -> Any:
-        """Rows of 2 and -2, whose norm is the weight."""
-        half = x.sign()
-        delta = torch.stack([half.float() / parts] * parts) if parts else half
-        total, normed, (values, scales) = f(half, delta, even(weight[None])[0], 0.0)
-        return total, normed, values.float(), scales
-
-    return call
-
-
-def silu_to_blocks(f: Call, x: Tensor) -> Any:
-    """Whole numbers again: a gate of 64 is its own silu."""
-    up = even(x)
-    hidden, (values, scales) = f(*torch.cat([torch.full_like(up, 64), up / 64], 1).chunk(2, 1))
-    return hidden, values.float(), scales
-
-
-def parts_of_blocks(f: Call, a: Tensor, b: Tensor) -> Any:
-    """Some kernels make more parts than others."""
-    return of_blocks(quantize_128x128, torch.bfloat16)(f, a, b).sum(0)
-
-
-def groups_of_blocks(f: Call, rows: Tensor, weights: Tensor) -> Any:
-    tables = quantize_experts(even(weights.flatten(0, 1)).view(weights.shape), torch.bfloat16)
-    ends = torch.tensor([4, 4, len(rows)], dtype=torch.int32, device=rows.device)
-    return f(*quantize_1x128(even(rows)), *tables, ends, torch.float32)
-
-
-def group_ends(x: Tensor) -> Tensor:
-    """Groups of a whole block, of no rows, of 5, of none, and of nearly all others: two rows are of none."""
-    return torch.tensor([128, 128, 133, 133, len(x) - 2], dtype=torch.int32, device=x.device)
-
-
-def even_groups(x: Tensor) -> Tensor:
-    return torch.cat([even(group) for group in x.tensor_split(group_ends(x).long().cpu())])
-
-
-def groups_to_blocks(f: Call, x: Tensor) -> Any:
-    """Rows of choices, and rows of tokens in another order than that of choices."""
-    rows = even_groups(x)
-    order = torch.arange(len(x), device=x.device).flip(0)
-    found = f(rows, group_ends(x)), f(rows.flip(0), group_ends(x), order)
-    return [part.float() for blocks in found for part in blocks]
-
-
-def gradient_of_groups(f: Call, grad: Tensor, rows: Tensor) -> Any:
-    ends = group_ends(rows)
-    operands = (part for x in (grad, rows) for part in quantize_groups(even_groups(x), ends))
-    return f(*operands, ends, torch.float32)
 
 
 KV = (15 * SIZE, 2, 32)
