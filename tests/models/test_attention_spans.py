@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from headway.models import attention
 from headway.models.attention import PackedPlan
+from headway.models.ops.attention import masked
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.packed import Spans
 
@@ -18,7 +18,7 @@ SAMPLES = {"short": [9, 1, 30, 4], "long": [150, 40]}
 def test_spans_are_seen_in_both_directions(
     lengths: list[int], window: int | None, queries: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_QUERIES", queries)
+    monkeypatch.setattr(masked, "QUERIES", queries)
     draw = torch.Generator().manual_seed(0)
     tokens, plan = sum(lengths), PackedPlan(lengths)
     q, k, v = (torch.randn(tokens, heads, 8, generator=draw).requires_grad_() for heads in (4, 2, 2))

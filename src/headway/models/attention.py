@@ -8,14 +8,11 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.models import ops
-from headway.models.ops.attention.layer import AttentionLayer
-from headway.models.ops.attention.masked import attend_masked, masked_attention
+from headway.models.ops.attention.layer import AttentionGrads, AttentionLayer
+from headway.models.ops.attention.masked import QUERIES, attend_masked, masked_attention
 from headway.models.ops.attention.packed import QKV, PackedSamples
-from headway.models.packed import AttentionGrads, AttentionPlan, IndexScores, Recurrence, Spans
+from headway.models.packed import AttentionPlan, IndexScores, Recurrence, Spans
 from headway.models.sparse_attention import choose_positions, chosen_mask
-
-_QUERIES = 1024
-"""Queries at a time where attention is masked: what they don't see is then mostly left out."""
 
 
 class PackedPlan(PackedSamples, AttentionPlan):
@@ -96,8 +93,8 @@ def _over_chosen(
 ) -> Iterator[Tensor]:
     """Attention within one sample over the chosen positions, some queries at a time."""
     heads_per_kv = q_nHD.shape[1] // k_nKD.shape[1]
-    for start in range(0, len(q_nHD), _QUERIES):
-        end = min(start + _QUERIES, len(q_nHD))
+    for start in range(0, len(q_nHD), QUERIES):
+        end = min(start + QUERIES, len(q_nHD))
         mask = chosen_mask(chosen_nk[start:end], end, q_nHD.dtype).repeat(1, 1, heads_per_kv, 1)
         k, v = (x[:end].transpose(0, 1).unsqueeze(0) for x in (k_nKD, v_nKD))
         yield masked_attention(q_nHD[None, start:end], k, v, mask, layer)[0]

@@ -10,14 +10,11 @@ from torch import Tensor
 from headway.core.images import Grid
 from headway.models import ops
 from headway.models.adapters.blocks import AdapterBlocks
-from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.ops.attention.layer import AttentionGrads, AttentionLayer
 from headway.models.ops.attention.packed import QKV
 from headway.models.ops.experts.choices import expert_counts
 from headway.models.ops.qk_norm_rope import Norms
 from headway.models.ops.recurrent.slots import State
-
-AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Gradients of queries, keys, values and sinks (None for a layer without them)."""
 
 
 class IndexScores(NamedTuple):

@@ -82,7 +82,9 @@ class DeviceRunner(Runner):
         adapters = self._adapters(rows_T)
         adapters_T = None if adapters is None else self._to_device(adapters)
         images = self.images.inputs(layout) if self.images is not None and self._shows(layout) else None
-        states = self._pass.states_of(self._to_device(layout.rows), layout.counts.tolist())
+        states = None
+        if self.states is not None:
+            states = self._pass.states_of(self._to_device(layout.rows), layout.counts.tolist())
         return self._pass.hidden(
             tokens_T, rows_sent_T, positions_T, slots_T, tiles, adapters_T=adapters_T, images=images, states=states
         )

@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+AttentionGrads = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Gradients of queries, keys, values and sinks (None for a layer without them)."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:

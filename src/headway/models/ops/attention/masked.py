@@ -6,7 +6,7 @@ from torch import Tensor
 
 from headway.models.ops.attention.layer import AttentionLayer
 
-_QUERIES = 1024
+QUERIES = 1024
 """Queries at a time: what they don't see is then mostly left out."""
 
 
@@ -73,8 +73,8 @@ def attend_masked(
     before = length - tokens
     places = torch.arange(length, device=q_BnHD.device)
     parts = []
-    for start in range(0, tokens, _QUERIES):
-        end = min(start + _QUERIES, tokens)
+    for start in range(0, tokens, QUERIES):
+        end = min(start + QUERIES, tokens)
         first = 0 if layer.window is None else max(0, before + start + 1 - layer.window)
         seen = slice(first, min(length, before + end + longest_span - 1))
         queries = places[None, before + start : before + end]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.models.ops.attention import cuda
-from headway.models.ops.attention.layer import AttentionLayer
+from headway.models.ops.attention.layer import AttentionGrads, AttentionLayer
 from headway.models.ops.attention.masked import attend_masked
 from headway.models.ops.attention.packed import QKV, PackedSamples
 from headway.models.ops.registry import Op
@@ -23,9 +23,6 @@ _HEADS = 8
 """Heads of which the gradient of sinks is computed at a time."""
 _CLOSE = 0.03
 """How far the kernel's results may be from the reference's, as a part of these, in half precision."""
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Of queries, keys, values and sinks (None for a layer without them)."""
 
 
 @Op
@@ -62,7 +59,7 @@ def windowed_attention_backward(
     samples: PackedSamples,
     keys: PackedSamples,
     layer: AttentionLayer,
-) -> Gradients:
+) -> AttentionGrads:
     """This reference computes attention again."""
     inputs = [x.detach().requires_grad_() for x in qkv]
     if layer.sinks is not None:
@@ -111,7 +108,7 @@ def backward_cuda(
     samples: PackedSamples,
     keys: PackedSamples,
     layer: AttentionLayer,
-) -> Gradients:
+) -> AttentionGrads:
     dq, dk, dv = cuda.varlen_backward(
         grad_THD, qkv, out_THD, kept, samples.bounds, samples.longest, **_reach(keys, layer)
     )

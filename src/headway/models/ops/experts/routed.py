@@ -82,9 +82,11 @@ def _few_rows(
     return aligned and x_TD.dtype is not torch.float32 and x_TD.dtype is gate_up_EMD.dtype
 
 
-def _plain(*args: object) -> bool:
-    """Without a form of their own, which is the last argument."""
-    return len(args) < 9 or args[8] is None
+def _plain(
+    x_TD: Tensor, gates_Tk: Tensor, experts_Tk: Tensor, gate_up_EMD: ExpertWeight, down_EDI: ExpertWeight,
+    fp8: bool = False, grad_only: bool = False, lists: ExpertLists | None = None, form: ExpertForm | None = None,
+) -> bool:  # fmt: skip
+    return form is None
 
 
 _TRITON = "headway.models.ops.triton.routed_experts"

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
-from headway.models.ops.recurrent.slots import SlotStates, State
-from headway.models.ops.registry import Op, in_triton_serving
+from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
+from headway.models.ops.registry import Op
 
 EPS = 1e-6
 
@@ -55,16 +55,9 @@ def gated_delta_rule(
     return out.float(), final.float()
 
 
-def _decodes(
-    q_TKD: Tensor, k_TKD: Tensor, v_THV: Tensor, decay_TH: Tensor, beta_TH: Tensor, lengths: Sequence[int],
-    initial_SHDV: State | None = None,
-) -> bool:  # fmt: skip
-    """One token of each sample, from states that stay where they are."""
-    slots = isinstance(initial_SHDV, SlotStates) and initial_SHDV.tensor.dtype is torch.float32
-    return slots and len(lengths) == len(v_THV) and v_THV.dtype is torch.float32 and in_triton_serving(v_THV)
-
-
-gated_delta_rule.backend("triton", takes=_decodes)("headway.models.ops.triton.recurrent_step:delta_step")
+gated_delta_rule.backend(
+    "triton", takes=lambda q, k, v, decay, beta, lengths, initial=None: decodes_in_triton(v, lengths, initial)
+)("headway.models.ops.triton.recurrent_step:delta_step")
 
 
 def _unit(x: Tensor) -> Tensor:

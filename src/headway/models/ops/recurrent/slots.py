@@ -3,7 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from headway.models.ops.registry import in_triton_serving
 
 
 class SlotStates(NamedTuple):
@@ -23,6 +26,13 @@ class SlotStates(NamedTuple):
 
 State = Tensor | SlotStates
 """A state of each sample, (S, …)."""
+
+
+def decodes_in_triton(x_T: Tensor, lengths: Sequence[int], states: State | None) -> bool:
+    """Tell if the kernels take this: one token of each sample, from states that stay where they are."""
+    if not isinstance(states, SlotStates) or len(lengths) != len(x_T):
+        return False
+    return x_T.dtype is states.tensor.dtype is torch.float32 and in_triton_serving(x_T)
 
 
 def as_tensors(states: Sequence[State]) -> tuple[Tensor, ...]:

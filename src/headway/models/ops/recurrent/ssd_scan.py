@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
-from headway.models.ops.recurrent.slots import SlotStates, State
-from headway.models.ops.registry import Op, in_triton_serving
+from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
+from headway.models.ops.registry import Op
 
 
 @Op
@@ -51,16 +50,9 @@ def ssd_scan(
     return out.float(), final.float()
 
 
-def _decodes(
-    x_THP: Tensor, step_TH: Tensor, rate_H: Tensor, b_TGN: Tensor, c_TGN: Tensor, lengths: Sequence[int],
-    initial_SHNP: State | None = None,
-) -> bool:  # fmt: skip
-    """One token of each sample, from states that stay where they are."""
-    slots = isinstance(initial_SHNP, SlotStates) and initial_SHNP.tensor.dtype is torch.float32
-    return slots and len(lengths) == len(x_THP) and x_THP.dtype is torch.float32 and in_triton_serving(x_THP)
-
-
-ssd_scan.backend("triton", takes=_decodes)("headway.models.ops.triton.recurrent_step:ssd_step")
+ssd_scan.backend(
+    "triton", takes=lambda x, step, rate, b, c, lengths, initial=None: decodes_in_triton(x, lengths, initial)
+)("headway.models.ops.triton.recurrent_step:ssd_step")
 
 
 def _token(state_BHNP: Tensor, x_BHP: Tensor, decay_BH: Tensor, b_BHN: Tensor, c_BHN: Tensor) -> tuple[Tensor, Tensor]:
