@@ -10,16 +10,15 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from gpu_parts.cases import Case, run_cases, table
 from gpu_parts.engine import BANDWIDTH, make_engine, serving, timed
-from headway.inference.embedded.running import runners
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
 from headway.models.family import KvCache
+from headway.models.ops import registry
 from headway.models.recurrent import RecurrentState
 from headway.models.registry import config_from_hf
 
@@ -91,9 +90,10 @@ def measure(shape: str) -> list[dict[str, Any]]:
     config = config_from_hf(SHAPES[shape] if CUDA else small(SHAPES[shape]))
     found = []
     for kernels in (True, False):
+        # Runners that are not for tiles still decode recurrent layers and experts with kernels.
+        (registry.enable if kernels else registry.disable)("triton")
         for sequences, prompt, output in WORKS if CUDA else [(4, 20, 20)]:
-            with patch.object(runners, "in_tiles", lambda model: kernels):  # noqa: B023
-                engine = make_engine(replace(config, max_len=prompt + output), sequences, prompt + output)
+            engine = make_engine(replace(config, max_len=prompt + output), sequences, prompt + output)
             with serving(engine) as generate:
                 row = timed(generate, sequences, prompt, output)
             floor = floor_ms(engine.model, sequences, prompt + output // 2)

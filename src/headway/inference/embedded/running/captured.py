@@ -102,7 +102,7 @@ class CapturedSteps:
         fields[:] = 0
         self._fill(fields[:_TOKENS], [np.array([], dtype=np.int64)] * _TOKENS, _MIXED[-1])
         self._mixed.send()
-        for size in () if self._pass.states else _MIXED:
+        for size in _MIXED if self._pass.states is None else ():
             self._graphs.run(("mixed", size), partial(self._mix, size, False))
         padding = np.array([[0], [self._pass.padding_row], [0], [self._pass.padding_slot]])
         for size in reversed(self._sizes):
