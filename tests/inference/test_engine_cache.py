@@ -85,3 +85,16 @@ def test_blocks_are_never_lost_nor_given_twice(actions: list[tuple[int, int]]) -
         assert cache.free_blocks == 12 - len(used)
     fresh = cache.take(cache.free_blocks)
     assert not {block for blocks in held for block in blocks} & set(fresh)
+
+
+def test_a_block_in_use_takes_the_hash_of_a_free_one_and_stays_longer() -> None:
+    cache = BlockCache(4, 2)
+    tokens = [1, 2, 3, 4]
+    free = fill(cache, tokens)
+    cache.release(free)
+    mine = fill(cache, tokens)
+    assert cache.match([*tokens, 5], ROOT)[0] == mine
+    cache.release(mine)
+    # What lost its hash is taken first.
+    assert sorted(cache.take(2)) == sorted(free)
+    assert cache.match([*tokens, 5], ROOT)[0] == mine

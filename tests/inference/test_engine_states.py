@@ -87,6 +87,18 @@ def test_a_few_snapshots_serve_many_prompts_right() -> None:
     assert mismatch(case.model, prompts[-1], again.choices[0]) < TOLERANCE
 
 
+def test_a_preempted_sequence_saves_the_state_after_its_prompt_again() -> None:
+    """When it starts again, its blocks are gone, and it has more than the prompt to compute."""
+    case, tokens = CountingEngine(num_blocks=13), prompt(21)
+    first, second = (request(content, 24, ignore_eos=True) for content in (prompt(17), tokens))
+    (_, result) = run_all(case.engine, [first, second])
+    assert case.engine.scheduler.preemptions > 0
+    assert mismatch(case.model, tokens, result.choices[0]) < TOLERANCE
+    (again,) = run_all(case.engine, [request([*tokens[:-1], 5], 4)])
+    assert again.cached_tokens == 20
+    assert mismatch(case.model, [*tokens[:-1], 5], again.choices[0]) < TOLERANCE
+
+
 @pytest.mark.parametrize("limits", [{"prefix_cache": False}, {"num_snapshots": 0}])
 def test_without_snapshots_no_prefix_is_reused(limits: dict[str, Any]) -> None:
     case, tokens = CountingEngine(**limits), prompt(21)

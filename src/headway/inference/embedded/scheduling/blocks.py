@@ -150,10 +150,17 @@ class BlockCache:
         return taken
 
     def register(self, block: int, name: bytes) -> None:
-        """Make a full block findable by its hash. The first block with a hash keeps it."""
-        if self.prefix_cache and name not in self._block_of:
-            self._block_of[name] = block
-            self._hash_of[block] = name
+        """Make a full block findable by its hash. The first block with a hash keeps it while it is used; then one that
+        is used takes it over, which stays longer."""
+        if not self.prefix_cache:
+            return
+        if (held := self._block_of.get(name)) is not None:
+            if self._users[held]:
+                return
+            self._hash_of[held] = None
+            self._free.move_to_end(held, last=False)
+        self._block_of[name] = block
+        self._hash_of[block] = name
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one user from each block. Last blocks are evicted before first ones, which others may share."""

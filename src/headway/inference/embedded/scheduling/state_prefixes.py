@@ -35,7 +35,9 @@ class StatePrefixes:
             if self._snapshots.coming(name) or any(name in other.awaited for other in running):
                 return None
         size = self._cache.block_size
-        ends = sorted({len(hashes), len(names)} - set(range(depth + 1)))
+        # A preempted sequence has more than its prompt to compute, and others want the state after that alone.
+        prompt = (sequence.prompt_len - 1) // size
+        ends = sorted({len(hashes), prompt, len(names)} - set(range(depth + 1)))
         sequence.snapshot, sequence.saves_at = slot, [end * size for end in ends]
         sequence.awaited = {names[end - 1] for end in ends}
         return blocks[:depth], hashes[:depth]
