@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gpu_parts.cases import Case, run_cases, table
-from gpu_parts.engine import BANDWIDTH, make_engine, serving, timed
+from gpu_parts.engine import BANDWIDTH, ROUNDS, make_engine, serving, timed
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
 from headway.models.family import KvCache
@@ -79,28 +79,32 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
     options = parser.parse_args()
-    cases = [Case(shape, "decoding", "measure", [[shape]], 240) for shape in options.shapes]
+    cases = [
+        Case(f"{shape}, {'kernels' if kernels else 'plain'}", "decoding", "measure", [[shape, kernels]], 150)
+        for kernels in (True, False)
+        for shape in options.shapes
+    ]
     rows = [row for outcome in run_cases(cases, options.results) for row in outcome.get("result", [])]
     if rows:
         print(table(list(rows[0]), [list(row.values()) for row in rows]))
 
 
-def measure(shape: str) -> list[dict[str, Any]]:
+def measure(shape: str, kernels: bool) -> list[dict[str, Any]]:
     """Whole engines: tokens/s and a decode step, beside the memory's floor."""
     config = config_from_hf(SHAPES[shape] if CUDA else small(SHAPES[shape]))
-    found = []
-    for kernels in (True, False):
+    if not kernels:
         # Runners that are not for tiles still decode recurrent layers and experts with kernels.
-        (registry.enable if kernels else registry.disable)("triton")
-        for sequences, prompt, output in WORKS if CUDA else [(4, 20, 20)]:
-            engine = make_engine(replace(config, max_len=prompt + output), sequences, prompt + output)
-            with serving(engine) as generate:
-                row = timed(generate, sequences, prompt, output)
-            floor = floor_ms(engine.model, sequences, prompt + output // 2)
-            work = {"shape": shape, "kernels": kernels, "sequences": sequences, "in": prompt, "out": output}
-            found.append({**work, **row, "floor_ms": floor})
-            del engine
-            torch.cuda.empty_cache()
+        registry.disable("triton")
+    found = []
+    for sequences, prompt, output in WORKS if CUDA else [(4, 20, 20)]:
+        engine = make_engine(replace(config, max_len=prompt + output), sequences, prompt + output)
+        with serving(engine) as generate:
+            row = timed(generate, sequences, prompt, output, rounds=ROUNDS if kernels else 1)
+        floor = floor_ms(engine.model, sequences, prompt + output // 2)
+        work = {"shape": shape, "kernels": kernels, "sequences": sequences, "in": prompt, "out": output}
+        found.append({**work, **row, "floor_ms": floor})
+        del engine
+        torch.cuda.empty_cache()
     return found
 
 

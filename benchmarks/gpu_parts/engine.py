@@ -42,10 +42,10 @@ def measure(shape: str, sequences: int, prompt: int = 128, output: int = 512) ->
     return row | {"floor_ms": floor, "start_seconds": start_seconds}
 
 
-def timed(generate: Generate, sequences: int, prompt: int, output: int) -> dict[str, float]:
+def timed(generate: Generate, sequences: int, prompt: int, output: int, rounds: int | None = None) -> dict[str, float]:
     """Medians over rounds, after one that warms the engine up. A decode step is what a generation takes beyond one of a
     single token."""
-    rounds = 1 if output > LONG else ROUNDS
+    rounds = rounds or (1 if output > LONG else ROUNDS)
     generate(sequences, prompt, min(output, 64))
     prefill_seconds = median(generate(sequences, prompt, 1) for _ in range(rounds))
     seconds = median(generate(sequences, prompt, output) for _ in range(rounds))
