@@ -1,6 +1,6 @@
 """Which loss learns where two versions of the weights are two policies, as in FP8, whatever they learned?
 
-    python benchmarks/losses.py [--steps 100] [--seeds 2] [--size 0.11] [--losses dppo cispo tis]
+    python benchmarks/losses.py [--steps 100] [--seeds 2] [--size 0.11] [--losses dppo "dppo threshold=0.4" cispo]
 
 The quickstart's model reverses words at lag <= 2, with weights that are disturbed anew in every version, on both sides
 alike. The mismatch of an older token is then what SmolLM2's is in FP8 (docs/precision.md). Compared with the same at
@@ -55,7 +55,8 @@ def main() -> None:
 
 
 def train(folder: Path, model: Path, loss: str, size: float, lag: int, seed: int, steps: int) -> dict[str, float]:
-    run = RunPaths(folder / f"{loss}-{size}-{lag}-{seed}")
+    run = RunPaths(folder / f"{loss}-{size}-{lag}-{seed}".translate(str.maketrans(" =", "--")))
+    kind, *settings = loss.split()
     flags = {
         "model.path": model,
         "run.output_dir": folder,
@@ -63,7 +64,8 @@ def train(folder: Path, model: Path, loss: str, size: float, lag: int, seed: int
         "seed": seed,
         "max_steps": steps,
         "orchestrator.max_lag": lag,
-        "trainer.loss.type": loss,
+        "trainer.loss.type": kind,
+        **{f"trainer.loss.{setting.partition('=')[0]}": setting.partition("=")[2] for setting in settings},
         "trainer.optim": f'{{type = "custom", path = "{RULE}", lr = 1e-4, args = {{size = {size}}}}}',
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

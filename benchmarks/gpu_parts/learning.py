@@ -67,9 +67,12 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "dtype": (),
     "dtype-lag0": ("--orchestrator.max_lag", "0"),
     "dtype-cispo": ("--trainer.loss.type", "cispo"),
+    "dtype-wide": ("--trainer.loss.threshold", "0.4"),
     "fp8": ("--model.compute", "fp8"),
     "fp8-lag0": ("--model.compute", "fp8", "--orchestrator.max_lag", "0"),
     "fp8-cispo": ("--model.compute", "fp8", "--trainer.loss.type", "cispo"),
+    "fp8-wide": ("--model.compute", "fp8", "--trainer.loss.threshold", "0.4"),
+    "fp8-wider": ("--model.compute", "fp8", "--trainer.loss.threshold", "0.7"),
     # What the engine alone costs shows in the first steps.
     "engine-fp8": ("--inference.compute", "fp8", "--max_steps", "4"),
 }
