@@ -28,10 +28,15 @@ def _biased(number, bias, like: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _row(at, real, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(at, mask=real, other=0.0) if MASKED else tl.load(at)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _gate_up_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
     x, weight, bias, lists, counts, hidden, groups, k, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     # Gates and ups take turns where they have biases; otherwise ups are behind all gates.
     turn: tl.constexpr = 1 if bias is None else 2
@@ -49,7 +54,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
         gate = tl.zeros([OUTPUTS, ROWS], tl.float32)
         up = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for at in range(0, WIDTH, DEPTH):
-            row = tl.load(x_dr + at)
+            row = _row(x_dr + at, (r < count)[None, :], MASKED)
             gate = tl.dot(tl.load(gate_od + at), row, gate, input_precision="ieee")
             up = tl.dot(tl.load(gate_od + ups * WIDTH + at), row, up, input_precision="ieee")
         # Rounded as the separate products and the activation round it.
@@ -68,7 +73,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _down_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
     hidden, weight, bias, lists, counts, gates, parts, groups, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
     ends = ends_of_groups(counts, expert, groups, GROUPS)
@@ -82,7 +87,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to t
         hidden_dr = hidden + choice[None, :].to(tl.int64) * INNER + d[:, None]
         acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
         for at in range(0, INNER, DEPTH):
-            acc = tl.dot(tl.load(weight_od + at), tl.load(hidden_dr + at), acc, input_precision="ieee")
+            row = _row(hidden_dr + at, (r < count)[None, :], MASKED)
+            acc = tl.dot(tl.load(weight_od + at), row, acc, input_precision="ieee")
         if bias is not None:
             own = bias + expert * WIDTH + o[:, None]
             acc = _biased(acc.to(parts.dtype.element_ty).to(tl.float32), own, parts.dtype.element_ty)
@@ -183,7 +189,8 @@ def _parts(
     hidden = torch.empty((choices, inner), dtype=x_TD.dtype, device=x_TD.device)
     parts = torch.empty((choices, width), dtype=x_TD.dtype, device=x_TD.device)
     gate_up_bias, down_bias, activation = form or (None, None, ClampedSwiglu(1.0, 0.0))
-    tile = {"GROUPS": compiled_groups(groups), "ROWS": _rows(choices / experts)}
+    rows, masked = _rows(choices / experts)
+    tile = {"GROUPS": compiled_groups(groups), "ROWS": rows, "MASKED": masked}
     _gate_up_kernel[(inner // 64, experts)](
         x_TD, gate_up_EMD, gate_up_bias, *lists, hidden, groups, experts_Tk.shape[1], WIDTH=width, INNER=inner, **tile,
         OUTPUTS=64, DEPTH=_side(width, 128), ALPHA=activation.alpha, LIMIT=activation.limit, num_warps=4, num_stages=4,
@@ -196,10 +203,12 @@ def _parts(
     return parts
 
 
-def _rows(mean: float) -> int:
+def _rows(mean: float) -> tuple[int, bool]:
     """Rows of a tile, for experts with this many on average: nearly all of an expert's, since its weights are read
-    again for every tile."""
-    return 16 if mean <= 6 else 32 if mean <= 20 else 64
+    again for every tile. And whether it pays to mask rows behind an expert's last, so that they are not read: in large
+    tiles, and where most rows are such."""
+    rows = 16 if mean <= 6 else 32 if mean <= 20 else 64
+    return rows, rows == 64 or 2 * mean < rows
 
 
 def _side(size: int, most: int) -> int:
