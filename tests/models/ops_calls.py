@@ -178,6 +178,13 @@ def a_token_each(states: Tensor) -> SlotStates:
     return SlotStates(states.float().clone(), torch.tensor([4, 0, 6, 2, 5], device=states.device))
 
 
+def conv_tokens(f: Call, x: Tensor, weight: Tensor, states: Tensor, *bias: Tensor) -> Any:
+    """Channels that are part of a wider tensor."""
+    kept = a_token_each(states)
+    out, _ = f(x[:, : len(weight)], weight.unsqueeze(1), bias[0] if bias else None, [1] * 5, kept, torch.float32)
+    return out, kept.tensor
+
+
 def delta_tokens(f: Call, x: Tensor, gates: Tensor, states: Tensor) -> Any:
     """Queries and keys of two heads, values of six."""
     q, k, v = (part.unflatten(1, (heads, -1)) for part, heads in zip(x.split((48, 48, 120), 1), (2, 2, 6), strict=True))

@@ -26,6 +26,7 @@ from ops_calls import (
     adapters,
     cached,
     chosen,
+    conv_tokens,
     delta_tokens,
     drawn,
     first_pass,
@@ -218,6 +219,8 @@ CASES = [
             (ops.windowed_attention_backward, [q, kv, kv, (6,), q], 2),
         )
     ),
+    Case(ops.causal_conv, [(5, 330), (300, 4), (7, 3, 300)], conv_tokens),
+    Case(ops.causal_conv, [(5, 20), (20, 2), (7, 1, 20), (20,)], conv_tokens),
     Case(ops.gated_delta_rule, [(5, 216), (5, 6), (7, 6, 24, 20)], delta_tokens),
     Case(ops.ssd_scan, [(5, 216), (5, 6), (6,), (7, 6, 24, 20)], ssd_tokens),
     Case(ops.draw_tokens, [(8, 97)], drawn(tempered=False), only=("c",)),

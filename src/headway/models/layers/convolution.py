@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from headway.models import ops
 from headway.models.layers.sent import SentParameters
+from headway.models.ops.recurrent.slots import State
 
 
 class ShortConvolution(SentParameters):
@@ -18,8 +19,8 @@ class ShortConvolution(SentParameters):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(
-        self, x_TC: Tensor, lengths: Sequence[int], tails_SWC: Tensor | None, dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x_TC: Tensor, lengths: Sequence[int], tails_SWC: State | None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, State]:
         """Run `ops.causal_conv`."""
         bias_C = None if self.bias is None else self.sent(self.bias)
         return ops.causal_conv(x_TC, self.sent(self.weight), bias_C, lengths, tails_SWC, dtype)

@@ -43,11 +43,8 @@ class StateStore:
         self, layer: int, slots: Tensor, recurrence: Recurrence, inputs: Sequence[Tensor], lengths: Sequence[int]
     ) -> Tensor:
         """Run a recurrence from the states in `slots`, and leave the new ones there."""
-        tails, matrices = self._layers[layer]
-        states = tails.index_select(0, slots), SlotStates(matrices, slots)
-        out, (after, written) = recurrence(inputs, lengths, states)
-        assert isinstance(after, Tensor) and isinstance(written, SlotStates)
-        tails.index_copy_(0, slots, after.to(tails.dtype))
+        out, after = recurrence(inputs, lengths, tuple(SlotStates(tensor, slots) for tensor in self._layers[layer]))
+        assert all(isinstance(state, SlotStates) for state in after)
         return out
 
     def _tensors(self) -> list[Tensor]:

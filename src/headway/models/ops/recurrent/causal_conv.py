@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headway.models.ops.recurrent.chunks import precision
+from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
 from headway.models.ops.registry import Op
 
 
@@ -18,15 +19,17 @@ def causal_conv(
     weight_C1W: Tensor,
     bias_C: Tensor | None,
     lengths: Sequence[int],
-    tails_SWC: Tensor | None = None,
+    tails_SWC: State | None = None,
     dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, State]:
     """The SiLU of each channel's weighted sum over a token and the W - 1 tokens before it, within samples of `lengths`,
     end to end. `tails` (S, W - 1, C) are the tokens before each sample (None: zeros). Returns outputs in the precision
     that the recurrence behind it computes in (`dtype`; None: the one behind such inputs), and the samples' own tails,
     for a sample that goes on.
     """
     dtype = dtype or precision(x_TC)
+    if isinstance(tails_SWC, SlotStates):
+        return tails_SWC.updated(lambda tails: causal_conv(x_TC, weight_C1W, bias_C, lengths, tails, dtype))
     before = weight_C1W.shape[-1] - 1
     if tails_SWC is None:
         tails_SWC = x_TC.new_zeros(len(lengths), before, x_TC.shape[1])
@@ -41,6 +44,14 @@ def causal_conv(
     count = len(rows_RC) - before
     out_RC = _activated([rows_RC[at : at + count] for at in range(before + 1)], weight, bias, dtype)
     return out_RC.index_select(0, outs), rows_RC.index_select(0, tails).view(tails_SWC.shape)
+
+
+causal_conv.backend(
+    "triton",
+    takes=lambda x, weight, bias, lengths, tails=None, dtype=None: decodes_in_triton(
+        x, lengths, tails, dtype or precision(x)
+    ),
+)("headway.models.ops.triton.recurrent_step:conv_step")
 
 
 def _activated(rows: Sequence[Tensor], weight_C1W: Tensor, bias_C: Tensor | None, dtype: torch.dtype) -> Tensor:

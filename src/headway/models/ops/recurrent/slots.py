@@ -28,11 +28,14 @@ State = Tensor | SlotStates
 """A state of each sample, (S, …)."""
 
 
-def decodes_in_triton(x_T: Tensor, lengths: Sequence[int], states: State | None) -> bool:
-    """Tell if the kernels take this: one token of each sample, from states that stay where they are."""
+def decodes_in_triton(
+    x_T: Tensor, lengths: Sequence[int], states: State | None, dtype: torch.dtype | None = None
+) -> bool:
+    """Tell if the kernels take this: one token of each sample, from states that stay where they are, computed in
+    `dtype` (None: that of `x`)."""
     if not isinstance(states, SlotStates) or len(lengths) != len(x_T):
         return False
-    return x_T.dtype is states.tensor.dtype is torch.float32 and in_triton_serving(x_T)
+    return (dtype or x_T.dtype) is states.tensor.dtype is torch.float32 and in_triton_serving(x_T)
 
 
 def as_tensors(states: Sequence[State]) -> tuple[Tensor, ...]:

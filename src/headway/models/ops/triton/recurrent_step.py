@@ -1,6 +1,7 @@
 """A token of each sequence in recurrent layers: its state is read once, where it is kept, and written back there.
 
-A program has some columns of a head's state. Its reads of them are most of what the step reads at all.
+A program has some columns of a head's state. Its reads of them are most of what the step reads at all. That of a
+convolution has some channels of its tail.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,35 @@ from torch import Tensor
 from headway.models.ops.recurrent.gated_delta_rule import EPS
 from headway.models.ops.recurrent.slots import SlotStates
 
-_NUMBERS = 4096
+_NUMBERS = 8192
 """Of a state, that a program has at a time."""
+_CHANNELS = 256
+"""Of a convolution, likewise."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _conv_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
+    x, weight, bias, tails, slots, out, x_stride, channels, BEFORE: tl.constexpr, CHANNELS: tl.constexpr,
+    BIASED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real = c < channels
+    kept = tails + tl.load(slots + token).to(tl.int64) * BEFORE * channels + c
+    weights = weight + c * (BEFORE + 1)
+    total = tl.zeros((CHANNELS,), tl.float32)
+    for i in tl.static_range(BEFORE):
+        earlier = tl.load(kept + i * channels, mask=real, other=0.0)
+        total += earlier * tl.load(weights + i, mask=real, other=0.0).to(tl.float32)
+        if i > 0:
+            tl.store(kept + (i - 1) * channels, earlier, mask=real)
+    own = tl.load(x + token * x_stride + c, mask=real, other=0.0).to(tl.float32)
+    total += own * tl.load(weights + BEFORE, mask=real, other=0.0).to(tl.float32)
+    if BEFORE > 0:
+        tl.store(kept + (BEFORE - 1) * channels, own, mask=real)
+    if BIASED:
+        total += tl.load(bias + c, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + token * channels + c, total * tl.sigmoid(total), mask=real)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
@@ -69,6 +97,26 @@ def _ssd_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to th
     state = state * tl.exp(step * tl.load(rates + head).to(tl.float32)) + written[:, None] * value[None, :]
     tl.store(kept, state, mask=inside)
     tl.store(out + (token * heads + head) * VALUES + c, tl.sum(reading[:, None] * state, 0), mask=c < VALUES)
+
+
+def conv_step(
+    x_TC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor | None,
+    lengths: Sequence[int],
+    tails_SWC: SlotStates,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, SlotStates]:
+    """`causal_conv` of one token of each sample."""
+    x = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
+    (tokens, channels), weight = x.shape, weight_C1W.contiguous()
+    assert tails_SWC.tensor.is_contiguous()
+    out = torch.empty((tokens, channels), dtype=torch.float32, device=x.device)
+    _conv_kernel[tokens, triton.cdiv(channels, _CHANNELS)](
+        x, weight, weight if bias_C is None else bias_C, *tails_SWC, out, x.stride(0), channels,
+        weight.shape[-1] - 1, _CHANNELS, bias_C is not None,
+    )  # fmt: skip
+    return out, tails_SWC
 
 
 def delta_step(
