@@ -1,6 +1,6 @@
 """Which loss learns where two versions of the weights are two policies, as in FP8, whatever they learned?
 
-    python benchmarks/losses.py [--steps 100] [--seeds 2] [--size 0.11] [--losses dppo "dppo threshold=0.4" cispo]
+    python benchmarks/losses.py [--steps 100] [--seeds 2] [--size 0.11] [--losses dppo "dppo cap=1.3" cispo]
 
 The quickstart's model reverses words at lag <= 2, with weights that are disturbed anew in every version, on both sides
 alike. The mismatch of an older token is then what SmolLM2's is in FP8 (docs/precision.md). Compared with the same at
@@ -21,6 +21,7 @@ from headway.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 RULE = f"{ROOT}/benchmarks/loss_parts/disturbed.py:DisturbedAdamW"
+CAPPED = "dppo cap=1.3"
 COLUMNS = ("mismatch KL", "masked", "reward 50 to 75 %", "last 25 %")
 
 
@@ -29,10 +30,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--size", type=float, default=0.11, help="of the disturbance (%(default)s)")
-    parser.add_argument("--losses", nargs="+", default=["dppo", "ppo_clip", "cispo", "tis"])
+    parser.add_argument("--losses", nargs="+", default=["dppo", CAPPED, "ppo_clip", "cispo", "tis"])
     parser.add_argument("--save", type=Path, default=ROOT / "benchmarks/results/losses.json")
     options = parser.parse_args()
-    runs = [("dppo", 0.0, 2), ("cispo", 0.0, 2), ("dppo", options.size, 0)]
+    runs = [("dppo", 0.0, 2), (CAPPED, 0.0, 2), ("dppo", options.size, 0)]
     runs += [(loss, options.size, 2) for loss in options.losses]
     found = []
     with tempfile.TemporaryDirectory() as name:

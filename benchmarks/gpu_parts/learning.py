@@ -68,11 +68,13 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "dtype-lag0": ("--orchestrator.max_lag", "0"),
     "dtype-cispo": ("--trainer.loss.type", "cispo"),
     "dtype-wide": ("--trainer.loss.threshold", "0.4"),
+    "dtype-capped": ("--trainer.loss.cap", "1.3"),
     "fp8": ("--model.compute", "fp8"),
     "fp8-lag0": ("--model.compute", "fp8", "--orchestrator.max_lag", "0"),
     "fp8-cispo": ("--model.compute", "fp8", "--trainer.loss.type", "cispo"),
     "fp8-wide": ("--model.compute", "fp8", "--trainer.loss.threshold", "0.4"),
     "fp8-wider": ("--model.compute", "fp8", "--trainer.loss.threshold", "0.7"),
+    "fp8-capped": ("--model.compute", "fp8", "--trainer.loss.cap", "1.3"),
     # What the engine alone costs shows in the first steps.
     "engine-fp8": ("--inference.compute", "fp8", "--max_steps", "4"),
 }

@@ -120,6 +120,20 @@ def test_a_dropped_token_with_a_huge_ratio_has_a_finite_gradient() -> None:
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all() and logprobs.grad[0] == 0
 
 
+@given(seed=st.integers(0, 1000), cap=st.floats(1, 4))
+def test_a_capped_token_has_the_gradient_of_one_with_that_ratio(seed: int, cap: float) -> None:
+    case = make_case(seed)
+    logprobs = torch.tensor(case["logprobs"], requires_grad=True)
+    given = (torch.tensor(case[name]) for name in ("old", "advantages", "weights", "segments"))
+    loss, metrics = make_loss(Dppo(kl_coef=0.0, cap=cap))(LossInputs(logprobs, *given))
+    loss.sum().backward()
+    expected = -case["advantages"] * np.minimum(np.exp(case["logprobs"] - case["old"]), cap)
+    expected[metrics["masked"].numpy()] = 0
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(loss.detach().numpy(), expected, rtol=1e-10)
+    np.testing.assert_allclose(logprobs.grad.numpy(), expected, rtol=1e-10)
+
+
 RATIOS = st.lists(st.floats(-8, 8), min_size=1, max_size=12)
 
 

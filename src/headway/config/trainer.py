@@ -106,6 +106,9 @@ class Dppo(Settings):
     """Drop a token whose probability moved further than this in the direction of its advantage."""
     kl_coef: float = 1e-3
     """Weight of the squared log-ratio."""
+    cap: float | None = Field(default=None, ge=1)
+    """Largest importance ratio. Default: none, which suits ratios that are what was learned; 1.3 suits ratios that are
+    mostly noise, as of older tokens in FP8."""
 
 
 class Ipo(Settings):

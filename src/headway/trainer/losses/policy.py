@@ -12,11 +12,12 @@ from torch import Tensor
 from headway.trainer.losses.base import LossInputs, PerToken, sample_means
 
 
-def dppo(inputs: LossInputs, *, threshold: float, kl_coef: float) -> tuple[Tensor, PerToken]:
-    """Policy gradient by importance ratio, without tokens that moved far enough in the direction of their advantage."""
+def dppo(inputs: LossInputs, *, threshold: float, kl_coef: float, cap: float | None) -> tuple[Tensor, PerToken]:
+    """Policy gradient by importance ratio, of at most `cap`, without tokens that moved far enough in the direction of
+    their advantage."""
     moved_T = _moved(inputs)
     drop_T = torch.where(inputs.advantages_T > 0, moved_T > threshold, moved_T < -threshold)
-    return masked_surrogate(inputs.log_ratio_T, inputs.advantages_T, drop_T, kl_coef), {"masked": drop_T}
+    return masked_surrogate(inputs.log_ratio_T, inputs.advantages_T, drop_T, kl_coef, cap), {"masked": drop_T}
 
 
 def ipo(inputs: LossInputs, *, threshold: float, kl_coef: float) -> tuple[Tensor, PerToken]:
@@ -25,11 +26,16 @@ def ipo(inputs: LossInputs, *, threshold: float, kl_coef: float) -> tuple[Tensor
     return masked_surrogate(inputs.log_ratio_T, inputs.advantages_T, drop_T, kl_coef), {"masked": drop_T}
 
 
-def masked_surrogate(log_ratio_T: Tensor, advantages_T: Tensor, drop_T: Tensor, kl_coef: float) -> Tensor:
-    """-A·r where a token is kept, 0 where it is dropped, plus kl_coef·(log r)² everywhere."""
+def masked_surrogate(
+    log_ratio_T: Tensor, advantages_T: Tensor, drop_T: Tensor, kl_coef: float, cap: float | None = None
+) -> Tensor:
+    """-A·min(r, cap) where a token is kept, 0 where it is dropped, plus kl_coef·(log r)² everywhere. Tokens whose ratio
+    is capped keep a gradient."""
     # The ratio of a dropped token may overflow, and 0 * inf would poison the gradient: so it is masked before exp.
-    surrogate_T = advantages_T.masked_fill(drop_T, 0.0) * log_ratio_T.masked_fill(drop_T, 0.0).exp()
-    return kl_coef * log_ratio_T.square() - surrogate_T
+    kept_T = log_ratio_T.masked_fill(drop_T, 0.0)
+    if cap is not None:
+        kept_T = kept_T - (kept_T.detach() - math.log(cap)).clamp(min=0)
+    return kl_coef * log_ratio_T.square() - advantages_T.masked_fill(drop_T, 0.0) * kept_T.exp()
 
 
 def _moved(inputs: LossInputs) -> Tensor:
