@@ -9,9 +9,9 @@ from headway.config import renamed
 from headway.config.commands import COMMAND_SETTINGS
 from headway.config.flags import locate
 from headway.config.loader import load_settings
+from headway.config.optimizers import AdamW, Muon
 from headway.config.rl import RlSettings
 from headway.config.schema import Kind
-from headway.config.trainer import AdamW, Muon
 
 
 def layer(folder: Path, name: str, text: str) -> list[str]:

@@ -18,9 +18,10 @@ from headway.base.errors import HeadwayError, PermanentError, UsageError
 from headway.base.imports import load_object
 from headway.config.algorithms import CustomAdvantage, CustomAlgorithm
 from headway.config.loader import load_settings
+from headway.config.losses import CustomLoss
+from headway.config.optimizers import CustomOptimizer, CustomSchedule
 from headway.config.orchestrator import CustomCurriculum, CustomSampler
 from headway.config.rl import RlSettings
-from headway.config.trainer import CustomLoss, CustomOptimizer, CustomSchedule
 from headway.core.episodes import Episode, Task, Trace
 from headway.core.runs import RunPaths
 from headway.envs.registry import load_environment

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from headway.base.errors import UsageError
-from headway.config.trainer import (
+from headway.config.losses import (
     Aipo,
     Cispo,
     CustomLoss,

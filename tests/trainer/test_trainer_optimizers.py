@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_helpers import LateCopies, run_ranks, small_settings
 
-from headway.config.trainer import AdamW, Constant, Cosine, Linear, Muon, Optimizer, Sgd, SignSgd
+from headway.config.optimizers import AdamW, Constant, Cosine, Linear, Muon, Optimizer, Sgd, SignSgd
 from headway.trainer.optimizers import optimizer as optimizer_module
 from headway.trainer.optimizers.muon import orthogonalize
 from headway.trainer.optimizers.optimizer import PolicyOptimizer

@@ -12,8 +12,10 @@ from pydantic import BaseModel
 from headway.algorithms.base import Context
 from headway.base.errors import HeadwayError, UsageError
 from headway.base.imports import check_object
+from headway.config.losses import CustomLoss
+from headway.config.optimizers import CustomOptimizer, CustomSchedule
 from headway.config.rl import RlSettings
-from headway.config.trainer import CustomLoss, CustomOptimizer, CustomSchedule, TrainerSettings
+from headway.config.trainer import TrainerSettings
 from headway.envs.packages.lock import LOCK_FILE, check_locked
 from headway.envs.registry import check_environment, top_module
 from headway.launch.placement import place_here

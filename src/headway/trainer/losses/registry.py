@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.base.errors import PermanentError, UsageError
 from headway.base.imports import load_object
-from headway.config.trainer import CustomLoss, Loss, SequenceMask
+from headway.config.losses import CustomLoss, Loss, SequenceMask
 from headway.trainer.losses.base import LossFunction, LossInputs, PerToken
 from headway.trainer.losses.policy import aipo, cispo, dppo, gspo, icepop, ipo, ppo_clip, tis
 from headway.trainer.losses.sequence_mask import masking_samples

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headway.config.trainer import SequenceMask
+from headway.config.losses import SequenceMask
 from headway.trainer.losses.base import LossFunction, LossInputs, PerToken, sample_means
 
 

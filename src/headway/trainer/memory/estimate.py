@@ -6,7 +6,8 @@ were checked against what steps on one H200 held (tests/trainer/test_memory_esti
 
 from dataclasses import dataclass
 
-from headway.config.trainer import AdamW, CustomOptimizer, Muon, Optimizer, Sgd, TrainSettings
+from headway.config.optimizers import AdamW, CustomOptimizer, Muon, Optimizer, Sgd
+from headway.config.trainer import TrainSettings
 from headway.models.config import ModelConfig
 from headway.models.costs import (
     adapter_count,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headway.base.errors import UsageError
 from headway.base.imports import make_object
-from headway.config.trainer import AdamW, CustomOptimizer, Muon, Optimizer, Sgd
+from headway.config.optimizers import AdamW, CustomOptimizer, Muon, Optimizer, Sgd
 from headway.trainer.memory.copies import Copies, Copy
 from headway.trainer.optimizers.rules import (
     AdamWRule,

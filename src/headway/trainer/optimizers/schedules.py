@@ -5,7 +5,7 @@ import reprlib
 
 from headway.base.errors import PermanentError
 from headway.base.imports import make_object
-from headway.config.trainer import Cosine, CustomSchedule, Linear, Schedule
+from headway.config.optimizers import Cosine, CustomSchedule, Linear, Schedule
 
 
 def rate_at(schedule: Schedule, step: int, max_steps: int) -> float:
