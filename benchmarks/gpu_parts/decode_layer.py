@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from engine_parts.work import SHAPES
-from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.tiles import KeyCutter, TilePlan
+from headway.inference.embedded.attention.tiles import KeyCutter, TilePlan
+from headway.inference.embedded.cache.store import KvStore
 from headway.models import ops
 from headway.models.build import build_model
 from headway.models.config import ModelConfig

@@ -19,8 +19,8 @@ from engine_parts.work import SHAPES
 from gpu_parts.cases import Case, run_cases, table
 from gpu_parts.decode_layer import captured, microseconds
 from gpu_parts.engine import floor_ms, make_engine, serving, timed
-from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.tiles import KeyCutter
+from headway.inference.embedded.attention.tiles import KeyCutter
+from headway.inference.embedded.cache.store import KvStore
 from headway.models import ops
 from headway.models.family import KvCache
 from headway.models.ops.attention.layer import AttentionLayer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.inference.embedded.running.graphs import Graphs, capture_sizes
+from headway.inference.embedded.device.graphs import Graphs, capture_sizes
 
 
 @given(st.integers(1, 3000), st.data())

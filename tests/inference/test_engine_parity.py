@@ -23,7 +23,7 @@ from engine_common import (
     training_logprobs,
 )
 
-from headway.inference.embedded.running.dense_cache import DenseCache
+from headway.inference.embedded.cache.dense_cache import DenseCache
 from headway.models.attention import PackedPlan
 from headway.models.build import init_weights
 from headway.models.config import ModelConfig

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from headway.base.errors import UsageError
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.prefixes import PrefixSummary
+from headway.inference.embedded.cache.block_files import BlockFiles
+from headway.inference.embedded.cache.host_tier import HostTier
 from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
-from headway.inference.embedded.running.block_files import BlockFiles
-from headway.inference.embedded.running.host_tier import HostTier
 from headway.inference.engine import Result
 from headway.models.decoder import DecoderLM
 

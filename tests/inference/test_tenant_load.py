@@ -12,7 +12,7 @@ from engine_serving import EmbeddedServer, start_server
 from tenants_common import adapter, ask, client, grant
 
 from headway.core.protocol import GenerateChunkChoice, GenerateResponse
-from headway.inference.embedded.updates.adapters import AWAY
+from headway.inference.embedded.adapters import AWAY
 from headway.transport.inference import EngineError
 
 PROMPT = list(range(5, 37))

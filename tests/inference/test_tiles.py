@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.inference.embedded.running.tiles import KeyCutter
+from headway.inference.embedded.attention.tiles import KeyCutter
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 300), st.integers(1, 200_000)), min_size=1, max_size=300)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headway.config.shared import LoraSettings
-from headway.inference.embedded.running.tiles import KeyCutter
+from headway.inference.embedded.attention.tiles import KeyCutter
 from headway.models import ops
 from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter
 from headway.models.attention import PackedPlan

@@ -12,17 +12,17 @@ import torch
 
 from headway.core.draws import choice_seed
 from headway.core.protocol import GenerateRequest
-from headway.inference.embedded.running.block_files import BlockFiles
-from headway.inference.embedded.running.block_rows import BlockRows
-from headway.inference.embedded.running.drawer import HostTokens, PendingTokens
-from headway.inference.embedded.running.host_tier import HostTier
+from headway.inference.embedded.adapters import ServedAdapters
+from headway.inference.embedded.cache.block_files import BlockFiles
+from headway.inference.embedded.cache.block_rows import BlockRows
+from headway.inference.embedded.cache.host_tier import HostTier
+from headway.inference.embedded.device.step_clock import StepClock
 from headway.inference.embedded.running.runners import make_runner
-from headway.inference.embedded.running.step_clock import StepClock
+from headway.inference.embedded.sampling.drawer import HostTokens, PendingTokens
 from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.embedded.scheduling.snapshots import Snapshots
-from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.engine import POLICY, Choice, Chunk, FailedError, RequestError, Result
 from headway.inference.images import ServedImage
 from headway.models.config import ModelConfig

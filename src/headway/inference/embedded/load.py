@@ -10,9 +10,9 @@ from headway.base.devices import resolve_device, resolve_dtype
 from headway.base.errors import HeadwayError
 from headway.base.processes import available_memory
 from headway.config.inference import InferenceSettings, ServeSettings
+from headway.inference.embedded.cache.block_files import BlockFiles
 from headway.inference.embedded.cpu import library as cpu
 from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
-from headway.inference.embedded.running.block_files import BlockFiles
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model

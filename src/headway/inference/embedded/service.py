@@ -15,12 +15,12 @@ from headway.core.openai import RequestError, new_id
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
 from headway.inference.embedded import handover
+from headway.inference.embedded.adapters import ServedAdapters
 from headway.inference.embedded.backpressure import Backpressure
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.grammars import Grammars
 from headway.inference.embedded.states import top_states
 from headway.inference.embedded.thread import EngineThread, Item
-from headway.inference.embedded.updates.adapters import ServedAdapters
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
 from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, Result
 from headway.inference.images import ServedImage, request_images

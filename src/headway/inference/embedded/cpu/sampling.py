@@ -1,4 +1,4 @@
-"""Tokens for a step as `headway.inference.embedded.running.sampler` draws them, in one call."""
+"""Tokens for a step as `headway.inference.embedded.sampling.sampler` draws them, in one call."""
 
 import ctypes
 

@@ -1,1 +1,1 @@
-"""Running a step: inputs, attention over the paged cache, CUDA graphs, sampling."""
+"""Running a step: a runner for each kind of device."""

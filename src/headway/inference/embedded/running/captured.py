@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.copies import InputBuffers
+from headway.inference.embedded.attention.tiles import KeyCutter, cut_queries, prompt_queries
+from headway.inference.embedded.batch.layout import StepLayout
+from headway.inference.embedded.device.copies import InputBuffers
+from headway.inference.embedded.device.graphs import Graphs, capture_sizes
 from headway.inference.embedded.running.device_pass import DevicePass
-from headway.inference.embedded.running.graphs import Graphs, capture_sizes
-from headway.inference.embedded.running.paged import StepLayout
-from headway.inference.embedded.running.tiles import KeyCutter, cut_queries, prompt_queries
 from headway.models.adapters.bank import AdapterBank
 from headway.models.ops.attention.paged import Tiles
 

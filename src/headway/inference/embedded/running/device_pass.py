@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.inference.embedded.running.experts import RecordedExperts
-from headway.inference.embedded.running.states import StateStore, StepStates
-from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.tiles import TilePlan
+from headway.inference.embedded.attention.tiles import TilePlan
+from headway.inference.embedded.cache.experts import RecordedExperts
+from headway.inference.embedded.cache.states import StateStore, StepStates
+from headway.inference.embedded.cache.store import KvStore
 from headway.models.decoder import DecoderLM
 from headway.models.ops.attention.paged import Tiles
 from headway.models.packed import ImageTokens, PackedTokens

@@ -5,17 +5,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.attention.tiles import KeyCutter, make_tiles, prompt_queries
+from headway.inference.embedded.batch.input_batch import InputBatch
+from headway.inference.embedded.batch.layout import StepLayout
+from headway.inference.embedded.cache.states import StateStore
+from headway.inference.embedded.cache.store import KvStore
+from headway.inference.embedded.device.copies import MOST_REPEATS, to_device
+from headway.inference.embedded.device.graphs import Graphs
 from headway.inference.embedded.running.captured import CapturedSteps
-from headway.inference.embedded.running.copies import MOST_REPEATS, to_device
 from headway.inference.embedded.running.device_pass import DevicePass
-from headway.inference.embedded.running.drawer import Drawer
-from headway.inference.embedded.running.graphs import Graphs
-from headway.inference.embedded.running.input_batch import InputBatch
-from headway.inference.embedded.running.paged import StepLayout
 from headway.inference.embedded.running.runner import Runner
-from headway.inference.embedded.running.states import StateStore
-from headway.inference.embedded.running.store import KvStore
-from headway.inference.embedded.running.tiles import KeyCutter, make_tiles, prompt_queries
+from headway.inference.embedded.sampling.drawer import Drawer
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM

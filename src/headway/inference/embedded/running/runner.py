@@ -5,18 +5,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.inference.embedded.attention.paged import PagedPlan, run_whole
+from headway.inference.embedded.batch.input_batch import InputBatch
+from headway.inference.embedded.batch.layout import StepLayout
+from headway.inference.embedded.batch.packing import Packer
+from headway.inference.embedded.cache.dense_cache import DenseCache
+from headway.inference.embedded.cache.experts import RecordedExperts
+from headway.inference.embedded.cache.states import StateStore, StepStates
+from headway.inference.embedded.cache.store import KvStore
 from headway.inference.embedded.cpu.decoder import CpuDecoder
-from headway.inference.embedded.running.copies import to_device
-from headway.inference.embedded.running.dense_cache import DenseCache
-from headway.inference.embedded.running.drawer import Drawer, HostTokens, PendingTokens
-from headway.inference.embedded.running.experts import RecordedExperts
+from headway.inference.embedded.device.copies import to_device
 from headway.inference.embedded.running.images import StepImages
-from headway.inference.embedded.running.input_batch import InputBatch
-from headway.inference.embedded.running.packing import Packer
-from headway.inference.embedded.running.paged import PagedPlan, StepLayout, run_whole
-from headway.inference.embedded.running.sampler import top_logprobs
-from headway.inference.embedded.running.states import StateStore, StepStates
-from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.sampling.drawer import Drawer, HostTokens, PendingTokens
+from headway.inference.embedded.sampling.sampler import top_logprobs
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.decoder import DecoderLM

@@ -2,10 +2,10 @@
 
 import logging
 
-from headway.inference.embedded.running.input_batch import InputBatch
+from headway.inference.embedded.batch.input_batch import InputBatch
+from headway.inference.embedded.cache.states import StateStore
+from headway.inference.embedded.cache.store import KvStore
 from headway.inference.embedded.running.runner import Runner
-from headway.inference.embedded.running.states import StateStore
-from headway.inference.embedded.running.store import KvStore
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM

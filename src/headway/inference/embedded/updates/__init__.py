@@ -1,1 +1,1 @@
-"""Weight updates: receive, probe, switch; adapters."""
+"""Weight updates: receive, probe, switch."""

@@ -5,8 +5,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.copies import to_device
-from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.cache.store import KvStore
+from headway.inference.embedded.device.copies import to_device
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.masked import masked_attention
 from headway.models.packed import IndexScores

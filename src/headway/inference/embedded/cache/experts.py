@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.copies import HostCopy, to_device
+from headway.inference.embedded.device.copies import HostCopy, to_device
 from headway.models.config import ModelConfig
 
 

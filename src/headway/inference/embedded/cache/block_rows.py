@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.cache.store import KvStore
 
 
 class BlockRows:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.running.store import KvStore
+from headway.inference.embedded.cache.store import KvStore
 
 Ints = NDArray[np.int64]
 

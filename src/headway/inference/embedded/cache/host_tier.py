@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from headway.inference.embedded.running.block_files import BlockFiles
-from headway.inference.embedded.running.block_rows import BlockRows
+from headway.inference.embedded.cache.block_files import BlockFiles
+from headway.inference.embedded.cache.block_rows import BlockRows
 
 
 class HostTier:

@@ -6,9 +6,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.draws import uniform
-from headway.inference.embedded.running.copies import TURNS, HostCopy, InputBuffers
-from headway.inference.embedded.running.input_batch import InputBatch
-from headway.inference.embedded.running.sampler import Sampled, all_nan, sample
+from headway.inference.embedded.batch.input_batch import InputBatch
+from headway.inference.embedded.device.copies import TURNS, HostCopy, InputBuffers
+from headway.inference.embedded.sampling.sampler import Sampled, all_nan, sample
 from headway.models import ops
 
 Ints = NDArray[np.int64]

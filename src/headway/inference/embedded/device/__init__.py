@@ -1,0 +1,1 @@
+"""An accelerator beside the host: copies in flight, CUDA graphs, a clock."""
