@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from gpu_parts.families import copy_of
-from headway.inference.vllm.weights import INNER_TOWERS, INPUTS_FIRST, rename, swap_sides
+from headway.inference.vllm.updates.stager import INNER_TOWERS, INPUTS_FIRST, rename, swap_sides
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.registry import config_from_hf

@@ -11,7 +11,7 @@ from torch import nn
 
 from headway.base.errors import HeadwayError
 from headway.core.protocol import GenerateRequest, SamplingParams
-from headway.inference.vllm.loaded import LoadedProof
+from headway.inference.vllm.updates.loaded import LoadedProof
 from headway.models.checkpoints.folders import load_model
 from headway.transport.inference import EngineError, InferenceClient
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headway.base.errors import UsageError
 from headway.inference.vllm.arguments import EXTENSION, check_arguments
-from headway.inference.vllm.watch import StreamWatch
+from headway.inference.vllm.updates.watch import StreamWatch
 
 PROBE = [5, 3, 9, 3]
 
@@ -115,8 +115,8 @@ def test_workers_may_be_extended_but_not_replaced() -> None:
     path = f"{ForgetfulWorker.__module__}.{ForgetfulWorker.__name__}"
     check_arguments({"worker_extension_cls": path}, ["worker_extension_cls"])
     wrong: list[tuple[Any, str]] = [
-        ("headway.inference.vllm.watch.StreamWatch", f"must be a subclass of {EXTENSION}"),
-        ("headway.inference.vllm.watch.Nobody", "cannot be imported"),
+        ("headway.inference.vllm.updates.watch.StreamWatch", f"must be a subclass of {EXTENSION}"),
+        ("headway.inference.vllm.updates.watch.Nobody", "cannot be imported"),
         ("nowhere.Nobody", "cannot be imported"),
         ("Nobody", "cannot be imported"),
     ]

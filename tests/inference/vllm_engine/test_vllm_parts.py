@@ -36,12 +36,8 @@ from headway.core.openai import RequestError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.runs import RunPaths
 from headway.inference.engine import UpdateError
-from headway.inference.vllm import aside, internals, processes
+from headway.inference.vllm import internals, processes
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
-from headway.inference.vllm.aside import VersionAside
-from headway.inference.vllm.kept import KeptWeights
-from headway.inference.vllm.loaded import LoadedProof
-from headway.inference.vllm.places import Places
 from headway.inference.vllm.processes import SERVER, vllm_environment
 from headway.inference.vllm.requests import (
     ActiveRequest,
@@ -54,8 +50,13 @@ from headway.inference.vllm.requests import (
     sampling_of,
 )
 from headway.inference.vllm.stats import EngineStats
-from headway.inference.vllm.weights import INNER_TOWERS, StagedFile, Stager, rename, swap_sides
-from headway.inference.vllm.worker import read_staged
+from headway.inference.vllm.updates import aside
+from headway.inference.vllm.updates.aside import VersionAside
+from headway.inference.vllm.updates.kept import KeptWeights
+from headway.inference.vllm.updates.loaded import LoadedProof
+from headway.inference.vllm.updates.places import Places
+from headway.inference.vllm.updates.staged import StagedFile, read_staged
+from headway.inference.vllm.updates.stager import INNER_TOWERS, Stager, rename, swap_sides
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.checkpoints.tensors import hf_tensors

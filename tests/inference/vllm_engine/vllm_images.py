@@ -32,7 +32,7 @@ from headway.core.protocol import GenerateRequest, GenerateResponse, SamplingPar
 from headway.inference.images import ServedImage
 from headway.inference.serve import load_engine
 from headway.inference.server import ServerContext, build_app
-from headway.inference.vllm.weights import INNER_TOWERS, INPUTS_FIRST, rename, swap_sides
+from headway.inference.vllm.updates.stager import INNER_TOWERS, INPUTS_FIRST, rename, swap_sides
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.registry import config_from_hf

@@ -12,7 +12,7 @@ from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings
 from headway.core.protocol import WeightUpdate
 from headway.inference.engine import AdapterTable, UpdateError
-from headway.inference.vllm.weights import last_line
+from headway.inference.vllm.updates.weights import last_line
 from headway.models.adapters.files import CONFIG, WEIGHTS
 from headway.models.adapters.lora import adapter_settings
 

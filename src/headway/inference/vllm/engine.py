@@ -23,13 +23,14 @@ from headway.inference.handover.transfers import TransferRequest, as_transfer
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.images import ImageInputs, PromptImages
 from headway.inference.vllm.internals import VllmLimits, engine_errors, forget_features, stop_output_handler
-from headway.inference.vllm.probe import Probation
 from headway.inference.vllm.requests import ActiveRequest, ActiveRequests, check_drawn, check_shaped, sampling_of
 from headway.inference.vllm.scheduler import SchedulerControl
 from headway.inference.vllm.states import top_states
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.transfers import OFFER, Offer, kv_name
-from headway.inference.vllm.weights import LoadedWeights, LostError, Stager
+from headway.inference.vllm.updates.probe import Probation
+from headway.inference.vllm.updates.stager import Stager
+from headway.inference.vllm.updates.weights import LoadedWeights, LostError
 
 logger = logging.getLogger(__name__)
 

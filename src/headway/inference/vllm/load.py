@@ -26,7 +26,8 @@ from headway.inference.vllm.images import ImageInputs
 from headway.inference.vllm.processes import kill_if_orphaned, processor_environment, vllm_environment
 from headway.inference.vllm.stats import EngineStats
 from headway.inference.vllm.transfers import connector_environment
-from headway.inference.vllm.weights import INNER_TOWERS, INPUTS_FIRST, Stager, last_line, rename, swap_sides
+from headway.inference.vllm.updates.stager import INNER_TOWERS, INPUTS_FIRST, Stager, rename, swap_sides
+from headway.inference.vllm.updates.weights import last_line
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.registry import load_config
 from headway.models.vision.config import VisionConfig

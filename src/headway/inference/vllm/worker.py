@@ -6,14 +6,13 @@ to be installed or registered and nothing of vLLM is replaced. The module is imp
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
 from headway.core.protocol import WeightUpdate
-from headway.inference.vllm.aside import VersionAside
 from headway.inference.vllm.internals import (
     device_type,
     loads_aside,
@@ -23,24 +22,16 @@ from headway.inference.vllm.internals import (
     reload_weights,
     without_adapter_layers,
 )
-from headway.inference.vllm.kept import KeptWeights
-from headway.inference.vllm.loaded import LoadedProof
-from headway.inference.vllm.places import Places
 from headway.inference.vllm.processes import die_with_server
 from headway.inference.vllm.states import HeadWatch
-from headway.inference.vllm.watch import StreamWatch
+from headway.inference.vllm.updates.aside import VersionAside
+from headway.inference.vllm.updates.kept import KeptWeights
+from headway.inference.vllm.updates.loaded import LoadedProof
+from headway.inference.vllm.updates.places import Places
+from headway.inference.vllm.updates.staged import TensorSpan, read_staged
+from headway.inference.vllm.updates.watch import StreamWatch
 from headway.transport.weights import make_receiver
 from headway.transport.weights.receive import WeightReceiver
-
-
-class TensorSpan(NamedTuple):
-    """A tensor and the bytes of a staged file that hold it."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
-    bytes: int
 
 
 class HeadwayWorker(StreamWatch, HeadWatch):
@@ -170,15 +161,6 @@ class HeadwayWorker(StreamWatch, HeadWatch):
         if device_type() == "cpu":
             pack_heads(model)
             pack_experts(model)
-
-
-def read_staged(path: str, spans: list[TensorSpan]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a staged file, mapped and not copied."""
-    size = max(span.offset + span.bytes for span in spans)
-    data = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
-    for span in spans:
-        dtype: torch.dtype = getattr(torch, span.dtype)
-        yield span.name, data[span.offset : span.offset + span.bytes].view(dtype).view(span.shape)
 
 
 die_with_server()

@@ -9,7 +9,7 @@ from headway.core.protocol import WeightProbe, WeightUpdate
 from headway.inference.engine import UpdateError
 from headway.inference.probe import Served, mismatch
 from headway.inference.vllm.internals import VllmLimits
-from headway.inference.vllm.weights import LostError
+from headway.inference.vllm.updates.weights import LostError
 
 _FIRST = -(2**31)
 """The priority of a probe, where vLLM heeds priorities: before everyone's."""

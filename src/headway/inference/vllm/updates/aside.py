@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from headway.inference.vllm.internals import load_tensors
-from headway.inference.vllm.kept import KeptWeights
-from headway.inference.vllm.loaded import LoadedProof
-from headway.inference.vllm.places import Places
+from headway.inference.vllm.updates.kept import KeptWeights
+from headway.inference.vllm.updates.loaded import LoadedProof
+from headway.inference.vllm.updates.places import Places
 
 PART_BYTES = 4 << 30
 """A part ends with the tensor that reaches them. On an H200 tokens wait some 25 ms for it."""

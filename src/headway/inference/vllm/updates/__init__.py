@@ -1,0 +1,1 @@
+"""Weight updates inside vLLM: staged, loaded aside or in place, probed, taken back."""
