@@ -7,7 +7,7 @@ import pytest
 from trainer_helpers import checkpoint_tensors, rich_batch, run_paths, run_ranks, small_settings
 
 from headway.core.runs import RunPaths
-from headway.trainer.checkpoints import Checkpoints
+from headway.trainer.checkpoints.checkpoints import Checkpoints
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.state import build_state

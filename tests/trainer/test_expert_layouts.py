@@ -23,7 +23,7 @@ from headway.models.checkpoints.folders import load_model, read_tensors
 from headway.models.config import ModelConfig
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
-from headway.trainer.checkpoints import Checkpoints
+from headway.trainer.checkpoints.checkpoints import Checkpoints
 from headway.trainer.exports import export_to
 from headway.trainer.optimizers import muon
 from headway.trainer.parallel.dims import ParallelDims

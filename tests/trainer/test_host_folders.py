@@ -13,7 +13,7 @@ from trainer_helpers import run_paths, run_ranks, small_settings
 
 from headway.base.errors import PermanentError
 from headway.core.runs import CHECKPOINT_MARKER
-from headway.trainer.checkpoints import Checkpoints
+from headway.trainer.checkpoints.checkpoints import Checkpoints
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import local
 from headway.trainer.parallel.transfers import Transfer, plan_rounds

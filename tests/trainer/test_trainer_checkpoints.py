@@ -18,8 +18,9 @@ from trainer_helpers import checkpoint_tensors, run_paths, run_ranks, small_sett
 from headway.base.files import write_atomic
 from headway.config.trainer import CheckpointSettings
 from headway.core.runs import RunPaths
-from headway.trainer.checkpoint_reader import SafeReader
-from headway.trainer.checkpoints import Checkpoints, superseded
+from headway.trainer.checkpoints.checkpoints import Checkpoints
+from headway.trainer.checkpoints.marker import superseded
+from headway.trainer.checkpoints.reader import SafeReader
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.parallel.sharding import local
 from headway.trainer.rl import train
@@ -105,7 +106,7 @@ def save_twice(folder: Path) -> None:
 
     settings = small_settings(placement__trainer_ranks=2)
     with joined(settings) as ranks, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headway.trainer.checkpoints.write_atomic", slowly)
+        patch.setattr("headway.trainer.checkpoints.checkpoints.write_atomic", slowly)
         checkpoints = Checkpoints(settings, run_paths(folder), ranks)
         state = build_state(settings, ranks)
         checkpoints.save(state)

@@ -7,7 +7,7 @@ from headway.config.trainer import ParallelSettings, TrainSettings
 from headway.core.runs import RunPaths
 from headway.models.adapters.lora import adapter_tensors, load_adapter, merge_adapter, save_adapter
 from headway.models.checkpoints.folders import load_model, save_checkpoint
-from headway.trainer.checkpoints import Checkpoints
+from headway.trainer.checkpoints.checkpoints import Checkpoints
 from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.state import TrainState, build_state
 

@@ -10,7 +10,7 @@ from headway.base.files import write_atomic
 from headway.config.trainer import TrainSettings
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
-from headway.trainer.checkpoints import Checkpoints
+from headway.trainer.checkpoints.checkpoints import Checkpoints
 from headway.trainer.exports import export
 from headway.trainer.feed import Feed
 from headway.trainer.parallel.ranks import Ranks

@@ -20,7 +20,7 @@ from headway.config.trainer import TrainSettings
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
 from headway.core.tenants import StepOutcome
 from headway.core.wire import encode
-from headway.trainer.checkpoints import superseded
+from headway.trainer.checkpoints.marker import superseded
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.recorder import Recorder
 from headway.trainer.stop import StopRequest

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from headway.base.errors import HeadwayError, PermanentError
 from headway.base.storage import DamagedCopyError, Manifest, Storage
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
-from headway.trainer.parallel.folders import TENSORS
+from headway.trainer.checkpoints.host_folders import TENSORS
 from headway.trainer.parallel.gather import gather_values
 
 logger = logging.getLogger(__name__)

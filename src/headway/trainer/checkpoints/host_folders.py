@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from headway.core.runs import CHECKPOINT_MARKER, RunPaths
-from headway.trainer.checksums import recorded_files
+from headway.trainer.checkpoints.checksums import recorded_files
 from headway.trainer.parallel.gather import gather_values
 from headway.trainer.parallel.transfers import Transfer, broadcast_file, exchange
 

@@ -1,0 +1,1 @@
+"""Checkpoints: written, checked, copied elsewhere, and found again."""
