@@ -148,6 +148,25 @@ def test_a_dry_run_says_what_it_checked(folder: Path, capsys: pytest.CaptureFixt
     assert said.out.splitlines()[0].endswith("outputs/x/config/rl.toml")
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (("--model.compute", "fp8"), True),
+        (("--model.compute", "fp8", "--trainer.loss.cap", "1.3"), False),
+        (("--model.compute", "fp8", "--orchestrator.max_lag", "0"), False),
+        (("--model.compute", "fp8", "--trainer.loss.type", "tis"), False),
+        ((), False),
+    ],
+)
+def test_ratios_that_nothing_bounds_are_warned_of_in_fp8(
+    flags: tuple[str, ...], warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["rl", *ON_MINE, *flags, "--dry-run"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("warning: in FP8") for line in lines) is warned
+    assert all(lines)
+
+
 def test_a_dry_run_names_the_renderer_of_the_settings(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["rl", *ON_MINE, "--model.renderer", "renderers.py:Polite", "--dry-run"]) == 0
     assert "renderer Polite" in capsys.readouterr().err

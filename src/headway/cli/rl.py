@@ -53,7 +53,7 @@ Examples:
 def run(argv: list[str]) -> int:
     from headway.config.loader import load_settings
     from headway.config.rl import RlSettings
-    from headway.launch.checks import check_locks, check_parts, check_start
+    from headway.launch.checks import check_locks, check_parts, check_start, warnings
     from headway.launch.hosts import with_network_transports
     from headway.launch.tenant import at_host, check_tenant, find_tenancy
     from headway.monitor.dry_run import with_pinned_commits, write_dry_run
@@ -89,6 +89,9 @@ def run(argv: list[str]) -> int:
     else:
         check_start(resolved.settings)  # before there is a folder, so that the run's name stays free
     check_locks(resolved.settings, resolved.files)
+    if not options.resume and not options.parent:
+        for line in warnings(resolved.settings):
+            print(f"warning: {line}", file=sys.stderr)
     if resolved.dry_run and not options.resume:
         print(*write_dry_run(resolved.settings, "rl"), sep="\n")
         return 0
@@ -134,7 +137,6 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenan
     """Run in a folder of its own or the resumed one; with --dry-run, write there what the processes would get."""
     from headway.cli.dash import start_beside, stay
     from headway.config.commands import write_process_settings
-    from headway.launch.checks import warnings
     from headway.launch.fork import check_fork, fork_run
     from headway.launch.rl import run_rl
     from headway.launch.tenant import join_from, leave_host
@@ -149,8 +151,6 @@ def _start(resolved: "Resolved[RlSettings]", options: Namespace, tenancy: "Tenan
     if resolved.dry_run:
         print(*write_process_settings(settings, paths.config), sep="\n")
         return 0
-    if not options.resume and not options.parent:
-        print(*(f"warning: {line}" for line in warnings(settings)), sep="\n", file=sys.stderr)
     if options.parent:
         origin, step = options.parent
         fork_run(origin, step, paths)

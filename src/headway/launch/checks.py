@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from headway.algorithms.base import Context
 from headway.base.errors import HeadwayError, UsageError
 from headway.base.imports import check_object
-from headway.config.losses import CustomLoss
+from headway.config.losses import CustomLoss, Dppo
 from headway.config.optimizers import CustomOptimizer, CustomSchedule
 from headway.config.rl import RlSettings
 from headway.config.trainer import TrainerSettings
@@ -68,6 +68,12 @@ def warnings(settings: RlSettings) -> Iterator[str]:
         yield (
             f"model {settings.model.path!r} is built in and untrained: it writes random letters, and learns only from "
             "rewards that those differ in; warm it up with `headway sft` for a task (docs/sft.md)"
+        )
+    loss, lag = settings.trainer.loss, settings.orchestrator.max_lag
+    if settings.model.compute == "fp8" and lag and isinstance(loss, Dppo) and loss.cap is None:
+        yield (
+            f"in FP8 the ratios of older tokens, which orchestrator.max_lag = {lag} allows, are mostly rounding, and "
+            "slow learning down; bound them with trainer.loss.cap = 1.3 (docs/precision.md)"
         )
 
 
