@@ -39,10 +39,10 @@ from headway.config.shared import FilesystemRollouts, TrackingSettings
 from headway.core.packing import Cost, plan_packing
 from headway.core.protocol import SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.orchestrator.dispatch.curriculum import make_curriculum
-from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.environments import WorkerPools
 from headway.orchestrator.fleet.fleet import Fleet
+from headway.orchestrator.groups.curriculum import make_curriculum
+from headway.orchestrator.groups.sources import Source
 from headway.orchestrator.loop import Orchestrator, first_to_end
 from headway.orchestrator.outbox import BatchOutbox
 from headway.orchestrator.run import RunRecorder, freeze_gc, open_session, resolve_folder
@@ -136,7 +136,7 @@ async def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[s
         fleet = Fleet(lambda: {"script": url}, lambda url: InferenceClient(url, session=session))
         source = Source(
             name="reverse-text",
-            runner=pool,
+            pool=pool,
             tasks=pool.tasks,
             curriculum=make_curriculum(ShuffledSettings(), pool.tasks, 0),
             algorithm=make_algorithm(Grpo()),

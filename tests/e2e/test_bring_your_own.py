@@ -28,7 +28,7 @@ from headway.envs.registry import load_environment
 from headway.models.registry import load_family
 from headway.models.tiny import resolve_model
 from headway.orchestrator.collect.filters import load_filters, load_gates
-from headway.orchestrator.dispatch.curriculum import Curriculum, make_curriculum
+from headway.orchestrator.groups.curriculum import Curriculum, make_curriculum
 from headway.rendering.load import load_renderer
 from headway.trainer.losses.base import LossInputs
 from headway.trainer.losses.registry import make_loss

@@ -15,12 +15,12 @@ from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Node, T
 from headway.core.journal import JournalFile
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
 from headway.core.records import RolloutRecord
-from headway.orchestrator.collect.ready import ReadyGroup
-from headway.orchestrator.dispatch.curriculum import Shuffled
-from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.evaluation import EvalEnv, Round
 from headway.orchestrator.fleet.fleet import Fleet
+from headway.orchestrator.groups.curriculum import Shuffled
+from headway.orchestrator.groups.open_group import OpenGroup
+from headway.orchestrator.groups.ready import ReadyGroup
+from headway.orchestrator.groups.sources import RateLimit, Source
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.loop import Orchestrator, first_to_end
 from headway.orchestrator.wiring import make_orchestrator
@@ -281,7 +281,7 @@ def parts(world: World) -> dict[str, Any]:
     sources = [
         Source(
             name=f"env{i}",
-            runner=(workers := SimWorkers(world, f"env{i}")),
+            pool=(workers := SimWorkers(world, f"env{i}")),
             tasks=workers.tasks,
             curriculum=Shuffled(len(workers.tasks), plan.seed),
             algorithm=make_algorithm(Grpo()),

@@ -32,10 +32,10 @@ from headway.core.samples import Sample
 from headway.envs.samples import episode_samples
 from headway.orchestrator.collect.collector import LEAST_SHARE, Collector, checked_samples
 from headway.orchestrator.collect.filters import has_certain_run, judge, load_filters, load_gates, repeated_share
-from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.dispatch.curriculum import InOrder
-from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.groups.curriculum import InOrder
+from headway.orchestrator.groups.open_group import OpenGroup
+from headway.orchestrator.groups.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.groups.sources import Source
 from headway.orchestrator.health import ENGINE_PATIENCE_SECONDS, WINDOW, Health
 from headway.orchestrator.outbox import BatchOutbox, rollout_records
 from headway.orchestrator.scores import summarize

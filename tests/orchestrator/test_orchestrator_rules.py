@@ -13,14 +13,15 @@ from headway.base.errors import UsageError
 from headway.config import orchestrator as settings_of
 from headway.config.orchestrator import ConcurrencySettings, EvalSettings
 from headway.core.episodes import Episode, EpisodeError, ErrorKind, Task
-from headway.orchestrator.dispatch import curriculum as curricula
 from headway.orchestrator.dispatch.admission import Admission
-from headway.orchestrator.dispatch.concurrency import Control, Load, start, steer
-from headway.orchestrator.dispatch.curriculum import Curriculum, InOrder
-from headway.orchestrator.dispatch.groups import RETRIES, OpenGroup
-from headway.orchestrator.dispatch.loss_budget import LossBudget
-from headway.orchestrator.dispatch.sources import Mix, RateLimit
-from headway.orchestrator.dispatch.staleness import (
+from headway.orchestrator.evaluation import evaluation_due
+from headway.orchestrator.groups import curriculum as curricula
+from headway.orchestrator.groups.concurrency import Control, Load, start, steer
+from headway.orchestrator.groups.curriculum import Curriculum, InOrder
+from headway.orchestrator.groups.loss_budget import LossBudget
+from headway.orchestrator.groups.open_group import RETRIES, OpenGroup
+from headway.orchestrator.groups.sources import Mix, RateLimit
+from headway.orchestrator.groups.staleness import (
     SPARE,
     StalenessLimits,
     lag,
@@ -30,7 +31,6 @@ from headway.orchestrator.dispatch.staleness import (
     too_old,
     usable_batches,
 )
-from headway.orchestrator.evaluation import evaluation_due
 from headway.orchestrator.scores import pass_at_k
 
 

@@ -15,7 +15,7 @@ from headway.core.episodes import Episode, Node, Task, Trace
 from headway.core.journal import Arrived, Discarded, Opened, read_journal
 from headway.core.runs import RunPaths
 from headway.core.streams import streams_of
-from headway.orchestrator.collect.ready import ReadyGroup
+from headway.orchestrator.groups.ready import ReadyGroup
 from headway.orchestrator.loop import NextBatch, first_to_end
 from headway.orchestrator.swarm_intake import SwarmIntake
 from headway.orchestrator.wiring import make_orchestrator

@@ -13,11 +13,10 @@ from headway.config.orchestrator import EnvSettings, EvalEnvSettings, Orchestrat
 from headway.core.episodes import Task
 from headway.core.protocol import SamplingParams
 from headway.envs.workers.pool import EnvPool
-from headway.orchestrator.dispatch.curriculum import make_curriculum
-from headway.orchestrator.dispatch.dispatcher import EpisodeRunner
-from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.environment_record import UsedEnvironment
 from headway.orchestrator.evaluation import EvalEnv
+from headway.orchestrator.groups.curriculum import make_curriculum
+from headway.orchestrator.groups.sources import EpisodePool, RateLimit, Source
 from headway.orchestrator.task_sets import select_tasks
 
 T = TypeVar("T")
@@ -93,13 +92,13 @@ def make_source(
     settings: OrchestratorSettings,
     seed: int,
     algorithm: Algorithm,
-    runner: EpisodeRunner,
+    pool: EpisodePool,
     tasks: Sequence[Task],
 ) -> Source:
-    """Make a training environment of its settings, whose episodes `runner` runs."""
+    """Make a training environment of its settings, whose episodes `pool` runs."""
     return Source(
         name=env.name or env.id,
-        runner=runner,
+        pool=pool,
         tasks=tasks,
         curriculum=make_curriculum(env.curriculum, tasks, seed),
         algorithm=algorithm,
@@ -112,13 +111,11 @@ def make_source(
     )
 
 
-def make_eval_env(
-    env: EvalEnvSettings, default: SamplingSettings, runner: EpisodeRunner, tasks: Sequence[Task]
-) -> EvalEnv:
+def make_eval_env(env: EvalEnvSettings, default: SamplingSettings, pool: EpisodePool, tasks: Sequence[Task]) -> EvalEnv:
     """Make an environment to evaluate on of its settings."""
     return EvalEnv(
         name=env.name or env.id,
-        runner=runner,
+        pool=pool,
         tasks=tasks,
         samples=env.samples,
         sampling=sampling_params(env.sampling or default),

@@ -14,7 +14,8 @@ from headway.base.files import write_atomic
 from headway.config.orchestrator import EvalSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.protocol import SamplingParams
-from headway.orchestrator.dispatch.dispatcher import EngineRouter, EpisodeRunner, Launch, random_id
+from headway.orchestrator.dispatch.dispatcher import EngineRouter, Launch, random_id
+from headway.orchestrator.groups.sources import EpisodePool
 from headway.orchestrator.scores import summarize, task_record
 
 RETRIES = 2
@@ -25,7 +26,7 @@ class EvalEnv:
     """An environment to evaluate on: `samples` episodes of every task."""
 
     name: str
-    runner: EpisodeRunner
+    pool: EpisodePool
     tasks: Sequence[Task]
     samples: int
     sampling: SamplingParams
@@ -125,7 +126,7 @@ class EvaluationWork:
                 self.on_round(round_)
                 self.changed.set()
 
-        return Launch(env.runner, request, env.name, on_finished)
+        return Launch(env.pool, request, env.name, on_finished)
 
 
 def evaluation_due(version: int, evaluated: int, settings: EvalSettings, max_steps: int) -> bool:

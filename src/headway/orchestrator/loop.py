@@ -12,13 +12,13 @@ from headway.core.journal import Capped, Expired, Formed, Looked, Sent, Steered,
 from headway.core.protocol import WeightReply
 from headway.core.records import RolloutRecord
 from headway.orchestrator.collect.collector import Collector
-from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.dispatch import concurrency
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import Dispatcher, EngineRouter
 from headway.orchestrator.dispatch.training import TrainingWork
 from headway.orchestrator.evaluation import EvaluationWork, evaluation_due
 from headway.orchestrator.fleet.updates import WeightUpdater
+from headway.orchestrator.groups import concurrency
+from headway.orchestrator.groups.ready import ReadyGroup, ReadyQueue
 from headway.orchestrator.health import Health
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.outbox import Outbox

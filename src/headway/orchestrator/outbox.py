@@ -8,7 +8,7 @@ from typing import Protocol
 from headway.core.packing import Cost, make_batch
 from headway.core.records import RolloutRecord, SampleRecord, without_experts, write_rollouts
 from headway.core.runs import RunPaths
-from headway.orchestrator.collect.ready import ReadyGroup
+from headway.orchestrator.groups.ready import ReadyGroup
 from headway.orchestrator.images import BatchImages
 from headway.transport.rollouts import BatchSender
 

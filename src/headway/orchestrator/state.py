@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from headway.orchestrator.collect.ready import ReadyQueue
-from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.dispatch.training import TrainingWork
+from headway.orchestrator.groups.open_group import OpenGroup
+from headway.orchestrator.groups.ready import ReadyQueue
+from headway.orchestrator.groups.sources import Source
 
 logger = logging.getLogger(__name__)
 

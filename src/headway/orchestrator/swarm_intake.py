@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from headway.base.errors import HeadwayError
 from headway.core.episodes import Episode
 from headway.core.journal import Arrived, Discarded
-from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.staleness import too_old
+from headway.orchestrator.groups.open_group import OpenGroup
+from headway.orchestrator.groups.staleness import too_old
 from headway.orchestrator.loop import Orchestrator
 from headway.swarm.work.spool import Spool, VerifiedGroup, read_group
 

@@ -8,7 +8,7 @@ import numpy as np
 from headway.algorithms.base import Group
 from headway.core.episodes import Episode, Trace
 from headway.core.protocol import WeightReply
-from headway.orchestrator.collect.ready import ReadyGroup
+from headway.orchestrator.groups.ready import ReadyGroup
 from headway.orchestrator.untrained import UntrainedEpisodes
 
 PASSED = 1.0 - 1e-6

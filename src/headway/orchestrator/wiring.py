@@ -11,16 +11,16 @@ from headway.core.protocol import WeightUpdate
 from headway.orchestrator.background import Background, LoopBackground
 from headway.orchestrator.collect.collector import Collector
 from headway.orchestrator.collect.filters import load_gates
-from headway.orchestrator.collect.ready import ReadyQueue
-from headway.orchestrator.dispatch import concurrency
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import GRACE_SECONDS, Dispatcher, random_id
-from headway.orchestrator.dispatch.loss_budget import LossBudget
-from headway.orchestrator.dispatch.sources import Source
-from headway.orchestrator.dispatch.staleness import StalenessLimits
 from headway.orchestrator.dispatch.training import TrainingWork
 from headway.orchestrator.evaluation import EvalEnv, EvaluationWork, Round
 from headway.orchestrator.fleet.updates import POLL_SECONDS, WeightReceivers, WeightUpdater
+from headway.orchestrator.groups import concurrency
+from headway.orchestrator.groups.loss_budget import LossBudget
+from headway.orchestrator.groups.ready import ReadyQueue
+from headway.orchestrator.groups.sources import Source
+from headway.orchestrator.groups.staleness import StalenessLimits
 from headway.orchestrator.health import Health
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.loop import MetricsRecorder, Orchestrator, RunFleet

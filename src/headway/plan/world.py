@@ -19,10 +19,10 @@ from headway.config.orchestrator import (
 from headway.core.episodes import Episode, EpisodeRequest, Node, Task, Trace
 from headway.core.protocol import EngineState, SamplingParams, WeightReply, WeightUpdate
 from headway.core.records import RolloutRecord
-from headway.orchestrator.collect.ready import ReadyGroup
-from headway.orchestrator.dispatch.curriculum import InOrder
-from headway.orchestrator.dispatch.sources import RateLimit, Source
 from headway.orchestrator.fleet.fleet import Fleet
+from headway.orchestrator.groups.curriculum import InOrder
+from headway.orchestrator.groups.ready import ReadyGroup
+from headway.orchestrator.groups.sources import RateLimit, Source
 from headway.orchestrator.loop import first_to_end
 from headway.orchestrator.wiring import make_orchestrator
 from headway.plan.device import Device, SimulatedEngine, SimulatedHost, SimulatedTrainer
@@ -167,7 +167,7 @@ class World:
         size = env.group_size or self._settings.group_size
         return Source(
             name=env.name or env.id,
-            runner=self,
+            pool=self,
             tasks=[Task("planned")],
             curriculum=InOrder(1),
             algorithm=AnyGroup(self._workload.useful, self._seed + number, relative=size > 1),

@@ -11,8 +11,8 @@ from headway.core.batches import Batch
 from headway.core.episodes import Task
 from headway.core.packing import Cost, make_batch
 from headway.core.runs import RunPaths
-from headway.orchestrator.dispatch.sources import Source
 from headway.orchestrator.environments import make_eval_env, make_source
+from headway.orchestrator.groups.sources import Source
 from headway.orchestrator.images import run_images
 from headway.orchestrator.loop import NextBatch, Orchestrator
 from headway.orchestrator.run import batch_cost, resolve_folder

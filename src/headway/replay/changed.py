@@ -16,7 +16,7 @@ from headway.core.samples import Sample
 from headway.monitor.metrics import MetricsWriter
 from headway.orchestrator.collect.collector import checked_samples
 from headway.orchestrator.collect.filters import judge, load_filters, load_gates
-from headway.orchestrator.collect.ready import ReadyGroup
+from headway.orchestrator.groups.ready import ReadyGroup
 from headway.orchestrator.run import batch_cost
 from headway.replay.build import ReplayedBatch, check_replayable, replay_batches
 from headway.replay.command import choose_steps, trainer_in

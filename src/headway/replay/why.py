@@ -22,7 +22,7 @@ from headway.core.journal import (
 )  # fmt: skip
 from headway.core.runs import RunPaths
 from headway.monitor.metrics import read_metrics
-from headway.orchestrator.dispatch.staleness import lag
+from headway.orchestrator.groups.staleness import lag
 from headway.replay.lives import History, Life
 
 CAUSES = {

@@ -9,8 +9,8 @@ from headway.core.episodes import Episode, EpisodeRequest
 from headway.core.journal import Began, Event, Input, Opened, Steered
 from headway.core.protocol import WeightReply, WeightUpdate
 from headway.core.records import RolloutRecord
-from headway.orchestrator.collect.ready import ReadyGroup
-from headway.orchestrator.dispatch.concurrency import Load
+from headway.orchestrator.groups.concurrency import Load
+from headway.orchestrator.groups.ready import ReadyGroup
 from headway.orchestrator.journaling import Journal
 
 T = TypeVar("T")

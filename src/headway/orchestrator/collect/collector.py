@@ -16,9 +16,9 @@ from headway.core.samples import Sample
 from headway.envs.samples import episode_samples
 from headway.orchestrator.background import Background, LoopBackground
 from headway.orchestrator.collect.filters import Gate, Verdict, judge, load_filters
-from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.sources import Source
+from headway.orchestrator.groups.open_group import OpenGroup
+from headway.orchestrator.groups.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.groups.sources import Source
 from headway.orchestrator.health import Health
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.tally import StepTally

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headway.orchestrator.collect.collector import Collector
-from headway.orchestrator.collect.ready import ReadyGroup, ReadyQueue
-from headway.orchestrator.dispatch.staleness import StalenessLimits, may_open_group, may_send, next_pace
 from headway.orchestrator.fleet.updates import WeightUpdater
+from headway.orchestrator.groups.ready import ReadyGroup, ReadyQueue
+from headway.orchestrator.groups.staleness import StalenessLimits, may_open_group, may_send, next_pace
 
 
 class ServedVersion(Protocol):

@@ -9,10 +9,11 @@ from typing import Protocol
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKind
 from headway.core.journal import Finished, Pumped
 from headway.orchestrator.background import Background, LoopBackground
+from headway.orchestrator.groups.sources import EpisodePool
 from headway.orchestrator.journaling import Journal
 
 GRACE_SECONDS = 120.0
-"""Time that a runner may exceed an episode's own timeout by before it is given up."""
+"""Time that a pool may exceed an episode's own timeout by before it is given up."""
 
 BURST = 64
 """Episodes started at a stretch; thousands at once would hold up everything else on the event loop."""
@@ -20,12 +21,6 @@ BURST = 64
 
 def random_id() -> str:
     return uuid.uuid4().hex
-
-
-class EpisodeRunner(Protocol):
-    """An environment's worker pool."""
-
-    async def run(self, request: EpisodeRequest) -> Episode: ...
 
 
 class EngineRouter(Protocol):
@@ -49,7 +44,7 @@ class EngineRouter(Protocol):
 class Launch:
     """An episode to run. `on_finished` is called once, whatever happens."""
 
-    runner: EpisodeRunner
+    pool: EpisodePool
     request: EpisodeRequest
     env: str
     on_finished: Callable[[Episode], None]
@@ -171,11 +166,11 @@ class Dispatcher:
 
 
 async def _run_episode(launch: Launch, grace_seconds: float) -> Episode:
-    """Turn whatever the runner does into an episode, except being cancelled."""
+    """Turn whatever the pool does into an episode, except being cancelled."""
     request = launch.request
     try:
         async with asyncio.timeout(request.timeout + grace_seconds):
-            episode = await launch.runner.run(request)
+            episode = await launch.pool.run(request)
     except TimeoutError:
         return failure(launch, "timeout", f"no answer from the environment's workers in {request.timeout:g} s")
     except Exception as error:

@@ -10,10 +10,10 @@ from headway.core.journal import Cancelled, ClosedEarly, Opened
 from headway.orchestrator.collect.collector import Collector
 from headway.orchestrator.dispatch.admission import Admission
 from headway.orchestrator.dispatch.dispatcher import EngineRouter, Launch, random_id
-from headway.orchestrator.dispatch.groups import OpenGroup
-from headway.orchestrator.dispatch.loss_budget import LossBudget
-from headway.orchestrator.dispatch.sources import Mix, Source
-from headway.orchestrator.dispatch.staleness import last_chance, too_old
+from headway.orchestrator.groups.loss_budget import LossBudget
+from headway.orchestrator.groups.open_group import OpenGroup
+from headway.orchestrator.groups.sources import Mix, Source
+from headway.orchestrator.groups.staleness import last_chance, too_old
 from headway.orchestrator.health import Health
 from headway.orchestrator.journaling import Journal
 from headway.orchestrator.tally import StepTally
@@ -106,7 +106,7 @@ class TrainingWork:
             sampling=source.sampling,
             timeout=source.timeout,
         )
-        return Launch(source.runner, request, group.env, self._on_finished)
+        return Launch(source.pool, request, group.env, self._on_finished)
 
     def _on_finished(self, episode: Episode) -> None:
         group = self.open[episode.group_id]

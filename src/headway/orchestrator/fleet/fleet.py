@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from headway.base.errors import HeadwayError
 from headway.core.protocol import WeightReply, WeightUpdate
-from headway.orchestrator.dispatch.concurrency import Load
 from headway.orchestrator.fleet.engine import Engine, EngineClient
 from headway.orchestrator.fleet.membership import Finder
+from headway.orchestrator.groups.concurrency import Load
 
 logger = logging.getLogger(__name__)
 

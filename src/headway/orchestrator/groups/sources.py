@@ -2,14 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from headway.algorithms.base import Algorithm
-from headway.core.episodes import Task
+from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.protocol import SamplingParams
-from headway.orchestrator.dispatch.curriculum import Curriculum
-from headway.orchestrator.dispatch.dispatcher import EpisodeRunner
+from headway.orchestrator.groups.curriculum import Curriculum
 
 ROUNDING_SECONDS = 1e-6
+
+
+class EpisodePool(Protocol):
+    """An environment's worker pool."""
+
+    async def run(self, request: EpisodeRequest) -> Episode: ...
 
 
 class RateLimit:
@@ -33,7 +39,7 @@ class Source:
     """A training environment. `requeued` are tasks whose groups did not finish: they come before new ones."""
 
     name: str
-    runner: EpisodeRunner
+    pool: EpisodePool
     tasks: Sequence[Task]
     curriculum: Curriculum
     algorithm: Algorithm

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from headway.algorithms.base import Group
 from headway.core.samples import Sample
-from headway.orchestrator.dispatch.staleness import lag, too_old
+from headway.orchestrator.groups.staleness import lag, too_old
 
 
 @dataclass(slots=True)
