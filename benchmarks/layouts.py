@@ -12,8 +12,8 @@ from headway.config.trainer import TrainSettings
 from headway.models.config import ModelConfig
 from headway.models.costs import StepFlops, parameter_count
 from headway.models.registry import config_from_hf
+from headway.trainer.layout_report import make_layout
 from headway.trainer.memory.estimate import step_memory
-from headway.trainer.parallel.report import make_layout
 
 TOKENS = 16_384
 PEAK_FLOPS, MFU = 989e12, 0.4

@@ -9,11 +9,11 @@ from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import HttpWeights, ZmqRollouts
 from headway.core.batches import Batch, ComponentCounts, MicroBatch
 from headway.core.runs import RunPaths
+from headway.transport.announcements import latest
 from headway.transport.rollouts import make_receiver, make_sender
 from headway.transport.weights import http
 from headway.transport.weights import make_receiver as make_weight_receiver
 from headway.transport.weights import make_sender as make_weight_sender
-from headway.transport.weights.announcements import latest
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.monitor.runs import create_run
+from headway.transport.announcements import announce
 from headway.transport.rollouts import make_receiver
-from headway.transport.weights.announcements import announce
 
 SETTINGS = """
 max_steps = 5

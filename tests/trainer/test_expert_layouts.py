@@ -33,8 +33,8 @@ from headway.trainer.parallel.sharding import full
 from headway.trainer.publisher import Publisher
 from headway.trainer.state import TrainState, build_state
 from headway.trainer.step import Stepper
+from headway.transport.announcements import latest
 from headway.transport.rollouts import RankBatch
-from headway.transport.weights.announcements import latest
 
 STRETCHES = [((2, 1, 1), 5), ((2, 1, 4), 8)]
 """Expert ranks, copies and context ranks, and the step that they train to."""

@@ -13,9 +13,9 @@ from trainer_helpers import small_settings
 from headway.cli.main import run
 from headway.models.costs import parameter_count
 from headway.models.tiny import BUILT_IN
+from headway.trainer.layout_report import describe_layout, readable
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.layout import Layout
-from headway.trainer.parallel.report import describe_layout, readable
 
 ROOT = Path(__file__).parents[2]
 CONFIG = replace(BUILT_IN["tiny-moe"], vocab_size=256, experts=12)

@@ -35,6 +35,7 @@ from headway.trainer.tenants.remote import train_at_host
 from headway.trainer.tenants.requested import requested_settings
 from headway.trainer.tenants.tenant import TenantLimits
 from headway.trainer.tenants.trainer import TenantTrainer
+from headway.transport.announcements import latest
 from headway.transport.control.tokens import write_token
 from headway.transport.http_client import AnswerError, HttpClient
 from headway.transport.http_thread import HttpThread
@@ -42,7 +43,6 @@ from headway.transport.rollouts import BatchSender, RankBatch
 from headway.transport.tenants.client import HostClient, SessionOverError, TenantClient, leave
 from headway.transport.tenants.service import HostService
 from headway.transport.tenants.tenancy import Tenancy
-from headway.transport.weights.announcements import latest
 
 ADMIN, JOIN = "admin-token-of-a-host", "join-token-of-a-host"
 STEPS = range(1, 7)

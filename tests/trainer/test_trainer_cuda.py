@@ -10,9 +10,9 @@ from trainer_helpers import reference_gradients, rich_batch, small_settings, voc
 from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.trainer.losses.head import target_logprobs
-from headway.trainer.parallel.fsdp import make_mesh, shard
 from headway.trainer.parallel.ranks import Ranks, joined
 from headway.trainer.parallel.sharding import fill, full
+from headway.trainer.parallelize import make_mesh, shard
 from headway.trainer.policy import Policy
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper

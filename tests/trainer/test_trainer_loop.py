@@ -27,9 +27,9 @@ from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model
 from headway.monitor.metrics import read_metrics
 from headway.trainer.rl import train
+from headway.transport.announcements import announced, latest, read
 from headway.transport.rollouts import RankBatch, make_sender
 from headway.transport.weights import make_receiver
-from headway.transport.weights.announcements import announced, latest, read
 
 QUICK = {"trainer__optim__lr": 1e-3}
 

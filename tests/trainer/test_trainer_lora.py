@@ -11,8 +11,8 @@ from headway.models.checkpoints.folders import load_model
 from headway.models.packed import PackedTokens
 from headway.models.tiny import resolve_model
 from headway.trainer.rl import train
+from headway.transport.announcements import latest, read
 from headway.transport.weights import make_receiver
-from headway.transport.weights.announcements import latest, read
 
 LORA = {"model__lora__rank": 4, "model__lora__alpha": 8.0, "trainer__optim__lr": 1e-2}
 

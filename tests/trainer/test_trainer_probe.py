@@ -18,8 +18,8 @@ from headway.trainer.probe import PROBE_TOKENS, make_probe, probe_ids
 from headway.trainer.publisher import Publisher
 from headway.trainer.state import TrainState, build_state
 from headway.trainer.step import Stepper
+from headway.transport.announcements import latest
 from headway.transport.rollouts import RankBatch
-from headway.transport.weights.announcements import latest
 
 MODELS = ["tiny", "tiny-llama", "tiny-moe"]
 

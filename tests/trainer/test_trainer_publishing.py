@@ -14,8 +14,8 @@ from headway.models.tiny import resolve_model
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.publisher import Publisher
 from headway.trainer.state import build_state
+from headway.transport.announcements import latest
 from headway.transport.weights import make_receiver
-from headway.transport.weights.announcements import latest
 
 MODELS = ["tiny", "tiny-llama", "tiny-moe"]
 

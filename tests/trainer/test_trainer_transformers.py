@@ -26,8 +26,8 @@ from headway.models.registry import find_family, load_config
 from headway.models.tiny import resolve_model
 from headway.trainer.memory.recompute import recompute_policy
 from headway.trainer.rl import train
+from headway.transport.announcements import latest
 from headway.transport.weights import make_receiver
-from headway.transport.weights.announcements import latest
 
 CASES = Path(__file__).parents[1] / "models" / "families" / "transformers"
 STEPS = 2

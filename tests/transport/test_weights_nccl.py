@@ -21,8 +21,8 @@ from torch import Tensor
 from headway.config.shared import PointToPointWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.announcements import latest
 from headway.transport.weights import make_receiver, make_sender, point_to_point, process_pairs
-from headway.transport.weights.announcements import latest
 
 pytestmark = [
     pytest.mark.gpu,

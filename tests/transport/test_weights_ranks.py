@@ -16,8 +16,8 @@ from headway.base.errors import HeadwayError
 from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.announcements import latest
 from headway.transport.weights import make_receiver, make_sender
-from headway.transport.weights.announcements import latest
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.shards import ParameterPart, local_shards, split_parameter
 from headway.transport.weights.shards import Shard as WeightShard

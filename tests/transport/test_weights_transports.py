@@ -17,8 +17,8 @@ from headway.base.errors import HeadwayError
 from headway.config.shared import FilesystemWeights, PointToPointWeights, SharedMemoryWeights, WeightTransport
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.announcements import announced, latest, withdraw
 from headway.transport.weights import host_memory, make_receiver, make_sender, process_pairs, shared_memory
-from headway.transport.weights.announcements import announced, latest, withdraw
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.mapped_memory import MappedMemory
 from headway.transport.weights.point_to_point import PointToPointSender

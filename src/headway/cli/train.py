@@ -125,7 +125,7 @@ def run_ranks(command: str, argv: list[str], settings: "TrainSettings", paths: "
 def _layout(settings: "TrainSettings") -> str:
     from headway.models.registry import load_config
     from headway.models.tiny import resolve_model
-    from headway.trainer.parallel.report import describe_layout
+    from headway.trainer.layout_report import describe_layout
 
     folder = resolve_model(settings.model.path, settings.model.family)
     return describe_layout(settings, load_config(folder, settings.model.implementation))

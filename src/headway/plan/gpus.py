@@ -19,9 +19,9 @@ from headway.models.costs import (
     state_bytes_per_sequence,
 )
 from headway.plan.speeds import EngineSpeed, Speeds, TrainerSpeed
+from headway.trainer.layout_report import make_layout
 from headway.trainer.memory.estimate import compute_bytes
 from headway.trainer.parallel.layout import Layout
-from headway.trainer.parallel.report import make_layout
 
 MFU = 0.44
 """Share of the peak that training reaches: 0.40 to 0.49 on an H200, for 0.6B and 4B at 16k and 64k tokens

@@ -26,9 +26,9 @@ from headway.trainer.balance import ExpertBalance
 from headway.trainer.memory.copies import make_copies
 from headway.trainer.memory.recompute import recompute_policy
 from headway.trainer.optimizers.optimizer import PolicyOptimizer
-from headway.trainer.parallel.fsdp import parallelize
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.parallel.sharding import fill
+from headway.trainer.parallelize import parallelize
 from headway.trainer.policy import Policy
 from headway.transport.weights.fingerprint import dtype_name
 

@@ -17,7 +17,7 @@ from headway.models.tiny import resolve_model
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.publisher import Publisher
 from headway.trainer.state import build_state
-from headway.transport.weights.announcements import latest
+from headway.transport.announcements import latest
 
 
 class Updates:

@@ -1,1 +1,1 @@
-"""Parallel training: named dimensions, ranks, FSDP2, sharded tensors."""
+"""Parallel training: named dimensions, ranks, context and expert parallelism, sharded tensors."""

@@ -10,9 +10,9 @@ from headway.base.files import write_atomic
 from headway.core.control import Member
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.announcements import announce, announced, latest, read, withdraw
 from headway.transport.control.engines import EngineFiles
 from headway.transport.control.tokens import find_token
-from headway.transport.weights.announcements import announce, announced, latest, read, withdraw
 
 _KEPT_ANNOUNCEMENTS = 2
 _SERVED = ("http", "point_to_point")

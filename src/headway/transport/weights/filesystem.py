@@ -19,7 +19,7 @@ from headway.base.files import reserve, sync_directory, write_atomic
 from headway.config.shared import FilesystemWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights.announcements import announce, withdraw
+from headway.transport.announcements import announce, withdraw
 from headway.transport.weights.fingerprint import Fingerprint, dtype_name
 from headway.transport.weights.layout import Arrival, Layout, Part, RankParts
 from headway.transport.weights.mapped_memory import MappedMemory

@@ -13,8 +13,8 @@ from safetensors.torch import load
 
 from headway.base.errors import HeadwayError
 from headway.core.protocol import WeightUpdate
+from headway.transport.announcements import announce
 from headway.transport.http_client import HttpClient
-from headway.transport.weights.announcements import announce
 from headway.transport.weights.fingerprint import Fingerprint, digest_of
 from headway.transport.weights.layout import Arrival, Layout, RankParts
 from headway.transport.weights.mapped_memory import MappedMemory

@@ -28,11 +28,11 @@ from headway.config.shared import HttpWeights, TlsSettings
 from headway.core.control import RunControl
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.announcements import announce
 from headway.transport.control.tokens import find_token, is_bearer
 from headway.transport.http_client import AnswerError, HttpClient, UnreachableError, check_trusted
 from headway.transport.http_thread import HttpThread
 from headway.transport.tls import scheme, server_context
-from headway.transport.weights.announcements import announce
 from headway.transport.weights.filesystem import (
     MANIFEST,
     Manifest,

@@ -21,7 +21,7 @@ from headway.base.errors import HeadwayError
 from headway.config.shared import PointToPointWeights
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
-from headway.transport.weights.announcements import announce, announced, withdraw
+from headway.transport.announcements import announce, announced, withdraw
 from headway.transport.weights.buffers import PIECE_BYTES, VersionStore
 from headway.transport.weights.filesystem import save_last_version
 from headway.transport.weights.layout import Arrival, Layout

@@ -22,8 +22,8 @@ from headway.base.errors import HeadwayError, UsageError
 from headway.base.files import write_atomic
 from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
+from headway.transport.announcements import announce
 from headway.transport.weights import device_memory, host_memory
-from headway.transport.weights.announcements import announce
 from headway.transport.weights.buffers import PIECE_BYTES, SharedBuffer
 from headway.transport.weights.filesystem import save_last_version
 from headway.transport.weights.layout import Arrival, Contents, Layout

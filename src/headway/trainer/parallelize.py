@@ -1,4 +1,4 @@
-"""Parallelism, applied from outside: model files contain no process groups."""
+"""Parallelism, applied to a policy from outside: model files contain no process groups."""
 
 from functools import partial
 
