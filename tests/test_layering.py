@@ -101,12 +101,19 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     check_no_circle({module: imported & MODULES for module, imported in imports().items()})
 
 
-def test_no_rooms_import_each_other_in_a_circle() -> None:
-    rooms: dict[str, set[str]] = {room: set() for room in FLOOR}
+@pytest.mark.parametrize("folder", sorted({module.rpartition(".")[0] for module in MODULES} - {""}))
+def test_what_lies_in_a_folder_does_not_import_each_other_in_a_circle(folder: str) -> None:
+    """Files of a folder and its folders, each taken as one."""
+
+    def part_of(module: str) -> str:
+        return module.removeprefix(f"{folder}.").partition(".")[0] if module.startswith(f"{folder}.") else ""
+
+    edges: dict[str, set[str]] = {}
     for module, imported in imports().items():
-        if room := room_of(module):
-            rooms[room] |= {other for name in imported if (other := room_of(name))} - {room}
-    check_no_circle(rooms)
+        if part := part_of(module):
+            edges.setdefault(part, set()).update({part_of(name) for name in imported & MODULES} - {part, ""})
+    assert edges
+    check_no_circle(edges)
 
 
 def test_every_room_says_what_lives_there() -> None:

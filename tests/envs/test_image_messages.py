@@ -20,10 +20,10 @@ from headway.envs.bundled.grid import Grid, demonstrations, draw
 from headway.envs.engines import Engines, EngineSampler
 from headway.envs.samples import branch_images, trace_samples
 from headway.envs.tree import Prompt, Reply, TraceTree
+from headway.models.images.processor import PatchProcessor
 from headway.models.tiny import BUILT_IN, IMAGE_PROCESSOR
 from headway.models.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
 from headway.models.vision.config import VisionConfig
-from headway.models.vision.processor import PatchProcessor
 from headway.rendering.base import Renderer
 from headway.rendering.chatml import ChatMLRenderer
 from headway.rendering.load import load_renderer

@@ -16,9 +16,9 @@ from PIL import Image, ImageFile
 
 from headway.base.errors import HeadwayError, UsageError
 from headway.core.images import image_digest
+from headway.models.images.decoding import ImageError, ImageLimits, decode_image
+from headway.models.images.processor import PatchProcessor, SquareProcessor, load_processor
 from headway.models.vision.config import TowerConfig
-from headway.models.vision.decoding import ImageError, ImageLimits, decode_image
-from headway.models.vision.processor import PatchProcessor, SquareProcessor, load_processor
 
 QWEN3 = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 SMALL = {"size": {"shortest_edge": 3000, "longest_edge": 40_000}}

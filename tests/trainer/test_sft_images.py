@@ -20,10 +20,10 @@ from headway.core.messages import image_part
 from headway.core.rows import read_rows
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
+from headway.models.images.reader import file_reader
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.models.vision.config import VisionConfig
-from headway.models.vision.reader import file_reader
 from headway.rendering.base import Renderer
 from headway.rendering.load import load_renderer
 from headway.trainer.data.packing import counts_of, micro_batches

@@ -14,10 +14,10 @@ from headway.core.openai import RequestError
 from headway.core.protocol import GenerateRequest
 from headway.core.streams import Floats
 from headway.models.config import ModelConfig
+from headway.models.images.processor import ImageProcessor, has_processor, load_processor
+from headway.models.images.reader import ImageReader, image_reader
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.places import feature_count
-from headway.models.vision.processor import ImageProcessor, has_processor, load_processor
-from headway.models.vision.reader import ImageReader, image_reader
 
 IMAGES = "images"
 """The field that a refusal names; with status 409, the client is to send the bytes."""

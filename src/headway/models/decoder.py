@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
-from headway.models.adapters.apart import split_context
-from headway.models.adapters.bank import AdapterBank
-from headway.models.adapters.blocks import AdapterGate
 from headway.models.config import ModelConfig
+from headway.models.gates.bank import AdapterBank
+from headway.models.gates.blocks import AdapterGate
+from headway.models.layers.apart import split_context
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear

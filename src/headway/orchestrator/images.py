@@ -10,7 +10,7 @@ from headway.core.image_files import ImageFiles
 from headway.core.runs import RunPaths
 from headway.core.samples import Sample
 from headway.envs.samples import branch_images
-from headway.models.vision.reader import file_reader
+from headway.models.images.reader import file_reader
 
 
 def run_images(paths: RunPaths, model: Path) -> "BatchImages | None":

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer
 from headway.base.errors import HeadwayError, UsageError
 from headway.base.imports import installed, make_object
 from headway.core.messages import Message, Tool, ToolCall
+from headway.models.images.processor import has_processor
 from headway.models.registry import families, find_family, load_config, load_family
 from headway.models.tiny_tokenizer import TEMPLATE_MARK
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.family import VisionFamily
-from headway.models.vision.processor import has_processor
 from headway.rendering.base import Renderer
 from headway.rendering.chatml import STYLES, ChatMLRenderer, with_default_system
 from headway.rendering.external import FORMATS, ExternalRenderer, available

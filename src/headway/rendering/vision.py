@@ -11,11 +11,11 @@ import msgspec
 from headway.base.errors import HeadwayError
 from headway.core.images import MOST_IMAGES, ImageUse, MessageImage
 from headway.core.messages import Message, count_images
+from headway.models.images.processor import load_processor
+from headway.models.images.reader import ImageReader, image_reader
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.family import ImageText
 from headway.models.vision.places import expand_placeholders, feature_count
-from headway.models.vision.processor import load_processor
-from headway.models.vision.reader import ImageReader, image_reader
 from headway.rendering.base import History, Rendered, Renderer, Segment, TokenIds, Tools
 
 

@@ -16,9 +16,9 @@ from headway.core.image_files import ImageFiles
 from headway.core.images import LoadImage
 from headway.core.rows import read_rows
 from headway.core.runs import RunPaths
+from headway.models.images.reader import file_reader
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
-from headway.models.vision.reader import file_reader
 from headway.monitor.progress import progress, progress_bar
 from headway.rendering.load import load_renderer
 from headway.trainer.data.order import Indices, RowOrder

@@ -15,7 +15,7 @@ from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.images import MOST_IMAGES
 from headway.inference.vllm.transfers import connector
 from headway.inference.vllm.worker import HeadwayWorker
-from headway.models.vision.processor import has_processor
+from headway.models.images.processor import has_processor
 
 RECORD_EXPERTS = "enable_return_routed_experts"
 """vLLM's argument for replies with routed experts, which the trainer replays."""

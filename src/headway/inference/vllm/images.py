@@ -12,7 +12,7 @@ from torch import Tensor
 from headway.core.protocol import GenerateRequest
 from headway.inference.images import RequestImages, ServedImage
 from headway.inference.vllm.internals import image_prompt
-from headway.models.vision.processor import ImageProcessor, SquareProcessor
+from headway.models.images.processor import ImageProcessor, SquareProcessor
 
 
 @dataclass(frozen=True, slots=True)

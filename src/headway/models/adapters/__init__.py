@@ -1,1 +1,1 @@
-"""LoRA adapters: the bank of slots, and PEFT's names and folders."""
+"""LoRA adapters: added to a model, kept beside it or merged into it, under PEFT's names and in its folders."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from headway.base.errors import HeadwayError, UsageError
 from headway.base.files import atomic_directory
 from headway.config.shared import LoraSettings
-from headway.models.adapters.bank import AdapterBank
 from headway.models.adapters.files import CONFIG, WEIGHTS
 from headway.models.build import fill_uniform
 from headway.models.decoder import DecoderLM
+from headway.models.gates.bank import AdapterBank
 from headway.models.layers.experts import Experts
 from headway.models.layers.linear import Linear
 from headway.models.registry import find_family

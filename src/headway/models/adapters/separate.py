@@ -10,7 +10,6 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
-from headway.models.adapters.blocks import AdapterBlock, Pair
 from headway.models.adapters.lora import (
     EXPERTS,
     AdaptableWeight,
@@ -22,6 +21,7 @@ from headway.models.adapters.lora import (
     write_adapter,
 )
 from headway.models.decoder import DecoderLM
+from headway.models.gates.blocks import AdapterBlock, Pair
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from headway.models.adapters.blocks import AdapterGate
+from headway.models.gates.blocks import AdapterGate
 from headway.models.layers.linear import Linear
 
 

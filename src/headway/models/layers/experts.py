@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
-from headway.models.adapters.blocks import AdapterBlocks, AdapterGate
 from headway.models.config import ModelConfig
+from headway.models.gates.blocks import AdapterBlocks, AdapterGate
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward, GatedMlp

@@ -1,10 +1,10 @@
 """Models that see: from the encoded bytes of an image to features among the tokens of a packed pass.
 
-1. `decoding` reads untrusted bytes into pixels, within limits, or says why not. The image is named by a hash of the
-   bytes (`headway.core.images.image_digest`).
-2. `processor` resizes the pixels as the family does, normalizes them and cuts them into patches: (P, N) in float32, and
-   a grid (times, rows, columns) with P = times x rows x columns. `merge` x `merge` neighbours stand together, in the
-   order in which the tower merges them to one feature.
+1. `headway.models.images.decoding` reads untrusted bytes into pixels, within limits, or says why not. The image is
+   named by a hash of the bytes (`headway.core.images.image_digest`).
+2. `headway.models.images.processor` resizes the pixels as the family does, normalizes them and cuts them into patches:
+   (P, N) in float32, and a grid (times, rows, columns) with P = times x rows x columns. `merge` x `merge` neighbours
+   stand together, in the order in which the tower merges them to one feature.
 3. In the token ids, an image is a run of placeholder tokens, one for each feature: `places.expand_placeholders` makes
    such a run of a single placeholder, and says where each begins.
 4. `headway.core.images.TokenImages` carries patches, grids and these beginnings in a sample, and in a micro-batch,

@@ -8,11 +8,11 @@ from headway.base.devices import resolve_dtype
 from headway.base.errors import UsageError
 from headway.config.host import beyond_tenants
 from headway.config.trainer import TrainSettings
-from headway.models.adapters.apart import RunApart
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.decoder import DecoderLM
+from headway.models.layers.apart import RunApart
 from headway.models.registry import load_config
 from headway.models.tiny import resolve_model
 from headway.trainer.memory.recompute import recompute_policy

@@ -18,7 +18,7 @@ from headway.inference.embedded.batch.layout import StepLayout
 from headway.inference.embedded.device.copies import InputBuffers
 from headway.inference.embedded.device.graphs import Graphs, capture_sizes
 from headway.inference.embedded.running.device_pass import DevicePass
-from headway.models.adapters.bank import AdapterBank
+from headway.models.gates.bank import AdapterBank
 from headway.models.ops.attention.paged import Tiles
 
 Ints = NDArray[np.int64]

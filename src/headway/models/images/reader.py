@@ -9,7 +9,7 @@ from headway.base.errors import HeadwayError
 from headway.core.image_files import ImageFiles
 from headway.core.images import Grid, LoadImage
 from headway.core.streams import Floats
-from headway.models.vision.processor import ImageProcessor, load_processor
+from headway.models.images.processor import ImageProcessor, load_processor
 
 _KEPT_BYTES = 256 << 20
 _KEPT_GRIDS = 1 << 16

@@ -17,9 +17,9 @@ import numpy as np
 from headway.base.errors import UsageError
 from headway.core.images import Grid
 from headway.core.streams import Floats
+from headway.models.images.decoding import ImageError, ImageLimits, decode_image
 from headway.models.registry import load_config
 from headway.models.vision.config import TowerConfig, VisionConfig
-from headway.models.vision.decoding import ImageError, ImageLimits, decode_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image

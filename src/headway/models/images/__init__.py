@@ -1,0 +1,1 @@
+"""Encoded images, untrusted ones too, to the patches that a vision tower takes. Without torch."""
