@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.protocol import GenerateRequest, SamplingParams
-from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
+from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.engine import Result
 from headway.models.build import build_model
@@ -38,7 +38,7 @@ def play(conversations: int, turns: int, host: bool) -> dict[str, Any]:
     limits = EngineLimits(16, 2048, MODEL.max_len, max(conversations // 10, 1) * per_conversation, BLOCK)
     engine = EmbeddedEngine(build_model(MODEL, seed=0), limits)
     if host:
-        add_host_tier(engine, conversations * per_conversation)
+        engine.add_host_tier(conversations * per_conversation)
     draw = random.Random(0)
     histories = [[draw.randrange(512) for _ in range(ASKED)] for _ in range(conversations)]
     prefilled, logprobs, began = 0, [], time.process_time()

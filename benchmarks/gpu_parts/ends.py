@@ -51,14 +51,14 @@ def _rate(engine: EmbeddedEngine, lengths: Iterable[int]) -> float:
     waiting = enumerate(requests)
     for _, (number, request) in zip(range(SEQUENCES), waiting, strict=False):
         engine.add(request, str(number))
-    started, before, full = time.perf_counter(), engine.generated_tokens, True
+    started, before, full = time.perf_counter(), engine.sampled.tokens, True
     while full:
         ended = sum(isinstance(event, Result) for _, event in engine.step())
         following = [request for _, request in zip(range(ended), waiting, strict=False)]
         for number, request in following:
             engine.add(request, str(number))
         full = len(following) == ended
-    rate = (engine.generated_tokens - before) / (time.perf_counter() - started)
+    rate = (engine.sampled.tokens - before) / (time.perf_counter() - started)
     engine.abort_all()
     return rate
 

@@ -78,7 +78,7 @@ def request(tokens: list[int], max_tokens: int = 12, **fields: Any) -> GenerateR
 def run_all(engine: EmbeddedEngine, requests: list[GenerateRequest], max_steps: int = 10_000) -> list[Result]:
     """Results in the order of the requests."""
     results: dict[str, Result] = {}
-    names = [f"{len(engine.active)}-{engine.generated_tokens}-{i}" for i in range(len(requests))]
+    names = [f"{len(engine.active)}-{engine.sampled.tokens}-{i}" for i in range(len(requests))]
     for name, item in zip(names, requests, strict=True):
         engine.add(item, name)
     for _ in range(max_steps):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.config.inference import InferenceSettings, ServeSettings
-from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
+from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.load import load_service, size_engine
 from headway.inference.engine import Choice
 from headway.models.attention import PackedPlan
@@ -89,7 +89,7 @@ def test_cached_prefixes_are_quantized_once() -> None:
 def test_blocks_come_back_from_host_memory_with_their_scales() -> None:
     model = make_model()
     engine = fp8_engine(model, num_blocks=40, max_running=2)
-    add_host_tier(engine, 200, None)
+    engine.add_host_tier(200, None)
     prompts = [prompt(60, seed=n) for n in range(4)]
     for _ in range(2):
         results = [run_all(engine, [request(tokens, 6)])[0] for tokens in prompts]
@@ -106,7 +106,7 @@ def test_more_tokens_fit_and_names_of_blocks_differ() -> None:
     plain, fp8 = make_engine(make_model()), fp8_engine(make_model())
     assert fp8.runner.store.bytes == plain.runner.store.bytes * 12 / 32
     for engine in (plain, fp8):
-        engine.fingerprint = "weights"
+        engine.roots.fingerprint = "weights"
     assert plain.root_of(None, None) != fp8.root_of(None, None)
 
 

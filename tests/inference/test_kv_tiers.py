@@ -14,7 +14,7 @@ from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.prefixes import PrefixSummary
 from headway.inference.embedded.cache.block_files import BlockFiles
 from headway.inference.embedded.cache.host_tier import HostTier
-from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
+from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.engine import Result
 from headway.models.decoder import DecoderLM
 
@@ -25,8 +25,8 @@ CONVERSATIONS, TURNS = 9, 3
 def tiered(model: DecoderLM, host: int, files: BlockFiles | None = None, **limits: Any) -> EmbeddedEngine:
     """An engine whose own cache holds one conversation or two."""
     engine = make_engine(model, num_blocks=40, max_running=2, **limits)
-    engine.fingerprint = "weights"
-    add_host_tier(engine, host, files)
+    engine.roots.fingerprint = "weights"
+    engine.add_host_tier(host, files)
     return engine
 
 

@@ -368,7 +368,7 @@ def test_stats_are_sums_over_steps_and_engines() -> None:
     stats.record(Step(3, 0.5), Step(num_generation_tokens=7), 0)
     stats.record(Step(1, 0.1), Step(num_preempted_reqs=1, num_generation_tokens=2), 1)
     stats.record(Step(2, 0.3), None, 0)
-    assert (stats.running, stats.preemptions, stats.generated_tokens) == (3, 1, 9)
+    assert (stats.running, stats.preemptions, stats.sampled.tokens) == (3, 1, 9)
     assert stats.kv_usage == pytest.approx(0.2)
 
 

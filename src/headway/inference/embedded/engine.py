@@ -17,14 +17,17 @@ from headway.inference.embedded.cache.block_files import BlockFiles
 from headway.inference.embedded.cache.block_rows import BlockRows
 from headway.inference.embedded.cache.host_tier import HostTier
 from headway.inference.embedded.device.step_clock import StepClock
+from headway.inference.embedded.requests import ActiveRequest, Event, next_chunk
 from headway.inference.embedded.running.runners import make_runner
 from headway.inference.embedded.sampling.drawer import HostTokens, PendingTokens
-from headway.inference.embedded.scheduling.blocks import BlockCache, root_hash
+from headway.inference.embedded.scheduling.blocks import BlockCache
+from headway.inference.embedded.scheduling.roots import PrefixRoots
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.embedded.scheduling.snapshots import Snapshots
-from headway.inference.engine import POLICY, Choice, Chunk, FailedError, RequestError, Result
+from headway.inference.engine import POLICY, FailedError, RequestError
 from headway.inference.images import ServedImage
+from headway.inference.rate import SamplingRate
 from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
@@ -36,18 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RATE_WINDOW = 5.0
 _REPEATED_SECONDS = 0.016
 """A step and its repetitions take no longer than this: new requests and weights wait for them."""
-
-
-@dataclass(slots=True, eq=False)
-class ActiveRequest:
-    """One request and its sequences, one for each of its `n` choices."""
-
-    request_id: str
-    sequences: list[Sequence]
-    unfinished: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +55,6 @@ class LaunchedStep:
     """On the device's clock, around a step in which everyone decodes."""
 
 
-Event = tuple[ActiveRequest, Chunk | Result | FailedError]
-
-
 class EmbeddedEngine:
     """Continuous batching over a paged cache. `version` tags every token sampled from now on.
 
@@ -77,11 +67,12 @@ class EmbeddedEngine:
         self.limits = limits
         self.version = version
         self.adapters = ServedAdapters(model, limits.max_adapters, limits.max_host_adapters)
-        self.generated_tokens = 0
         self.active: dict[str, ActiveRequest] = {}
-        self.cache = make_cache(model.config, limits)
+        self.cache = make_block_cache(config, limits)
         whole_images = isinstance(config, VisionConfig) and config.bidirectional_images
-        self.scheduler = Scheduler(self.cache, limits, self._root_of, whole_images=whole_images)
+        self.scheduler = Scheduler(
+            self.cache, limits, lambda s: self.root_of(s.salt, s.adapter), whole_images=whole_images
+        )
         self.runner = make_runner(model, limits, ahead=bool(depth))
         self.block_rows = BlockRows(self.runner.store, self.runner.recorded)
         self.depth = self.runner.depth if depth is None else depth
@@ -90,16 +81,9 @@ class EmbeddedEngine:
         self._arrivals = 0
         # Not `secrets`, which asks the system every time and lets another thread take the interpreter meanwhile.
         self._seeds = random.Random()
-        self._epoch = 0
-        self._identity = self._seeds.getrandbits(128)
-        self._layout = (config.family, limits.block_size, str(self.runner.store.keys[0].numbers.dtype))
-        self.fingerprint = ""
-        """The fingerprint of the weights that serve; empty where nobody said."""
-        self.precision = ""
-        """A precision in which weights are served other than that of the fingerprint: KV depends on it."""
-        self._recent: deque[tuple[float, int]] = deque()
-        self._rate = 0.0
-        self._counted_at = 0.0
+        layout = (config.family, limits.block_size, str(self.runner.store.keys[0].numbers.dtype))
+        self.roots = PrefixRoots(self._seeds.getrandbits(128), layout)
+        self.sampled = SamplingRate()
         self.clock = StepClock(self.runner.device, _REPEATED_SECONDS)
 
     @property
@@ -155,6 +139,12 @@ class EmbeddedEngine:
             events += self._collect()
         return events
 
+    def add_host_tier(self, num_blocks: int, files: BlockFiles | None = None) -> None:
+        """Keep `num_blocks` blocks that the cache gives up in host memory, and in `files`. Models with recurrent layers
+        have no use for blocks without the states that belong to them."""
+        if self.limits.prefix_cache and self.cache.snapshots is None and num_blocks > 0:
+            self.cache.tier = HostTier(self.block_rows, num_blocks, files=files)
+
     def abort(self, request_id: str) -> list[Event]:
         """Stop a request; its unfinished choices end with "abort"."""
         request = self.active.get(request_id)
@@ -177,8 +167,8 @@ class EmbeddedEngine:
 
     def weights_changed(self, version: int, fingerprint: str = "") -> None:
         """Tag tokens with `version` from now on. Running sequences keep their KV; new ones do not reuse it."""
-        self.version, self.fingerprint = version, fingerprint
-        self._epoch += 1
+        self.version = version
+        self.roots.weights_changed(fingerprint)
         if self.runner.images is not None:
             self.runner.images.forget_features()
         self._mark_mixed(self.scheduler.running)
@@ -201,10 +191,6 @@ class EmbeddedEngine:
         events = [event for request_id in users for event in self.abort(request_id)]
         self.adapters.drop(name)
         return events
-
-    def tokens_per_second(self) -> float:
-        """Sampling rate over the last seconds; 0 if nothing was sampled. Safe to call from another thread."""
-        return self._rate if time.monotonic() - self._counted_at < _RATE_WINDOW else 0.0
 
     def _sequence(
         self,
@@ -238,20 +224,15 @@ class EmbeddedEngine:
             images=images,
         )
 
-    def _root_of(self, sequence: Sequence) -> bytes:
-        return self.root_of(sequence.salt, sequence.adapter)
-
     def root_of(self, salt: str | None, adapter: str | None) -> bytes:
-        """Return the root of block hashes under a salt and an adapter. Engines with equal weights have equal roots;
-        weights without a fingerprint are never those of another engine, or of another time."""
-        weights = self.fingerprint or f"{self._identity}.{self._epoch}"
-        return root_hash(salt, adapter, self.adapters.fingerprint(adapter), weights, self.precision, self._layout)
+        """Return the root of block hashes under a salt and an adapter."""
+        return self.roots.of(salt, adapter, self.adapters.fingerprint(adapter))
 
     def _mark_mixed(self, sequences: Iterable[Sequence]) -> None:
         """Keep the KV of sequences that go on under other weights to themselves."""
         for sequence in sequences:
             sequence.mixed = True
-            sequence.root = root_hash("mixed", self._identity, self._epoch, sequence.order)
+            sequence.root = self.roots.of_mixed(sequence.order)
             sequence.hashes = [sequence.root] * len(sequence.hashes)
 
     def _launch(self, step: Step) -> LaunchedStep:
@@ -307,8 +288,8 @@ class EmbeddedEngine:
                 ended.append(sequence)
             elif sequence.chunk_is_due(now, running):
                 sequence.emitted_at = now
-                events.append((self.active[sequence.request_id], _chunk(sequence)))
-        self._count(grown)
+                events.append((self.active[sequence.request_id], next_chunk(sequence)))
+        self.sampled.count(grown)
         events += self._finish(ended)
         return events + self._fail(failed) if failed else events
 
@@ -346,60 +327,18 @@ class EmbeddedEngine:
             request = self.active[sequence.request_id]
             self.scheduler.remove(sequence)
             if sequence.streamed:
-                events.append((request, _chunk(sequence)))
+                events.append((request, next_chunk(sequence)))
             request.unfinished -= 1
             if request.unfinished == 0:
                 del self.active[request.request_id]
-                events.append((request, _result(request)))
+                events.append((request, request.result()))
         return events
 
-    def _count(self, tokens: int) -> None:
-        self.generated_tokens += tokens
-        now = self._counted_at = time.monotonic()
-        self._recent.append((now, self.generated_tokens))
-        while now - self._recent[0][0] > _RATE_WINDOW:
-            self._recent.popleft()
-        since, before = self._recent[0]
-        if now > since:
-            self._rate = (self.generated_tokens - before) / (now - since)
 
-
-def add_host_tier(engine: EmbeddedEngine, num_blocks: int, files: BlockFiles | None = None) -> None:
-    """Keep `num_blocks` blocks that the cache gives up in host memory, and in `files`. Models with recurrent layers
-    have no use for blocks without the states that belong to them."""
-    if engine.limits.prefix_cache and engine.cache.snapshots is None and num_blocks > 0:
-        engine.cache.tier = HostTier(engine.block_rows, num_blocks, files=files)
-
-
-def make_cache(config: ModelConfig, limits: EngineLimits) -> BlockCache:
+def make_block_cache(config: ModelConfig, limits: EngineLimits) -> BlockCache:
     """Build the blocks' bookkeeping. In models with recurrent layers prefixes are reused where states are kept."""
     if not any(isinstance(cache, RecurrentState) for cache in layer_caches(config)):
         return BlockCache(limits.num_blocks, limits.block_size, prefix_cache=limits.prefix_cache)
     reuses = limits.prefix_cache and limits.snapshots > 0
     snapshots = Snapshots(limits.max_running, limits.snapshots) if reuses else None
     return BlockCache(limits.num_blocks, limits.block_size, prefix_cache=reuses, snapshots=snapshots)
-
-
-def _chunk(sequence: Sequence) -> Chunk:
-    start = sequence.emitted
-    sequence.emitted = sequence.output_len
-    return Chunk(
-        sequence.index,
-        sequence.tokens[sequence.prompt_len + start :],
-        sequence.logprobs[start:],
-        sequence.top_logprobs[start:],
-        list(sequence.versions),
-        sequence.finish_reason,
-        sequence.experts,
-    )
-
-
-def _result(request: ActiveRequest) -> Result:
-    choices = []
-    for s in request.sequences:
-        assert s.finish_reason is not None
-        output = s.tokens[s.prompt_len :]
-        choices.append(Choice(s.index, output, s.logprobs, s.top_logprobs, s.versions, s.finish_reason, s.experts))
-    first = request.sequences[0]
-    prompt = [None, *first.prompt_logprobs] if first.wants_prompt_logprobs else None
-    return Result(request.request_id, choices, first.cached, prompt)

@@ -12,7 +12,7 @@ from headway.base.processes import available_memory
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.inference.embedded.cache.block_files import BlockFiles
 from headway.inference.embedded.cpu import library as cpu
-from headway.inference.embedded.engine import EmbeddedEngine, add_host_tier
+from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
@@ -69,7 +69,7 @@ def load_service(
     limits = size_engine(inference, model.config, settings.seq_len, dtype, free_memory(device))
     engine = EmbeddedEngine(model, limits)
     _add_tiers(engine, inference, secret)
-    engine.fingerprint, engine.precision = fingerprint, "fp8" if settings.serves_fp8 else ""
+    engine.roots.fingerprint, engine.roots.precision = fingerprint, "fp8" if settings.serves_fp8 else ""
     return EmbeddedService(
         engine,
         fingerprint=fingerprint,
@@ -88,7 +88,7 @@ def _add_tiers(engine: EmbeddedEngine, settings: InferenceSettings, secret: str)
     if settings.kv_store is not None:
         files = BlockFiles(Path(settings.kv_store), int(settings.kv_store_gb * 1e9), secret)
     if block_bytes:
-        add_host_tier(engine, int(settings.kv_host_memory_gb * 1e9) // block_bytes, files)
+        engine.add_host_tier(int(settings.kv_host_memory_gb * 1e9) // block_bytes, files)
 
 
 def free_memory(device: torch.device) -> int:

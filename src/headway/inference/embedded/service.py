@@ -130,9 +130,9 @@ class EmbeddedService(BaseEngine[ServedAdapters]):
             kv_usage=cache.usage,
             kv_capacity_tokens=cache.num_blocks * cache.block_size,
             preemptions=scheduler.preemptions,
-            tokens_per_second=engine.tokens_per_second(),
+            tokens_per_second=engine.sampled.per_second(),
             max_model_len=self.max_model_len,
-            generated_tokens=engine.generated_tokens,
+            generated_tokens=engine.sampled.tokens,
             paused=self._thread.paused,
             adapters=self._adapters.versions(),
         )

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from headway.inference.embedded.engine import EmbeddedEngine, Event
+from headway.inference.embedded.engine import EmbeddedEngine
+from headway.inference.embedded.requests import Event
 from headway.inference.engine import Chunk, FailedError, Result
 
 logger = logging.getLogger(__name__)

@@ -165,9 +165,9 @@ class VllmEngine(BaseEngine[LoadedAdapters]):
             kv_usage=self._stats.kv_usage if in_line else 0.0,
             kv_capacity_tokens=self._limits.kv_capacity_tokens,
             preemptions=self._stats.preemptions,
-            tokens_per_second=self._stats.tokens_per_second(),
+            tokens_per_second=self._stats.sampled.per_second(),
             max_model_len=self.max_model_len,
-            generated_tokens=self._stats.generated_tokens,
+            generated_tokens=self._stats.sampled.tokens,
             paused=self._scheduler.paused,
             adapters=self._adapters.versions(),
         )

@@ -1,23 +1,19 @@
 """Statistics of vLLM's engines, counted step by step."""
 
-import time
-from collections import deque
 from typing import Any
 
+from headway.inference.rate import SamplingRate
 from headway.inference.vllm.internals import iteration_counts, scheduler_counts
-
-_RATE_WINDOW = 5.0
 
 
 class EngineStats:
     """Counts over all steps so far, of all of vLLM's engines together. `internals.stats_logger` feeds it."""
 
     def __init__(self) -> None:
-        self.generated_tokens = 0
+        self.sampled = SamplingRate()
         self.preemptions = 0
         self._running: dict[int, int] = {}
         self._kv_usage: dict[int, float] = {}
-        self._recent: deque[tuple[float, int]] = deque()
 
     @property
     def running(self) -> int:
@@ -33,15 +29,4 @@ class EngineStats:
         if iteration is not None:
             preempted, generated = iteration_counts(iteration)
             self.preemptions += preempted
-            self.generated_tokens += generated
-            self._recent.append((time.monotonic(), self.generated_tokens))
-
-    def tokens_per_second(self) -> float:
-        """Over the last seconds; 0 when nothing was sampled in them."""
-        now = time.monotonic()
-        while self._recent and now - self._recent[0][0] > _RATE_WINDOW:
-            self._recent.popleft()
-        if len(self._recent) < 2 or self._recent[-1][0] == self._recent[0][0]:
-            return 0.0
-        (first, before), (last, after) = self._recent[0], self._recent[-1]
-        return (after - before) / (last - first)
+            self.sampled.count(generated)
