@@ -7,8 +7,11 @@ router with a correction bias chooses experts, beside a shared expert that all t
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, KvCache, split_experts
+from headway.models.checkpoint_tensors import CheckpointTensor, split_experts
+from headway.models.family import Family
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.cache import KvCache
+from headway.models.shapes.config import ModelConfig
 
 if TYPE_CHECKING:
     from headway.models.layers.block import Block

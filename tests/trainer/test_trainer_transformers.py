@@ -16,7 +16,6 @@ from headway.config.inference import ServeSettings
 from headway.config.shared import ModelSettings
 from headway.config.trainer import ActivationSettings
 from headway.core.runs import RunPaths
-from headway.models import transformers_config
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
@@ -158,7 +157,7 @@ def test_an_unknown_family_names_the_way_out(tmp_path: Path) -> None:
 
 def test_the_first_pass_refuses_a_module_in_which_samples_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions over tokens are refused by name; here as if nobody knew of them."""
-    monkeypatch.setattr(transformers_config, "ATTENTION_LAYERS", {"conv", "full_attention"})
+    monkeypatch.setattr("headway.models.shapes.transformers.ATTENTION_LAYERS", {"conv", "full_attention"})
     values = {
         "model_type": "lfm2",
         "vocab_size": 67,

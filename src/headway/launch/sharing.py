@@ -18,8 +18,8 @@ from headway.launch.memory import (
     trainer_shares,
 )
 from headway.launch.placement import Placement, gpus_of
-from headway.models.config import ModelConfig
 from headway.models.costs import kv_bytes_per_token, state_bytes_per_sequence
+from headway.models.shapes.config import ModelConfig
 from headway.trainer.memory.estimate import compute_bytes
 
 MARGIN = 0.05

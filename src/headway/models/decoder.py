@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
-from headway.models.config import ModelConfig
 from headway.models.gates.bank import AdapterBank
 from headway.models.gates.blocks import AdapterGate
 from headway.models.layers.apart import split_context
@@ -17,7 +16,8 @@ from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import Rotary, RotaryTable
 from headway.models.layers.sent import SentParameters
 from headway.models.packed import ModelOutput, PackedTokens
-from headway.models.rotary import RopeParameters
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.rotary import RopeParameters
 
 
 class Embedding(nn.Embedding):

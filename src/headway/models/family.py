@@ -1,13 +1,14 @@
 """A family of models: everything Headway knows about it, in one object."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from headway.base.errors import UsageError
-from headway.models.config import HF_NAMES, ModelConfig, fields_from_hf, fields_to_hf
-from headway.models.recurrent import RecurrentState
-from headway.models.rotary import DEFAULT_ROPE_THETA, RopeParameters
+from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.cache import KvCache, LayerCache
+from headway.models.shapes.config import HF_NAMES, ModelConfig, fields_from_hf, fields_to_hf
+from headway.models.shapes.rotary import DEFAULT_ROPE_THETA, RopeParameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,121 +18,6 @@ if TYPE_CHECKING:
     from headway.models.layers.block import Block
     from headway.models.layers.mlp import FeedForward
     from headway.models.layers.norm import RMSNorm
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
-    """The tensor called `name` in the checkpoint is `parameter[at]` here, with the last two axes swapped where it is
-    `transposed`."""
-
-    name: str
-    at: tuple[int | slice, ...] = ()
-    transposed: bool = False
-
-
-@dataclass(frozen=True)
-class KvCache:
-    """Keys and values that a layer keeps of a token while serving; of the last `window` tokens, if that is set.
-
-    `value_dim` is the size of a value head, None: that of a key head. `values_in_keys`: values are the first numbers of
-    keys, and nothing is stored twice (latent attention). `index_dim` is the size of one more key per token, by which
-    sparse attention chooses the tokens that it attends to; 0: there is none.
-    """
-
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-    value_dim: int | None = None
-    values_in_keys: bool = False
-    index_dim: int = 0
-
-    @property
-    def value_size(self) -> int:
-        return self.head_dim if self.value_dim is None else self.value_dim
-
-    @property
-    def numbers(self) -> int:
-        """Numbers kept per token."""
-        values = 0 if self.values_in_keys else self.value_size
-        return self.kv_heads * (self.head_dim + values) + self.index_dim
-
-    @property
-    def fits_fp8(self) -> bool:
-        """Keys and values lie head by head: those of latent and of sparse attention stay in the model's precision."""
-        return self.kv_heads > 0 and not self.values_in_keys and not self.index_dim
-
-    def bytes_per_token(self, number_bytes: int, fp8: bool) -> int:
-        """Bytes kept per token, in FP8 with a float32 scale for each head of keys and of values."""
-        if fp8 and self.fits_fp8:
-            return self.numbers + 2 * 4 * self.kv_heads
-        return number_bytes * self.numbers
-
-
-NO_KEYS = KvCache(0, 0)
-"""The cache of a layer that keeps no keys."""
-
-LayerCache = KvCache | RecurrentState | None
-"""What a layer keeps while serving: something of every token, a state of every sequence, or nothing."""
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The sizes of one block, from which FLOPs and bytes follow (`headway.models.costs`).
-
-    `linears` are (inputs, outputs) by the name that adapters target, after a path where two layers share it; `vectors`
-    counts the weights of norms and biases; `query_width` is heads x head size; `mlp_width` is how many numbers the MLP
-    computes for a token. Every token passes `experts_per_token` of `experts`, each of `expert_weights`;
-    `router_weights` choose them, or what to attend to. `expert_sides` adds up the inputs and outputs of one expert's
-    matrices, which adapters have beside them.
-
-    Where keys and values of every head are computed from what is cached, `value_width` is heads x size of a value.
-    Sparse attention sees at most `most_keys` tokens, after it has scored all by queries of `index_width` numbers.
-    A recurrent mixer has `conv_weights` in its convolution; a token meets its state in `state_products` products.
-    """
-
-    linears: Mapping[str, tuple[int, int]]
-    vectors: int
-    query_width: int
-    mlp_width: int
-    cache: LayerCache
-    router_weights: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_weights: int = 0
-    expert_sides: int = 0
-    value_width: int | None = None
-    most_keys: int | None = None
-    index_width: int = 0
-    conv_weights: int = 0
-    state_products: int = 0
-
-    @property
-    def key_value_width(self) -> int:
-        """Numbers of a token's keys and values in training: where nothing projects to them alone (latent attention),
-        every query head has its own."""
-        if "k_proj" in self.linears and "v_proj" in self.linears:
-            return self.linears["k_proj"][1] + self.linears["v_proj"][1]
-        return self.query_width + self.attended_width
-
-    @property
-    def attended_width(self) -> int:
-        """Numbers of attention's output."""
-        return self.query_width if self.value_width is None else self.value_width
-
-    @property
-    def weights(self) -> int:
-        """All parameters."""
-        return self._always_used + self.vectors + self.experts * self.expert_weights
-
-    @property
-    def active_weights(self) -> int:
-        """The weights that multiply one token."""
-        return self._always_used + self.experts_per_token * self.expert_weights
-
-    @property
-    def _always_used(self) -> int:
-        linears = sum(inputs * outputs for inputs, outputs in self.linears.values())
-        return linears + self.router_weights + self.conv_weights
 
 
 READ_KEYS = frozenset({"eos_token_id", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
@@ -369,41 +255,3 @@ class Family:
         mlp = config.mlp_width
         linears |= {"gate_proj": (width, mlp), "up_proj": (width, mlp), "down_proj": (mlp, width)}
         return BlockShape(linears, vectors + config.mlp_bias * (2 * mlp + width), queries, mlp, cache)
-
-
-def renamed(parameter: str, names: Mapping[str, str]) -> str:
-    """Replace the parts of a parameter's name that checkpoints call otherwise."""
-    for ours, theirs in names.items():
-        parameter = parameter.replace(ours, theirs)
-    return parameter
-
-
-def behind_last_layer(name: str, config: ModelConfig) -> bool:
-    """Tell whether a checkpoint's tensor is of the layers after the last, which predict tokens further ahead (MTP)."""
-    layer = name.removeprefix("model.layers.").partition(".")[0]
-    return name.startswith("model.layers.") and layer.isdecimal() and int(layer) >= config.layers
-
-
-def split_experts(
-    parameter: str,
-    config: ModelConfig,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> list[CheckpointTensor]:
-    """The tensors of stacked experts (gate above up): three matrices of each in the checkpoint, by their `names`.
-    Empty for other parameters."""
-    prefix, found, projection = parameter.partition(".mlp.experts.")
-    if not found:
-        return []
-    gate, up, down = names
-    width, experts = config.expert_width, [f"{prefix}.mlp.experts.{e}" for e in range(config.experts)]
-    if projection == "down_proj":
-        return [CheckpointTensor(f"{expert}.{down}.weight", (e,)) for e, expert in enumerate(experts)]
-    gates, ups = slice(0, width), slice(width, 2 * width)
-    return [
-        tensor
-        for e, expert in enumerate(experts)
-        for tensor in (
-            CheckpointTensor(f"{expert}.{gate}.weight", (e, gates)),
-            CheckpointTensor(f"{expert}.{up}.weight", (e, ups)),
-        )
-    ]

@@ -28,10 +28,10 @@ from headway.inference.embedded.scheduling.snapshots import Snapshots
 from headway.inference.engine import POLICY, FailedError, RequestError
 from headway.inference.images import ServedImage
 from headway.inference.rate import SamplingRate
-from headway.models.config import ModelConfig
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
-from headway.models.recurrent import RecurrentState
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.recurrent import RecurrentState
 from headway.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:

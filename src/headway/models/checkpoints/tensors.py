@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from headway.base.errors import HeadwayError
+from headway.models.checkpoint_tensors import CheckpointTensor
 from headway.models.decoder import DecoderLM
-from headway.models.family import CheckpointTensor
 from headway.models.registry import find_family
 from headway.models.sharded import fill_part, gathered, is_sharded
 

@@ -3,9 +3,12 @@
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, KvCache, LayerCache
-from headway.models.transformers_config import FAMILY, TransformersConfig, config_from_theirs
+from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.family import Family
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.cache import KvCache, LayerCache
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.transformers import FAMILY, TransformersConfig, config_from_theirs
 
 if TYPE_CHECKING:
     from headway.models.decoder import DecoderLM

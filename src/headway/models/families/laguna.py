@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
-from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, renamed, split_experts
-from headway.models.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers
-from headway.models.rotary import RopeParameters, scaling_from_hf, scaling_to_hf
+from headway.models.checkpoint_tensors import CheckpointTensor, renamed, split_experts
+from headway.models.family import Family
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers
+from headway.models.shapes.rotary import RopeParameters, scaling_from_hf, scaling_to_hf
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import SelfAttention

@@ -4,10 +4,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, KvCache, behind_last_layer, split_experts
-from headway.models.latent_config import LatentConfig
-from headway.models.rotary import rope_to_hf
+from headway.models.checkpoint_tensors import CheckpointTensor, behind_last_layer, split_experts
+from headway.models.family import Family
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.cache import KvCache
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.latent import LatentConfig
+from headway.models.shapes.rotary import rope_to_hf
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import Attention

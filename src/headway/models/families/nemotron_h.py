@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
-from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, KvCache, LayerCache
-from headway.models.recurrent import MambaShape
+from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.family import Family
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.cache import KvCache, LayerCache
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.recurrent import MambaShape
 
 if TYPE_CHECKING:
     from torch import nn

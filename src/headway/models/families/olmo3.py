@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.models.families.olmo2 import Olmo2
-from headway.models.layer_types import FULL, SLIDING
 from headway.models.rotary_kinds import RotaryKinds
+from headway.models.shapes.layer_types import FULL, SLIDING
 
 
 class Olmo3(RotaryKinds, Olmo2):

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
-from headway.models.config import ModelConfig
+from headway.models.checkpoint_tensors import CheckpointTensor
 from headway.models.families.qwen3_next import DeltaNetConfig, Qwen3Next
-from headway.models.family import CheckpointTensor
-from headway.models.recurrent import DeltaNetShape
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.recurrent import DeltaNetShape
 
 if TYPE_CHECKING:
     from headway.models.layers.delta_net import GatedDeltaNet

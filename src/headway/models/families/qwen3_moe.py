@@ -3,8 +3,9 @@
 from collections.abc import Collection
 from typing import Any
 
-from headway.models.config import ModelConfig
-from headway.models.family import CheckpointTensor, Family, split_experts
+from headway.models.checkpoint_tensors import CheckpointTensor, split_experts
+from headway.models.family import Family
+from headway.models.shapes.config import ModelConfig
 
 
 class Qwen3Moe(Family):

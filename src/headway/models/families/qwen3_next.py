@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
-from headway.models.config import ModelConfig
-from headway.models.family import BlockShape, CheckpointTensor, Family, LayerCache, renamed, split_experts
-from headway.models.recurrent import DeltaNetShape
+from headway.models.checkpoint_tensors import CheckpointTensor, renamed, split_experts
+from headway.models.family import Family
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.cache import LayerCache
+from headway.models.shapes.config import ModelConfig
+from headway.models.shapes.recurrent import DeltaNetShape
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import SelfAttention

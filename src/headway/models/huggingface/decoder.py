@@ -15,7 +15,7 @@ from headway.models.huggingface.linear import ModuleLinear, SharedPass, replace_
 from headway.models.huggingface.reference import check_against_reference
 from headway.models.layers.block import RunBlock
 from headway.models.packed import ModelOutput, PackedTokens
-from headway.models.transformers_config import TransformersConfig
+from headway.models.shapes.transformers import TransformersConfig
 
 
 class TransformersLM(DecoderLM):

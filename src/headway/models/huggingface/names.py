@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from headway.base.errors import UsageError
-from headway.models.family import CheckpointTensor
+from headway.models.checkpoint_tensors import CheckpointTensor
 from headway.models.huggingface.configs import hf_module
-from headway.models.transformers_config import TransformersConfig
+from headway.models.shapes.transformers import TransformersConfig
 
 
 def checkpoint_names(config: TransformersConfig) -> dict[str, list[CheckpointTensor]]:

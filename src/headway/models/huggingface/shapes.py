@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from headway.models.family import BlockShape, KvCache
 from headway.models.huggingface.decoder import TransformersLM
 from headway.models.layers.linear import Linear
-from headway.models.transformers_config import TransformersConfig
+from headway.models.shapes.block import BlockShape
+from headway.models.shapes.cache import KvCache
+from headway.models.shapes.transformers import TransformersConfig
 
 
 def block_shapes(config: TransformersConfig) -> list[BlockShape]:

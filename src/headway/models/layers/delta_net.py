@@ -14,7 +14,7 @@ from headway.models.layers.norm import RMSNorm
 from headway.models.layers.sent import SentParameters
 from headway.models.ops.recurrent.chunks import precision
 from headway.models.packed import States
-from headway.models.recurrent import DeltaNetShape
+from headway.models.shapes.recurrent import DeltaNetShape
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys and values side by side (T, channels); the output's gate (T, heads, values); the logits of how much a

@@ -12,7 +12,7 @@ from headway.models.layers.convolution import ShortConvolution
 from headway.models.layers.linear import Linear
 from headway.models.layers.sent import SentParameters
 from headway.models.packed import States
-from headway.models.recurrent import MambaShape
+from headway.models.shapes.recurrent import MambaShape
 
 
 class GroupNorm(SentParameters):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.models.ops.recurrent.slots import SlotStates
 from headway.models.packed import Recurrence
-from headway.models.recurrent import RecurrentState
+from headway.models.shapes.recurrent import RecurrentState
 
 
 class StateStore:

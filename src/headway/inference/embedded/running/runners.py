@@ -9,10 +9,10 @@ from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
-from headway.models.family import NO_KEYS, KvCache
 from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
-from headway.models.recurrent import RecurrentState
+from headway.models.shapes.cache import NO_KEYS, KvCache
+from headway.models.shapes.recurrent import RecurrentState
 from headway.models.vision.config import VisionConfig
 
 logger = logging.getLogger(__name__)

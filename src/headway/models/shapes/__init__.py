@@ -1,0 +1,1 @@
+"""Shapes of models and their parts, as config.json tells them. Without torch."""
