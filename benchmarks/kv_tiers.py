@@ -17,7 +17,7 @@ from typing import Any
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
-from headway.inference.engine import Result
+from headway.inference.outputs import Result
 from headway.models.build import build_model
 from headway.models.shapes.config import ModelConfig
 

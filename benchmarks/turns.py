@@ -31,7 +31,7 @@ from headway.core.episodes import EpisodeRequest, Task
 from headway.core.protocol import SamplingParams
 from headway.envs.agents.proxy import Proxy
 from headway.envs.base import Environment, Policy, ToolUse, tool
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.samples import episode_samples
 from headway.models.tiny_tokenizer import tiny_tokenizer

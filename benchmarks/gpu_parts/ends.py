@@ -16,7 +16,7 @@ from gpu_parts.cases import Case, run_cases, table
 from gpu_parts.engine import make_engine, prompts
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine
-from headway.inference.engine import Result
+from headway.inference.outputs import Result
 
 SEQUENCES, PROMPT, OUTPUT = 256, 16, 256
 

@@ -17,7 +17,7 @@ from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.running.device_runner import DeviceRunner
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
-from headway.inference.engine import Choice, Result
+from headway.inference.outputs import Choice, Result
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.decoder import DecoderLM

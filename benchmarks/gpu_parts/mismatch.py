@@ -25,7 +25,8 @@ from gpu_parts.families import given_experts, packed_logprobs
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import ModelSettings
 from headway.core.protocol import GenerateRequest, SamplingParams
-from headway.inference.engine import Choice, Engine
+from headway.inference.engine import Engine
+from headway.inference.outputs import Choice
 from headway.inference.serve import load_engine
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, save_checkpoint

@@ -25,7 +25,8 @@ from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.running.device_runner import DeviceRunner
 from headway.inference.embedded.service import EmbeddedService
-from headway.models.adapters.lora import adaptable_weights, peft_tensors
+from headway.models.adapters.adaptable import adaptable_weights
+from headway.models.adapters.peft import peft_tensors
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.decoder import DecoderLM

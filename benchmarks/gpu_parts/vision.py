@@ -23,8 +23,8 @@ from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.samples import Sample
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
-from headway.inference.engine import Result
 from headway.inference.images import ServedImage
+from headway.inference.outputs import Result
 from headway.models.build import build_model
 from headway.models.vision.config import TowerConfig, VisionConfig
 from headway.trainer.parallel.ranks import joined

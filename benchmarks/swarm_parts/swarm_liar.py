@@ -19,7 +19,9 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.base.files import atomic_directory
 from headway.core.episodes import Episode, Node
-from headway.launch.contribute import ContributeOptions, Contributor, LocalEngine
+from headway.launch.contribute.contributor import Contributor
+from headway.launch.contribute.engine import LocalEngine
+from headway.launch.contribute.options import ContributeOptions
 from headway.models.checkpoints.folders import read_tensors
 from headway.swarm.messages.orders import WorkOrder
 from headway.swarm.weights.manifest import AdapterTerms

@@ -13,9 +13,9 @@ from swarm_workers import MOST_NEIGHBOURS, LocalEngine, stopping
 from headway.core.episodes import Episode, EpisodeRequest
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.envs.tree import Reply
-from headway.inference.engine import Result
-from headway.launch.contribute import ContributeOptions
-from headway.launch.contribute import LocalEngine as ContributedEngine
+from headway.inference.outputs import Result
+from headway.launch.contribute.engine import LocalEngine as ContributedEngine
+from headway.launch.contribute.options import ContributeOptions
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.swarm.messages.api import SwarmTerms

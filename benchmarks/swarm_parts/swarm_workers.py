@@ -19,7 +19,7 @@ from headway.envs.tree import Prompt, Reply
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.states import top_states
-from headway.inference.engine import Result
+from headway.inference.outputs import Result
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors

@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from headway.core.protocol import EngineState, GenerateRequest, WeightUpdate, chunk_tokens
-from headway.inference.engine import AdapterTable, BaseEngine, Chunk, Mode, Result
+from headway.inference.adapter_table import AdapterTable
+from headway.inference.engine import BaseEngine, Mode
+from headway.inference.outputs import Chunk, Result
 from headway.inference.server import ServerContext, build_app
 from headway.models.tiny_tokenizer import tiny_tokenizer
 from headway.rendering.chatml import ChatMLRenderer

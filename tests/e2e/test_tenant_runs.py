@@ -23,7 +23,8 @@ from headway.config.trainer import TrainSettings
 from headway.core.records import read_rollouts
 from headway.core.runs import RunPaths
 from headway.core.tenants import TenantUse
-from headway.models.adapters.lora import adapter_tensors, read_adapter
+from headway.models.adapters.lora import adapter_tensors
+from headway.models.adapters.peft import read_adapter
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper

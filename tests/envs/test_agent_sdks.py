@@ -29,7 +29,7 @@ from headway.core.records import TrainedLogprobs
 from headway.core.runs import RunPaths
 from headway.core.wire import decode
 from headway.envs.agents.agent import AgentProgram
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.samples import episode_samples
 from headway.models.tiny import resolve_model

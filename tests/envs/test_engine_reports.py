@@ -4,8 +4,8 @@ import asyncio
 
 from headway.core.prefixes import PrefixSummary, chain_hash, root_hash
 from headway.core.protocol import EngineState
-from headway.envs.engine_reports import EngineReport
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.reports import EngineReport
 
 ROOT = root_hash("weights")
 TOKENS = list(range(400))

@@ -11,7 +11,7 @@ from headway.core.episodes import EpisodeRequest, RoutedExperts, Task
 from headway.core.messages import Message
 from headway.core.protocol import GenerateChoice, Logprobs, SamplingParams, TokenLogprob
 from headway.envs.base import Environment, EpisodeFailure, Game, MultiTurn, State
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.rewards import conversation
 from headway.envs.samples import episode_samples
@@ -212,7 +212,7 @@ def test_another_engine_takes_over_and_a_busy_one_is_asked_again():
 
 
 def test_no_engine_at_all_is_an_error(monkeypatch):
-    monkeypatch.setattr("headway.envs.engines.RETRY_SECONDS", 0.3)
+    monkeypatch.setattr("headway.envs.engines.sampler.RETRY_SECONDS", 0.3)
     engine = ScriptedEngine(lambda request, prompt: "w0", fail=10**9)
     assert run(Echo(), engine).error.kind == "engine"
 

@@ -17,7 +17,8 @@ from headway.core.messages import Message, as_messages, image_part
 from headway.core.protocol import GenerateRequest
 from headway.core.records import without_experts
 from headway.envs.bundled.grid import Grid, demonstrations, draw
-from headway.envs.engines import Engines, EngineSampler
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.sampler import EngineSampler
 from headway.envs.samples import branch_images, trace_samples
 from headway.envs.tree import Prompt, Reply, TraceTree
 from headway.models.images.processor import PatchProcessor

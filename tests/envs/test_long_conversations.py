@@ -15,13 +15,13 @@ from headway.core import prefixes
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.growing import Growing
 from headway.core.messages import Message
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.prefixes import PrefixSummary, PromptNames, root_hash
 from headway.core.protocol import Continued, GenerateRequest, SamplingParams
 from headway.envs.agents.apis import chat
 from headway.envs.agents.apis.call import Kept
 from headway.envs.base import ToolUse, tool
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.samples import episode_samples
 from headway.inference.server.conversations import Conversations

@@ -13,7 +13,7 @@ from headway.config.orchestrator import EnvSettings
 from headway.core.episodes import EpisodeRequest, Task
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.envs.base import MultiTurn
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.samples import episode_samples
 from headway.envs.workers.pool import EnvPool

@@ -16,7 +16,7 @@ from headway.config.orchestrator import EnvSettings, WorkerSettings
 from headway.core.episodes import Episode, EpisodeRequest, Task
 from headway.core.messages import Message
 from headway.envs.base import Environment, Game
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.reply_log import ReplyLog
 from headway.envs.samples import episode_samples

@@ -17,7 +17,7 @@ from headway.envs.tree import Prompt
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
-from headway.inference.engine import Choice, Result
+from headway.inference.outputs import Choice, Result
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors

@@ -21,7 +21,7 @@ from engine_common import (
     until,
 )
 
-from headway.inference.engine import FailedError
+from headway.inference.errors import FailedError
 
 
 @pytest.mark.parametrize("family", FAMILIES)

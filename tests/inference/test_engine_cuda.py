@@ -26,7 +26,7 @@ from engine_common import (
 from headway.config.shared import FilesystemWeights, LoraSettings
 from headway.core.runs import RunPaths
 from headway.inference.embedded.running.device_runner import DeviceRunner
-from headway.inference.engine import Result
+from headway.inference.outputs import Result
 from headway.models.adapters.lora import adapter_tensors, apply_lora, merge_adapter
 from headway.models.decoder import DecoderLM
 from headway.models.registry import config_from_hf

@@ -13,7 +13,9 @@ from headway.core.episodes import EpisodeRequest, Task
 from headway.core.messages import Message
 from headway.core.protocol import SamplingParams
 from headway.core.shapes import ReplyShape
-from headway.envs.engines import EnginePolicy, Engines, EngineSampler
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.policy import EnginePolicy
+from headway.envs.engines.sampler import EngineSampler
 from headway.envs.policy import ShapeRefused
 from headway.models.tiny_tokenizer import tiny_tokenizer
 from headway.rendering.load import load_renderer

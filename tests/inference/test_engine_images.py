@@ -30,10 +30,12 @@ from headway.core.messages import Message, as_messages, image_part
 from headway.core.protocol import Continued, GenerateRequest, SamplingParams
 from headway.core.records import RolloutRecord, without_experts, write_rollouts
 from headway.core.runs import RunPaths
-from headway.envs.engines import EnginePolicy, Engines, EngineSampler
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.policy import EnginePolicy
+from headway.envs.engines.sampler import EngineSampler
 from headway.inference.embedded.engine import EmbeddedEngine
-from headway.inference.engine import Choice
 from headway.inference.images import ServedImage
+from headway.inference.outputs import Choice
 from headway.models.build import build_model
 from headway.models.registry import config_from_hf
 from headway.models.tiny import save_built_in

@@ -17,7 +17,7 @@ from headway.base.errors import HeadwayError
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.load import load_service, size_engine
-from headway.inference.engine import BusyError
+from headway.inference.errors import BusyError
 from headway.transport.inference import EngineError, InferenceClient
 
 

@@ -6,7 +6,7 @@ from engine_common import FAMILIES, make_engine, make_model, mismatch, prompt, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.inference.engine import Result
+from headway.inference.outputs import Result
 
 MODELS = {name: make_model(config) for name, config in FAMILIES.items()}
 

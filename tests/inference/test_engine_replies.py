@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.messages import Tool
-from headway.core.openai import ChatRequest
-from headway.inference.engine import Choice, Chunk
+from headway.core.openai.requests import ChatRequest
+from headway.inference.outputs import Choice, Chunk
 from headway.inference.server.chat import MessageWriter
 from headway.inference.server.context import ServerContext
 from headway.inference.server.replies import ReplyStream

@@ -13,11 +13,11 @@ import pytest
 import torch
 from engine_common import QWEN3, forward, make_engine, make_model, prompt, request, run_all, run_one
 
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.grammars import Grammars
-from headway.inference.engine import Choice
+from headway.inference.outputs import Choice
 from headway.models.decoder import DecoderLM
 from headway.models.tiny_tokenizer import save_tiny_tokenizer, tiny_tokenizer
 

@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from headway.config.shared import FilesystemWeights, LoraSettings
 from headway.core.runs import RunPaths
 from headway.inference.embedded.service import EmbeddedService
-from headway.inference.engine import Choice, FailedError, UpdateError
+from headway.inference.errors import FailedError, UpdateError
+from headway.inference.outputs import Choice
 from headway.models.adapters.lora import adapter_tensors, apply_lora, merge_adapter
 from headway.models.ops import registry
 from headway.transport.weights import make_sender

@@ -19,7 +19,8 @@ from headway.config.shared import PlacementSettings
 from headway.core.episodes import EpisodeRequest, Task
 from headway.core.protocol import GenerateRequest, GenerateResponse, SamplingParams
 from headway.core.routing import EngineView, rank_by_role
-from headway.envs.engines import Engines, EngineSampler
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.sampler import EngineSampler
 from headway.envs.tree import Reply
 from headway.inference.handover.records import BlockRecords
 from headway.inference.handover.tickets import Tickets

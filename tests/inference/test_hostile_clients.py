@@ -17,7 +17,7 @@ from engine_serving import WEATHER, EmbeddedServer
 
 from headway.base.errors import HeadwayError
 from headway.inference.embedded.service import EmbeddedService
-from headway.inference.engine import FailedError
+from headway.inference.errors import FailedError
 from headway.inference.server import ServerContext, build_app
 from headway.inference.server.connections import OpenConnections
 from headway.inference.server.requests import MAX_BYTES_PER_TOKEN

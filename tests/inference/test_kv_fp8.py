@@ -14,7 +14,7 @@ from headway.base.errors import HeadwayError
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.load import load_service, size_engine
-from headway.inference.engine import Choice
+from headway.inference.outputs import Choice
 from headway.models.attention import PackedPlan
 from headway.models.decoder import DecoderLM
 from headway.models.ops import registry

@@ -15,7 +15,7 @@ from headway.core.prefixes import PrefixSummary
 from headway.inference.embedded.cache.block_files import BlockFiles
 from headway.inference.embedded.cache.host_tier import HostTier
 from headway.inference.embedded.engine import EmbeddedEngine
-from headway.inference.engine import Result
+from headway.inference.outputs import Result
 from headway.models.decoder import DecoderLM
 
 TOLERANCE = 1e-5

@@ -23,13 +23,14 @@ from headway.core.protocol import (
     TokenLogprob,
     chunk_tokens,
 )
-from headway.envs.engines import Engines, EngineSampler
-from headway.envs.partial_reply import PartialReply, merge_runs
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.partial_reply import PartialReply, merge_runs
+from headway.envs.engines.sampler import EngineSampler
 from headway.envs.tree import Reply
 from headway.inference.embedded import backpressure
 from headway.inference.embedded.load import load_service
 from headway.inference.embedded.scheduling.sequence import Sequence
-from headway.inference.engine import Chunk
+from headway.inference.outputs import Chunk
 from headway.inference.server import ServerContext, build_app
 from headway.models.checkpoints.folders import load_model, save_checkpoint
 from headway.models.shapes.config import ModelConfig

@@ -16,7 +16,9 @@ from engine_serving import EmbeddedServer, start_server
 from headway.core.episodes import EpisodeRequest, Task
 from headway.core.messages import Message
 from headway.core.protocol import MSGPACK, GenerateRequest, GenerateResponse, SamplingParams
-from headway.envs.engines import EnginePolicy, Engines, EngineSampler
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.policy import EnginePolicy
+from headway.envs.engines.sampler import EngineSampler
 from headway.envs.samples import trace_samples
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint

@@ -12,7 +12,7 @@ from headway.config.shared import LoraSettings
 from headway.core.activations import Places, TopStates
 from headway.core.runs import RunPaths
 from headway.inference.embedded.service import EmbeddedService
-from headway.inference.engine import FailedError
+from headway.inference.errors import FailedError
 from headway.models.adapters.lora import adapter_tensors, merge_adapter
 from headway.models.decoder import DecoderLM
 from headway.models.passes import in_passes

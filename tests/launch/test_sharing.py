@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from headway.base.errors import UsageError
 from headway.config.rl import RlSettings
 from headway.core.runs import RunPaths
-from headway.launch.memory import (
-    GIB,
-    engine_shares,
-    kv_limits,
-    trainer_shares,
-)
+from headway.launch.memory import GIB, engine_shares, kv_limits, trainer_shares
 from headway.launch.placement import place
 from headway.launch.rl import process_specs
 from headway.launch.sharing import MARGIN, GpuMemory, MemoryPlan, plan_memory

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
+from headway.models.adapters.adaptable import adapters_of
 from headway.models.adapters.lora import (
     adapter_tensors,
-    adapters_of,
     apply_lora,
     drop_adapter,
     load_adapter,
     merge_adapter,
-    read_adapter,
     reserve_adapters,
     save_adapter,
 )
+from headway.models.adapters.peft import read_adapter
 from headway.models.build import build_model
 from headway.models.decoder import DecoderLM
 from headway.models.layers.linear import join_adapters

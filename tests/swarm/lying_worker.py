@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from headway.core.episodes import Episode, Node
-from headway.launch.contribute import ContributeOptions, Contributor
+from headway.launch.contribute.contributor import Contributor
+from headway.launch.contribute.options import ContributeOptions
 from headway.swarm.messages.orders import WorkOrder
 
 

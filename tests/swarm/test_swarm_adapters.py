@@ -13,7 +13,8 @@ from headway.core.episodes import EpisodeRequest
 from headway.core.protocol import GenerateRequest, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.envs.tree import Prompt, Reply
-from headway.launch.contribute import ContributeOptions, LocalEngine
+from headway.launch.contribute.engine import LocalEngine
+from headway.launch.contribute.options import ContributeOptions
 from headway.models.adapters.lora import adapter_tensors, apply_lora
 from headway.models.checkpoints.folders import load_model
 from headway.models.tiny import resolve_model

@@ -8,8 +8,9 @@ from swarm_run import CONTEXT, make_swarm
 from test_swarm_weights import RUN_KEY, serving
 
 from headway.base.errors import HeadwayError
-from headway.launch import contribute
-from headway.launch.contribute import ContributeOptions, Contributor, EngineStartError
+from headway.launch.contribute.contributor import Contributor
+from headway.launch.contribute.engine import EngineStartError
+from headway.launch.contribute.options import ContributeOptions
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.tiny import resolve_model
 from headway.swarm.messages.api import SwarmTerms
@@ -50,7 +51,7 @@ async def work(service: SwarmService, folder: Path) -> tuple[Contributor, list[s
 
 
 def test_a_worker_whose_engine_cannot_start_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contribute, "load_engine", fail)
+    monkeypatch.setattr("headway.launch.contribute.engine.load_engine", fail)
     service = open_service(tmp_path)
     worker, _ = asyncio.run(work(service, tmp_path / "worker"))
     (standing,) = service._desk.trust.workers.values()
@@ -68,8 +69,8 @@ def test_weights_that_the_disk_changed_are_fetched_again(tmp_path: Path, monkeyp
             path.write_bytes(path.read_bytes()[:-1] + b"?")
         verify_tensors(folder, fingerprint)
 
-    monkeypatch.setattr(contribute, "load_engine", fail)
-    monkeypatch.setattr(contribute, "verify_tensors", damage_once)
+    monkeypatch.setattr("headway.launch.contribute.engine.load_engine", fail)
+    monkeypatch.setattr("headway.launch.contribute.engine.verify_tensors", damage_once)
     service = open_service(tmp_path)
     _, said = asyncio.run(work(service, tmp_path / "worker"))
     assert any("is given up: the weights in" in line for line in said)

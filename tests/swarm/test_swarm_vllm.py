@@ -15,7 +15,8 @@ from swarm_run import CONTEXT, Swarm, make_swarm
 from headway.base.errors import UsageError
 from headway.core.episodes import Episode, EpisodeRequest
 from headway.envs.tree import Prompt, Reply
-from headway.launch.contribute import ContributeOptions, Contributor
+from headway.launch.contribute.contributor import Contributor
+from headway.launch.contribute.options import ContributeOptions
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.models.tiny import resolve_model

@@ -15,7 +15,7 @@ from scripted_engine import TOKENIZER, ScriptedEngine, encode, serving
 
 from headway.core.episodes import Episode, EpisodeRequest
 from headway.core.protocol import GenerateRequest, SamplingParams
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.samples import episode_samples
 from headway.envs.swe.swe import Swe

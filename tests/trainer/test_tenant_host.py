@@ -25,7 +25,7 @@ from headway.core.runs import RunPaths
 from headway.core.tenants import HostStatus, TenantJoin, TenantStatus
 from headway.core.wire import encode
 from headway.launch.tenant import join_from
-from headway.models.adapters.lora import read_adapter
+from headway.models.adapters.peft import read_adapter
 from headway.monitor.metrics import read_metrics
 from headway.trainer.recorder import Recorder
 from headway.trainer.tenants.joining import join_host

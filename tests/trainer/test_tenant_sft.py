@@ -19,7 +19,7 @@ from headway.core.batches import MicroBatch
 from headway.core.runs import RunPaths
 from headway.core.wire import encode
 from headway.envs.bundled import grid
-from headway.models.adapters.lora import read_adapter
+from headway.models.adapters.peft import read_adapter
 from headway.monitor.metrics import read_metrics
 from headway.trainer.recorder import Recorder
 from headway.trainer.sft import sft

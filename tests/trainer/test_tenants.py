@@ -14,7 +14,8 @@ from trainer_helpers import counts_of, rich_micro_batch, small_settings, vocab_o
 
 from headway.base.errors import DamagedError, UsageError
 from headway.config.trainer import TrainSettings
-from headway.models.adapters.lora import adapter_tensors, read_adapter
+from headway.models.adapters.lora import adapter_tensors
+from headway.models.adapters.peft import read_adapter
 from headway.trainer.parallel.ranks import joined
 from headway.trainer.state import build_state
 from headway.trainer.step import Stepper

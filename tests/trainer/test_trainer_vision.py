@@ -16,7 +16,8 @@ from headway.config.shared import LoraSettings
 from headway.core.batches import MicroBatch
 from headway.core.images import Grid, TokenImages
 from headway.core.samples import Sample
-from headway.models.adapters.lora import adapters_of, apply_lora, save_adapter
+from headway.models.adapters.adaptable import adapters_of
+from headway.models.adapters.lora import apply_lora, save_adapter
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model, save_checkpoint

@@ -32,7 +32,8 @@ Examples:
 
 
 def run(argv: list[str]) -> int:
-    from headway.launch.contribute import ContributeOptions, Contributor
+    from headway.launch.contribute.contributor import Contributor
+    from headway.launch.contribute.options import ContributeOptions
     from headway.monitor.logs import setup_logging
     from headway.swarm.work.site import until_stopped
 

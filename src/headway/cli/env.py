@@ -219,7 +219,7 @@ async def _by_hand(environment: "Environment", task: "Task", paint: "Paint") -> 
 async def _watch(name: str, environment: "Environment", task: "Task", options: Namespace, paint: "Paint") -> int:
     from headway.core.episodes import EpisodeRequest
     from headway.core.protocol import SamplingParams
-    from headway.envs.engines import Engines
+    from headway.envs.engines.engines import Engines
     from headway.envs.episodes import EpisodeRunner
     from headway.envs.terminal_images import terminal_images
     from headway.envs.transcript import transcript

@@ -9,7 +9,8 @@ import msgspec
 
 from headway.core.episodes import EpisodeRequest, Trace
 from headway.core.messages import Message, Tool
-from headway.core.openai import Json, chat_body, read_reply
+from headway.core.openai.answers import read_reply
+from headway.core.openai.requests import Json, chat_body
 from headway.core.shapes import ReplyShape
 from headway.envs.policy import EpisodeFailure, MessagePolicy, Policy, turn_limit
 

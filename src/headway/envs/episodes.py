@@ -10,7 +10,9 @@ from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, ErrorKi
 from headway.envs.base import Environment
 from headway.envs.chat_endpoint import ChatClient, ChatPolicy
 from headway.envs.context.policy import ManagedPolicy
-from headway.envs.engines import EnginePolicy, Engines, EngineSampler
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.policy import EnginePolicy
+from headway.envs.engines.sampler import EngineSampler
 from headway.envs.policy import EpisodeFailure, Policy
 from headway.envs.reply_log import ReplyLog
 from headway.envs.rewards import Reward, score

@@ -4,108 +4,19 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from headway.base.errors import HeadwayError
 from headway.core.activations import Places, TopStates
-from headway.core.openai import RequestError as RequestError
 from headway.core.prefixes import PrefixSummary
-from headway.core.protocol import EngineState, FinishReason, GenerateRequest, WeightReply, WeightState, WeightUpdate
-from headway.inference.handover.transfers import KvTransfer, Offers
+from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
+from headway.inference.adapter_table import AdapterTable
+from headway.inference.errors import FailedError
+from headway.inference.handover.transfers import Offers
+from headway.inference.outputs import Chunk, Result
 
 POLICY = "policy"
 """The name under which requests ask for the policy itself, as opposed to an adapter of it."""
-
 Mode = Literal["keep", "wait", "abort"]
-TopLogprobs = list[tuple[int, float]]
-"""The most likely tokens at one position with their logprobs, best first."""
-
-
-class BusyError(HeadwayError):
-    """Too many requests wait; try again in `retry_after` seconds."""
-
-    def __init__(self, message: str, retry_after: int = 1) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class LoadingError(BusyError):
-    """The model is not loaded yet."""
-
-
-class LeavingError(BusyError):
-    """The server is about to end."""
-
-
-class FailedError(HeadwayError):
-    """The engine failed on the request; a retry, or another engine, may succeed."""
-
-
-class UpdateError(HeadwayError):
-    """New weights were refused; the old ones keep serving."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """New tokens of one choice. `finish_reason` and `experts` are set in its last chunk, `versions` cover the choice so
-    far."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[TopLogprobs]
-    versions: list[tuple[int, int]]
-    finish_reason: FinishReason | None
-    experts: NDArray[np.integer] | None = None
-    kv_transfer: KvTransfer | None = None
-
-    def followed_by(self, later: "Chunk") -> "Chunk":
-        """Join two chunks of one choice."""
-        return replace(
-            later,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=self.logprobs + later.logprobs,
-            top_logprobs=self.top_logprobs + later.top_logprobs,
-        )
-
-
-@dataclass(slots=True)
-class Choice:
-    """`top_logprobs` is empty unless asked for. `experts`, of a mixture of experts, is (tokens, layers, k) over prompt
-    and output from the request's `routed_experts_start` on."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[TopLogprobs]
-    versions: list[tuple[int, int]]
-    finish_reason: FinishReason
-    experts: NDArray[np.integer] | None = None
-
-    def extend(self, chunk: Chunk) -> None:
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self.top_logprobs += chunk.top_logprobs
-        self.versions = chunk.versions
-        self.finish_reason = chunk.finish_reason or self.finish_reason
-        self.experts = chunk.experts if chunk.experts is not None else self.experts
-
-
-@dataclass(slots=True)
-class Result:
-    """`prompt_logprobs[i]`, where asked for, are token i's own logprob first, then the most likely ones."""
-
-    request_id: str
-    choices: list[Choice]
-    cached_tokens: int = 0
-    prompt_logprobs: list[TopLogprobs | None] | None = field(default=None)
-    kv_ticket: str | None = None
-    """Set by a server that leaves the rest of the reply to another."""
-    kv_transfer: KvTransfer | None = None
 
 
 class Engine(Protocol):
@@ -218,65 +129,6 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ServedAdapter:
-    """`slot` is the adapter's number in the engine."""
-
-    slot: int
-    version: int
-    fingerprint: str
-    epoch: int
-    loaded_at: float
-
-
-class AdapterTable:
-    """The adapters that an engine serves, by name.
-
-    `epoch` counts loads, so that KV of one version is never reused for another.
-    """
-
-    def __init__(self) -> None:
-        self._served: dict[str, ServedAdapter] = {}
-        self._epoch = 0
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._served
-
-    def versions(self) -> dict[str, int]:
-        return {name: adapter.version for name, adapter in self._served.items()}
-
-    def version(self, name: str) -> int:
-        return self._served[name].version
-
-    def weights(self, name: str) -> WeightState | None:
-        adapter = self._served.get(name)
-        return None if adapter is None else WeightState(adapter.version, adapter.fingerprint, adapter.loaded_at)
-
-    def epoch(self, name: str | None) -> int:
-        """Return the epoch of `name`; 0, the base model's, where that is no adapter."""
-        return self._served[name].epoch if name in self._served else 0
-
-    def fingerprint(self, name: str | None) -> str:
-        """Return the fingerprint of adapter `name`, or its load's number where it has none; empty for no adapter."""
-        adapter = self._served.get(name or "")
-        return "" if adapter is None else adapter.fingerprint or str(adapter.epoch)
-
-    def serves(self, update: WeightUpdate) -> bool:
-        adapter = self._served.get(update.adapter or "")
-        return adapter is not None and (adapter.version, adapter.fingerprint) == (update.version, update.fingerprint)
-
-    def _record(self, update: WeightUpdate, slot: int) -> None:
-        assert update.adapter is not None
-        self._epoch += 1
-        adapter = ServedAdapter(slot, update.version, update.fingerprint, self._epoch, time.time())
-        # Readers in other threads see the old table or the new one, never one that changes under them.
-        self._served = {**self._served, update.adapter: adapter}
-
-    def _remove(self, name: str) -> ServedAdapter:
-        self._served, removed = {n: a for n, a in self._served.items() if n != name}, self._served[name]
-        return removed
 
 
 Adapters = TypeVar("Adapters", bound=AdapterTable)

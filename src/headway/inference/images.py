@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headway.base.errors import HeadwayError
 from headway.core.images import MOST_IMAGES, Grid, ImageUse, RequestImage, image_digest
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import GenerateRequest
 from headway.core.streams import Floats
 from headway.models.images.processor import ImageProcessor, has_processor, load_processor

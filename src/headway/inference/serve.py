@@ -18,7 +18,8 @@ from headway.base.errors import HeadwayError, UsageError
 from headway.base.processes import is_loopback
 from headway.config.inference import ServeSettings
 from headway.core.runs import RunPaths
-from headway.inference.engine import Engine, UpdateError
+from headway.inference.engine import Engine
+from headway.inference.errors import UpdateError
 from headway.inference.server import ServerContext, build_app
 from headway.inference.server.connections import OpenConnections
 from headway.inference.tenants.grants import Grants

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from headway.base.devices import resolve_dtype
 from headway.config.shared import LoraSettings
 from headway.config.trainer import TrainSettings
-from headway.models.adapters.lora import adapters_of, apply_lora, init_adapters
+from headway.models.adapters.adaptable import adapters_of
+from headway.models.adapters.lora import apply_lora, init_adapters
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors

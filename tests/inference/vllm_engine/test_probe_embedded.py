@@ -12,7 +12,7 @@ from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.updates.probe import check_probe
 from headway.inference.embedded.updates.updater import Updater
-from headway.inference.engine import UpdateError
+from headway.inference.errors import UpdateError
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors

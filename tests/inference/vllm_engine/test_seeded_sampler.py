@@ -10,7 +10,7 @@ from vllm_harness import TIED, make
 
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.core.draws import uniform
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.vllm.arguments import SEEDED_SAMPLER, arguments
 from headway.inference.vllm.requests import check_drawn

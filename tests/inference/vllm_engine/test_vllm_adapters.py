@@ -14,10 +14,11 @@ from vllm_harness import LORA, UNTIED, Harness, hugging_face, make
 from vllm_here import ON_GPU, TOLERANCES
 
 from headway.config.shared import FilesystemWeights
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.core.tenants import TenantGrant
-from headway.inference.engine import LoadingError, RequestError, UpdateError
+from headway.inference.errors import LoadingError, UpdateError
 from headway.inference.tenants.admission import Admission
 from headway.inference.tenants.grants import Grants
 from headway.inference.tenants.view import TenantEngine

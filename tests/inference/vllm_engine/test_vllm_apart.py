@@ -14,7 +14,8 @@ from vllm_here import TOLERANCE
 
 from headway.core.episodes import EpisodeRequest, Task
 from headway.core.protocol import GenerateRequest, GenerateResponse, SamplingParams
-from headway.envs.engines import Engines, EngineSampler
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.sampler import EngineSampler
 from headway.envs.tree import Reply
 from headway.inference.handover.tickets import Tickets
 from headway.inference.handover.transfers import KvTransfer

@@ -32,10 +32,10 @@ from headway.config.shared import (
     SharedMemoryWeights,
     WeightTransport,
 )
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.core.runs import RunPaths
-from headway.inference.engine import UpdateError
+from headway.inference.errors import UpdateError
 from headway.inference.vllm import internals, processes
 from headway.inference.vllm.arguments import arguments, check_arguments, eos_of
 from headway.inference.vllm.processes import SERVER, vllm_environment

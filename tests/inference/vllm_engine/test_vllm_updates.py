@@ -14,7 +14,7 @@ from vllm_here import ON_GPU, TOLERANCE
 from headway.config.shared import SharedMemoryWeights
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
-from headway.inference.engine import UpdateError
+from headway.inference.errors import UpdateError
 from headway.models.checkpoints.tensors import hf_tensors
 from headway.models.shapes.config import ModelConfig
 from headway.transport.weights import make_sender

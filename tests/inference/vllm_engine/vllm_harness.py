@@ -15,7 +15,7 @@ from vllm_here import DTYPE, KV_GB, ON_GPU, vllm_arguments
 from headway.config.inference import InferenceSettings, ServeSettings
 from headway.config.shared import LoraSettings, ModelSettings
 from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
-from headway.inference.engine import Choice
+from headway.inference.outputs import Choice
 from headway.inference.vllm.engine import VllmEngine
 from headway.inference.vllm.load import load_vllm
 from headway.models.build import build_model

@@ -11,7 +11,7 @@ from torch import Tensor
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
-from headway.inference.engine import Choice, Result
+from headway.inference.outputs import Choice, Result
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
 from headway.models.decoder import DecoderLM
 from headway.models.serving import StandbyWeights

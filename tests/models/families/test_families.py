@@ -29,7 +29,8 @@ from torch import Tensor
 
 from headway.base.errors import UsageError
 from headway.config.shared import LoraSettings
-from headway.models.adapters.lora import adapters_of, apply_lora, merge_adapter
+from headway.models.adapters.adaptable import adapters_of
+from headway.models.adapters.lora import apply_lora, merge_adapter
 from headway.models.checkpoints.folders import load_model, read_tensors, save_checkpoint
 from headway.models.costs import active_parameter_count, adapter_count, block_shapes, parameter_count
 from headway.models.decoder import DecoderLM

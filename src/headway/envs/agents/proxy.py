@@ -18,7 +18,8 @@ from aiohttp import web
 
 from headway.core.episodes import Trace
 from headway.core.messages import Message, ToolCall
-from headway.core.openai import CONTEXT_EXCEEDED, Completion, RequestError, model_card, new_id
+from headway.core.openai.answers import Completion, model_card, new_id
+from headway.core.openai.requests import CONTEXT_EXCEEDED, RequestError
 from headway.envs.agents.apis.anthropic import MessagesCall
 from headway.envs.agents.apis.call import Call, Kept
 from headway.envs.agents.apis.chat import ChatCall

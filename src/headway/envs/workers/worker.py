@@ -21,7 +21,7 @@ from headway.base.processes import die_with_parent
 from headway.config.context import ContextRule
 from headway.core.episodes import Episode, EpisodeError, EpisodeRequest, Task
 from headway.envs.base import Environment
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner, as_error, blank_episode
 from headway.envs.packages.versions import imported_versions
 from headway.envs.registry import environment_modules, load_environment

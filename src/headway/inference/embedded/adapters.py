@@ -10,8 +10,9 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings
 from headway.core.protocol import WeightUpdate
-from headway.inference.engine import AdapterTable
-from headway.models.adapters.lora import adapter_pairs, drop_adapter, load_adapter, resize_bank
+from headway.inference.adapter_table import AdapterTable
+from headway.models.adapters.lora import drop_adapter, load_adapter, resize_bank
+from headway.models.adapters.peft import adapter_pairs
 from headway.models.decoder import DecoderLM
 from headway.models.layers.linear import join_adapters
 

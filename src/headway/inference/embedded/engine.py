@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headway.core.draws import choice_seed
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import GenerateRequest
 from headway.inference.embedded.adapters import ServedAdapters
 from headway.inference.embedded.cache.block_files import BlockFiles
@@ -25,7 +26,8 @@ from headway.inference.embedded.scheduling.roots import PrefixRoots
 from headway.inference.embedded.scheduling.scheduler import EngineLimits, Scheduler, Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.embedded.scheduling.snapshots import Snapshots
-from headway.inference.engine import POLICY, FailedError, RequestError
+from headway.inference.engine import POLICY
+from headway.inference.errors import FailedError
 from headway.inference.images import ServedImage
 from headway.inference.rate import SamplingRate
 from headway.models.costs import layer_caches

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from headway.inference.embedded.scheduling.sequence import Sequence
-from headway.inference.engine import Choice, Chunk, FailedError, Result
+from headway.inference.errors import FailedError
+from headway.inference.outputs import Choice, Chunk, Result
 
 
 @dataclass(slots=True, eq=False)

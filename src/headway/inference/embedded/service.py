@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings, TlsSettings
 from headway.core.activations import Places, TopStates
-from headway.core.openai import RequestError, new_id
+from headway.core.openai.answers import new_id
+from headway.core.openai.requests import RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightState, WeightUpdate
 from headway.inference.embedded import handover
@@ -22,8 +23,10 @@ from headway.inference.embedded.grammars import Grammars
 from headway.inference.embedded.states import top_states
 from headway.inference.embedded.thread import EngineThread, Item
 from headway.inference.embedded.updates.updater import StagedUpdate, Updater
-from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, Mode, Result
+from headway.inference.engine import POLICY, BaseEngine, Mode
+from headway.inference.errors import BusyError, FailedError
 from headway.inference.images import ServedImage, request_images
+from headway.inference.outputs import Chunk, Result
 from headway.models.passes import in_passes
 
 if TYPE_CHECKING:

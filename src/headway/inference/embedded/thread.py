@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.requests import Event
-from headway.inference.engine import Chunk, FailedError, Result
+from headway.inference.errors import FailedError
+from headway.inference.outputs import Chunk, Result
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import EngineState, WeightUpdate
 from headway.inference.server.context import KEY, VIEW, context_of
 from headway.inference.server.requests import read_body

@@ -5,7 +5,8 @@ from weakref import WeakSet
 from aiohttp import web
 
 from headway.base.processes import is_loopback
-from headway.core.openai import MODEL_NOT_FOUND, Json, RequestError, model_card, new_id
+from headway.core.openai.answers import model_card, new_id
+from headway.core.openai.requests import MODEL_NOT_FOUND, Json, RequestError
 from headway.inference.server import admin, tenants
 from headway.inference.server.browsers import loopback_only
 from headway.inference.server.chat import chat_completions

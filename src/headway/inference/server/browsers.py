@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from headway.base.processes import host_name, is_loopback
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.inference.server.responses import Handler
 
 

@@ -5,9 +5,10 @@ from aiohttp import web
 
 from headway.core.images import RequestImage
 from headway.core.messages import Message, Tool, count_images
-from headway.core.openai import ChatRequest, Json, RequestError, new_id, reply_body, reply_ending
+from headway.core.openai.answers import new_id, reply_body, reply_ending
+from headway.core.openai.requests import ChatRequest, Json, RequestError
 from headway.core.protocol import GenerateRequest
-from headway.inference.engine import Choice, Chunk
+from headway.inference.outputs import Choice, Chunk
 from headway.inference.server.choices import ChoiceWriter, answer, stop_strings
 from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.replies import ReplyStream, whole_message

@@ -7,9 +7,11 @@ from typing import Any
 
 from aiohttp import web
 
-from headway.core.openai import ChatRequest, CompletionRequest, Json, envelope, usage
+from headway.core.openai.answers import envelope, usage
+from headway.core.openai.requests import ChatRequest, CompletionRequest, Json
 from headway.core.protocol import GenerateRequest
-from headway.inference.engine import Choice, Chunk, Engine, Result
+from headway.inference.engine import Engine
+from headway.inference.outputs import Choice, Chunk, Result
 from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.responses import EventStream, json_response
 from headway.inference.server.stops import StopStrings

@@ -4,8 +4,9 @@ from itertools import accumulate
 
 from aiohttp import web
 
-from headway.core.openai import CompletionRequest, Json, new_id
-from headway.inference.engine import Choice, Chunk
+from headway.core.openai.answers import new_id
+from headway.core.openai.requests import CompletionRequest, Json
+from headway.inference.outputs import Choice, Chunk
 from headway.inference.server.choices import ChoiceWriter, answer, stop_strings
 from headway.inference.server.context import context_of
 from headway.inference.server.requests import check_request, read_prompt_body

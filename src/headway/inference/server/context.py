@@ -6,7 +6,8 @@ from aiohttp import web
 
 from headway.core.protocol import FinishReason
 from headway.core.routing import Role
-from headway.inference.engine import POLICY, Engine, LoadingError
+from headway.inference.engine import POLICY, Engine
+from headway.inference.errors import LoadingError
 from headway.inference.handover.records import BlockRecords
 from headway.inference.handover.tickets import Tickets
 from headway.inference.server.conversations import Conversations

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from secrets import token_urlsafe
 
 from headway.core.images import RequestImage
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import Continued, GenerateRequest
 
 CONTINUES = "continues"

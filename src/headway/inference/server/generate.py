@@ -9,7 +9,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from headway.core.openai import new_id
+from headway.core.openai.answers import new_id
 from headway.core.protocol import (
     FRAMES,
     MSGPACK,
@@ -23,7 +23,8 @@ from headway.core.protocol import (
     TokenLogprob,
     Usage,
 )
-from headway.inference.engine import Choice, LeavingError, Result, TopLogprobs
+from headway.inference.errors import LeavingError
+from headway.inference.outputs import Choice, Result, TopLogprobs
 from headway.inference.server.context import ServerContext, context_of
 from headway.inference.server.handover import cut_short, ending_of, hands_over, take_over, ticket_for
 from headway.inference.server.requests import check_request, read_prompt_body

@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import FinishReason, GenerateRequest
 from headway.inference.engine import Engine
 from headway.inference.handover.tickets import Ticket

@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal
 
-from headway.core.openai import new_id
+from headway.core.openai.answers import new_id
 from headway.rendering.replies import parse_reply
 
 _THINK, _THINK_END = "<think>", "</think>"

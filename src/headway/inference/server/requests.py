@@ -6,7 +6,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from headway.core.images import MOST_REQUEST_BYTES
-from headway.core.openai import CONTEXT_EXCEEDED, MODEL_NOT_FOUND, RequestError, check_shape, decode
+from headway.core.openai.requests import CONTEXT_EXCEEDED, MODEL_NOT_FOUND, RequestError, check_shape, decode
 from headway.core.protocol import GenerateRequest, SamplingParams
 from headway.inference.engine import Engine
 

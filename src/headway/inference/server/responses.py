@@ -8,9 +8,10 @@ from types import TracebackType
 import msgspec
 from aiohttp import web
 
-from headway.core.openai import DONE, RequestError, error_body, error_type, event
+from headway.core.openai.answers import DONE, error_body, error_type, event
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import FRAMES, ErrorBody, ErrorInfo, GenerateChunk
-from headway.inference.engine import BusyError, FailedError, UpdateError
+from headway.inference.errors import BusyError, FailedError, UpdateError
 from headway.inference.tenants.admission import CrowdedError
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ import hmac
 
 from aiohttp import web
 
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.tenants import TenantGrant, TenantUse
-from headway.inference.engine import LoadingError
+from headway.inference.errors import LoadingError
 from headway.inference.server.context import KEY, VIEW, ServerContext
 from headway.inference.server.handover import ROUTE
 from headway.inference.server.requests import read_body

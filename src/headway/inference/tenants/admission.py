@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headway.inference.engine import BusyError, Engine
+from headway.inference.engine import Engine
+from headway.inference.errors import BusyError
 from headway.inference.tenants.grants import Grants
 from headway.inference.tenants.shares import FairShares, Turn
 

@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.tenants import NAME, TenantGrant, token_hash
 from headway.inference.engine import POLICY
 

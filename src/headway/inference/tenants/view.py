@@ -8,10 +8,12 @@ from math import isfinite
 from msgspec.structs import replace
 
 from headway.core.activations import Places, TopStates
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.prefixes import PrefixSummary
 from headway.core.protocol import EngineState, GenerateRequest, WeightReply, WeightState, WeightUpdate
-from headway.inference.engine import POLICY, Choice, Chunk, Engine, LoadingError, Mode, Result
+from headway.inference.engine import POLICY, Engine, Mode
+from headway.inference.errors import LoadingError
+from headway.inference.outputs import Choice, Chunk, Result
 from headway.inference.tenants.admission import Admission
 from headway.inference.tenants.shares import Turn
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.config.shared import LoraSettings
 from headway.core.protocol import WeightUpdate
-from headway.inference.engine import AdapterTable, UpdateError
+from headway.inference.adapter_table import AdapterTable
+from headway.inference.errors import UpdateError
 from headway.inference.vllm.updates.weights import last_line
 from headway.models.adapters.files import CONFIG, WEIGHTS
-from headway.models.adapters.lora import adapter_settings
+from headway.models.adapters.peft import adapter_settings
 
 
 class LoadedAdapters(AdapterTable):

@@ -9,17 +9,13 @@ from typing import Any
 
 from headway.base.errors import HeadwayError
 from headway.core.activations import Places, TopStates
-from headway.core.openai import RequestError, new_id
-from headway.core.protocol import (
-    EngineState,
-    GenerateRequest,
-    SamplingParams,
-    WeightState,
-    WeightUpdate,
-    chunk_tokens,
-)
-from headway.inference.engine import POLICY, BaseEngine, BusyError, Chunk, FailedError, LoadingError, Mode, Result
+from headway.core.openai.answers import new_id
+from headway.core.openai.requests import RequestError
+from headway.core.protocol import EngineState, GenerateRequest, SamplingParams, WeightState, WeightUpdate, chunk_tokens
+from headway.inference.engine import POLICY, BaseEngine, Mode
+from headway.inference.errors import BusyError, FailedError, LoadingError
 from headway.inference.handover.transfers import TransferRequest, as_transfer
+from headway.inference.outputs import Chunk, Result
 from headway.inference.vllm.adapters import LoadedAdapters
 from headway.inference.vllm.images import ImageInputs, PromptImages
 from headway.inference.vllm.internals import VllmLimits, engine_errors, forget_features, stop_output_handler

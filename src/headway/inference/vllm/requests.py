@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.openai import RequestError
+from headway.core.openai.requests import RequestError
 from headway.core.protocol import FinishReason, GenerateRequest
-from headway.inference.engine import Choice, Chunk, Result, TopLogprobs
 from headway.inference.handover.transfers import KvTransfer, TransferRequest
+from headway.inference.outputs import Choice, Chunk, Result, TopLogprobs
 from headway.inference.vllm.images import PromptImages
 
 Runs = list[tuple[int, int]]

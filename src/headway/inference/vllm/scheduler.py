@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from headway.inference.engine import FailedError, Mode
+from headway.inference.engine import Mode
+from headway.inference.errors import FailedError
 from headway.inference.handover.transfers import Offers
 from headway.inference.vllm.internals import outputs_delivered, pause_scheduler, sampled_tokens
 from headway.inference.vllm.requests import ActiveRequests

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headway.core.activations import Places, TopStates
-from headway.inference.engine import FailedError
+from headway.inference.errors import FailedError
 from headway.inference.vllm.internals import watch_head
 from headway.models.top_states import top_of
 

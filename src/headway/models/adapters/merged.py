@@ -29,7 +29,8 @@ def merged_checkpoint(adapter: Path, base: Path) -> Path:
         digest.update((adapter / name).read_bytes())
     folder = cache_folder() / "models" / f"adapter-{digest.hexdigest()[:16]}"
     if not folder.is_dir():
-        from headway.models.adapters.lora import load_adapter, merge_adapter, read_adapter
+        from headway.models.adapters.lora import load_adapter, merge_adapter
+        from headway.models.adapters.peft import read_adapter
         from headway.models.checkpoints.folders import load_model, save_checkpoint
 
         model = load_model(base)

@@ -10,16 +10,9 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
-from headway.models.adapters.lora import (
-    EXPERTS,
-    AdaptableWeight,
-    adaptable_weights,
-    adapter_pairs,
-    init_pair,
-    peft_tensors,
-    unknown_targets,
-    write_adapter,
-)
+from headway.models.adapters.adaptable import EXPERTS, AdaptableWeight, adaptable_weights
+from headway.models.adapters.lora import init_pair, unknown_targets
+from headway.models.adapters.peft import adapter_pairs, peft_tensors, write_adapter
 from headway.models.decoder import DecoderLM
 from headway.models.gates.blocks import AdapterBlock, Pair
 

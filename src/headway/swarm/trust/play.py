@@ -9,7 +9,7 @@ from headway.base.errors import HeadwayError
 from headway.config.orchestrator import EnvSettings
 from headway.core.episodes import Episode, EpisodeRequest, Node
 from headway.envs.base import Environment
-from headway.envs.engines import Engines
+from headway.envs.engines.engines import Engines
 from headway.envs.episodes import EpisodeRunner
 from headway.envs.reply_log import LoggedReply, Recorded, RecordedReplies, ReplyLog
 from headway.envs.tree import Prompt, Reply

@@ -16,7 +16,8 @@ from headway.base.errors import HeadwayError
 from headway.base.files import atomic_directory
 from headway.config.shared import LoraSettings
 from headway.core.protocol import WeightUpdate
-from headway.models.adapters.lora import adapter_settings, bank_of, load_adapter
+from headway.models.adapters.lora import bank_of, load_adapter
+from headway.models.adapters.peft import adapter_settings
 from headway.models.checkpoints.folders import INDEX, copy_companions, load_model, read_tensors
 from headway.models.decoder import DecoderLM
 from headway.swarm.messages.orders import Precision

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from headway.base.errors import DamagedError, HeadwayError
 from headway.base.files import atomic_directory
 from headway.core.runs import CHECKPOINT_MARKER
-from headway.models.adapters.lora import read_adapter
+from headway.models.adapters.peft import read_adapter
 from headway.models.decoder import DecoderLM
 from headway.trainer.checkpoints.marker import Marker, check_origin, origin_of
 from headway.trainer.tenants.tenant import Tenant

@@ -6,17 +6,8 @@ from typing import Any, Self
 import msgspec
 
 from headway.core.messages import Message, ToolCall
-from headway.core.openai import (
-    CONTEXT_EXCEEDED,
-    ChatRequest,
-    Completion,
-    Json,
-    RequestError,
-    decode,
-    error_type,
-    named_event,
-    new_id,
-)
+from headway.core.openai.answers import Completion, error_type, named_event, new_id
+from headway.core.openai.requests import CONTEXT_EXCEEDED, ChatRequest, Json, RequestError, decode
 from headway.envs.agents.apis.call import Call, Kept, call_json, plain_text, tool_json
 
 _UNSUPPORTED = ("container", "mcp_servers", "output_format")

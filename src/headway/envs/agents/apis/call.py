@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from headway.core.growing import Growing
 from headway.core.messages import Message
-from headway.core.openai import ChatRequest, Completion, Json, RequestError, error_body, error_type
+from headway.core.openai.answers import Completion, error_body, error_type
+from headway.core.openai.requests import ChatRequest, Json, RequestError
 
 Recall = Callable[[Message], Message]
 """Puts the policy's own words into a message that it wrote."""

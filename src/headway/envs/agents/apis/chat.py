@@ -6,7 +6,8 @@ from typing import Any, Self
 import msgspec
 
 from headway.core.messages import Message
-from headway.core.openai import ChatRequest, Completion, Json, RequestError, decode, read_messages
+from headway.core.openai.answers import Completion
+from headway.core.openai.requests import ChatRequest, Json, RequestError, decode, read_messages
 from headway.envs.agents.apis.call import Call, Kept, Recall
 
 

@@ -8,7 +8,8 @@ import msgspec
 
 from headway.core.growing import Growing
 from headway.core.messages import Message
-from headway.core.openai import ChatRequest, Completion, Json, RequestError, decode, named_event, new_id
+from headway.core.openai.answers import Completion, named_event, new_id
+from headway.core.openai.requests import ChatRequest, Json, RequestError, decode
 from headway.core.shapes import ReplyShape, ShapeError
 from headway.envs.agents.apis.call import Call, Kept, Recall, call_json, plain_text, tool_json
 

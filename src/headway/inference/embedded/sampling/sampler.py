@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.core.draws import uniform
 from headway.inference.embedded.batch.input_batch import InputBatch
-from headway.inference.engine import TopLogprobs
+from headway.inference.outputs import TopLogprobs
 from headway.models import ops
 from headway.models.ops.registry import in_c
 

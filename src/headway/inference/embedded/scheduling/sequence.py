@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from headway.core.images import content_ids
 from headway.core.protocol import FinishReason, SamplingParams, chunk_tokens
-from headway.inference.engine import TopLogprobs
 from headway.inference.images import ServedImage
+from headway.inference.outputs import TopLogprobs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -12,8 +12,8 @@ from headway.config.shared import LoraSettings, TlsSettings
 from headway.core.protocol import WeightUpdate
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.updates.probe import check_probe
-from headway.inference.engine import UpdateError
-from headway.models.adapters.lora import adapter_settings
+from headway.inference.errors import UpdateError
+from headway.models.adapters.peft import adapter_settings
 from headway.models.checkpoints.tensors import load_hf_tensors
 from headway.models.serving import StandbyWeights
 from headway.transport.weights import make_receiver

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from headway.core.protocol import WeightProbe, WeightUpdate
-from headway.inference.engine import UpdateError
+from headway.inference.errors import UpdateError
 from headway.inference.probe import Served, mismatch
 from headway.inference.vllm.internals import VllmLimits
 from headway.inference.vllm.updates.weights import LostError

@@ -7,7 +7,7 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.config.shared import TlsSettings
 from headway.core.protocol import WeightUpdate
-from headway.inference.engine import UpdateError
+from headway.inference.errors import UpdateError
 from headway.inference.vllm.updates.staged import StagedFile
 from headway.transport.weights import make_receiver
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from headway.core.protocol import WeightUpdate
-from headway.inference.engine import UpdateError
+from headway.inference.errors import UpdateError
 from headway.inference.vllm.updates.staged import StagedFile
 from headway.inference.vllm.updates.stager import Stager
 

@@ -1,32 +1,24 @@
-"""The policy that is trained: engines sample its replies over HTTP, and every token that comes back is kept."""
+"""Sampling of replies over HTTP: engines are tried in order, and every token that comes back is kept."""
 
 import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from random import Random
 
-import aiohttp
 import msgspec
 
 from headway.core.episodes import EpisodeRequest
 from headway.core.growing import Growing
 from headway.core.images import RequestImage
-from headway.core.messages import Message, Messages, as_messages, count_images
-from headway.core.prefixes import PromptNames
 from headway.core.protocol import Continued, GenerateRequest, SamplingParams
-from headway.core.routing import rank_by_role
 from headway.core.shapes import SHAPE_FIELDS, ReplyShape
-from headway.envs.engine_reports import EngineReport
-from headway.envs.partial_reply import PartialReply
-from headway.envs.policy import ContextLimit, EpisodeFailure, Policy, ShapeRefused, Tools, turn_limit
+from headway.envs.engines.engines import Engines
+from headway.envs.engines.partial_reply import PartialReply
+from headway.envs.policy import ContextLimit, EpisodeFailure, ShapeRefused, turn_limit
 from headway.envs.reply_log import ReplyLog
-from headway.envs.tools import describe
-from headway.envs.tree import KeptBy, Prompt, Reply, TraceTree
-from headway.rendering.base import NO_CALL_TOKEN, Renderer, call_token, reasoning_end
-from headway.transport.inference import EngineError, InferenceClient
-from headway.transport.tls import client_context
+from headway.envs.tree import KeptBy, Prompt, Reply
+from headway.transport.inference import EngineError
 
 RETRY_SECONDS = 60.0
 """Seconds for which one call is retried while no engine answers."""
@@ -36,71 +28,6 @@ STREAM_INTERVAL = 8
 STREAM_SECONDS = 0.05
 """Seconds between two parts of a reply at least, since each costs CPU time of engine and worker: an engine with
 hundreds of fast sequences would be held up by them, and takes no more than so many seconds of its work with it."""
-
-
-class Engines:
-    """Clients of engines by URL, over shared connections, and the context lengths of these engines. They show the
-    run's `token`, by which engines with tenants know whose request it is."""
-
-    def __init__(self, token: str | None = None) -> None:
-        self.token = token
-        self._clients: dict[str, InferenceClient] = {}
-        self._session: aiohttp.ClientSession | None = None
-        self.context: dict[str, int] = {}
-        self._reports: dict[str, EngineReport] = {}
-        self._draw = Random()
-
-    def client(self, url: str) -> InferenceClient:
-        if url not in self._clients:
-            self._clients[url] = InferenceClient(url, token=self.token, session=self.session())
-        return self._clients[url]
-
-    def rank(
-        self,
-        urls: Sequence[str],
-        token_ids: Sequence[int],
-        model: str,
-        names: PromptNames | None = None,
-        *,
-        begun: bool = False,
-    ) -> list[str]:
-        """Order engines for a prompt, or for a reply that has `begun`, by what they reported last; as they are while
-        none has. Old reports are asked for anew meanwhile: nothing waits for them."""
-        if len(urls) < 2:
-            return list(urls)
-        for url in urls:
-            self._reports.setdefault(url, EngineReport()).refresh(self.client(url))
-        if not any(self._reports[url].state for url in urls):
-            return list(urls)
-        views = [self._reports[url].view(url, token_ids, model, names) for url in urls]
-        return [view.url for view in rank_by_role(views, len(token_ids), self._draw, begun=begun)]
-
-    def sent(self, url: str) -> None:
-        """Count a request until the engine's next report counts it."""
-        if url in self._reports:
-            self._reports[url].sent += 1
-
-    def session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ssl=client_context())
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        return self._session
-
-    async def learn_context(self, url: str) -> int | None:
-        """The longest sequence that the engine at `url` takes, or None where it does not say."""
-        if url not in self.context:
-            try:
-                self.context[url] = (await self.client(url).state()).max_model_len
-            except EngineError:
-                return None
-        return self.context[url]
-
-    async def close(self) -> None:
-        for report in self._reports.values():
-            report.close()
-        if self._session is not None:
-            await self._session.close()
 
 
 class EngineSampler:
@@ -313,53 +240,3 @@ class EngineSampler:
                 raise ContextLimit(f"the conversation has {len(token_ids)} tokens; the context holds {context}")
             wanted = wanted if wanted is None else min(wanted, room)
         return msgspec.structs.replace(sampling, max_tokens=wanted)
-
-
-class EnginePolicy(Policy):
-    """One agent of an episode whose replies are sampled by engines."""
-
-    def __init__(self, renderer: Renderer, sampler: EngineSampler, agent: str = "policy") -> None:
-        self.tree = TraceTree(renderer, agent)
-        super().__init__(self.tree.trace)
-        self._renderer = renderer
-        self._sampler = sampler
-
-    async def chat(
-        self,
-        messages: Messages,
-        tools: Tools = (),
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        shape: ReplyShape | None = None,
-    ) -> Message:
-        said = as_messages(messages)
-        try:
-            if count_images(said) and (read := getattr(self._renderer, "read_images", None)) is not None:
-                await asyncio.to_thread(read, said)
-            prompt = self.tree.prompt(said, [describe(tool) for tool in tools])
-        except ValueError as error:
-            if not count_images(said):
-                raise
-            raise EpisodeFailure("environment", str(error)) from error
-        if shape is not None and shape.response_format is not None:
-            shape = self._fitted_format(shape, bool(tools))
-        reply = await self._sampler.sample(prompt, max_tokens, temperature, shape)
-        return self.tree.record(prompt, reply)
-
-    def _fitted_format(self, shape: ReplyShape, tools: bool) -> ReplyShape:
-        """`shape` with the tokens that its format begins after, or gives way to. Raises ShapeRefused."""
-        opens_call = call_token(self._renderer) if tools else None
-        if tools and opens_call is None:
-            raise ShapeRefused(NO_CALL_TOKEN, "response_format")
-        return msgspec.structs.replace(shape, free_until=reasoning_end(self._renderer), call_token=opens_call)
-
-    def count_tokens(self, messages: Messages, tools: Tools = ()) -> int:
-        return len(self.tree.prompt(as_messages(messages), [describe(tool) for tool in tools]).token_ids)
-
-    @property
-    def images(self) -> dict[str, bytes]:
-        return self.tree.images
-
-    def another(self, name: str) -> Policy:
-        return EnginePolicy(self._renderer, self._sampler, name)

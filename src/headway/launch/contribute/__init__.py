@@ -1,0 +1,1 @@
+"""Work for a swarm with this machine."""
