@@ -19,7 +19,7 @@ from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.outputs import Result
 from headway.models.build import build_model
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 MODEL = ModelConfig(
     family="qwen3", vocab_size=512, width=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_width=128, tied=True,

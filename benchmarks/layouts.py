@@ -9,9 +9,9 @@ from collections import Counter
 from typing import Any
 
 from headway.config.trainer import TrainSettings
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import StepFlops, parameter_count
 from headway.models.registry import config_from_hf
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.layout_report import make_layout
 from headway.trainer.memory.estimate import step_memory
 

@@ -25,9 +25,9 @@ import torch
 
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.registry import config_to_hf
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.feed import fake_lengths, fake_micro_batch
 from headway.trainer.flops import peak_flops
 from headway.trainer.parallel.ranks import Ranks, joined

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 SMALL: dict[str, Any] = {"width": 256, "layers": 4, "heads": 8, "kv_heads": 4, "mlp_width": 768}
 """The shape of "small": 3.2M parameters, with tiny's tokenizer."""

@@ -21,7 +21,7 @@ from gpu_parts.engine import BANDWIDTH
 from gpu_parts.kv_fp8 import BLOCK_SIZE, CUDA, DEVICE, DTYPE, attend, filled, layer_bytes, release
 from headway.inference.embedded.attention.tiles import Ints, KeyCutter
 from headway.inference.embedded.cache.store import KvStore
-from headway.models.shapes.cache import KvCache
+from headway.models.configs.cache import KvCache
 
 HEADS = {"30b-a3b": (32, 4, 128), "8b": (32, 8, 128), "0.6b": (16, 8, 128), "SmolLM2": (9, 3, 64)}
 """Query heads, key heads, and their size."""

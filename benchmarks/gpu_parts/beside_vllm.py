@@ -26,8 +26,8 @@ from gpu_parts.rows import ENGINE_ANCHORS
 from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.registry import config_to_hf
-from headway.models.shapes.config import ModelConfig
 
 Work = tuple[int, int, int]
 """Sequences, tokens in, tokens out."""

@@ -26,6 +26,8 @@ from headway.inference.embedded.attention.tiles import KeyCutter, TilePlan
 from headway.inference.embedded.cache.store import KvStore
 from headway.models import ops
 from headway.models.build import build_model
+from headway.models.configs.cache import KvCache
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import Decoder, DecoderLM
 from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.layers.mlp import GatedMlp
@@ -36,8 +38,6 @@ from headway.models.ops.experts.lists import expert_lists
 from headway.models.ops.fp8.blocks import fp8_matmul, fp8_matmul_parts, quantize_1x128, quantize_128x128
 from headway.models.packed import PackedTokens
 from headway.models.serving import fuse_projections
-from headway.models.shapes.cache import KvCache
-from headway.models.shapes.config import ModelConfig
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)

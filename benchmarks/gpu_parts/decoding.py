@@ -15,12 +15,12 @@ import torch
 
 from gpu_parts.cases import Case, run_cases, table
 from gpu_parts.engine import BANDWIDTH, ROUNDS, make_engine, serving, timed
+from headway.models.configs.cache import KvCache
+from headway.models.configs.recurrent import RecurrentState
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
 from headway.models.ops import registry
 from headway.models.registry import config_from_hf
-from headway.models.shapes.cache import KvCache
-from headway.models.shapes.recurrent import RecurrentState
 
 CUDA = torch.cuda.is_available()
 _TOKENS = {"max_position_embeddings": 131_072, "bos_token_id": None, "eos_token_id": None}

@@ -17,10 +17,10 @@ from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import kv_bytes_per_token
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, quantize_weights, quantized_parameters
-from headway.models.shapes.config import ModelConfig
 
 Generate = Callable[[int, int, int], float]
 """Seconds of so many sequences at once, with so many tokens in and out."""

@@ -20,10 +20,10 @@ from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.outputs import Choice, Result
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
 from headway.models.registry import config_from_hf
-from headway.models.shapes.config import ModelConfig
 
 LENGTHS, OUTPUT, LONGEST = (25, 150, 400), 40, 512
 """Prompts in chunks beside decoding, most of them longer than any window and than sparse attention's choice."""

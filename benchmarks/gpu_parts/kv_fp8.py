@@ -22,9 +22,9 @@ from gpu_parts.engine import floor_ms, make_engine, serving, timed
 from headway.inference.embedded.attention.tiles import KeyCutter
 from headway.inference.embedded.cache.store import KvStore
 from headway.models import ops
+from headway.models.configs.cache import KvCache
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.paged import Tiles
-from headway.models.shapes.cache import KvCache
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)

@@ -19,8 +19,8 @@ from gpu_parts.shared_gpu import run_ranks
 from gpu_parts.trainer import LARGE, QWEN3
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.feed import fake_micro_batch
 from headway.trainer.memory.estimate import step_memory
 from headway.trainer.parallel.ranks import Ranks, joined

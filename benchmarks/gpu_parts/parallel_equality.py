@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from gpu_parts.shared_gpu import run_ranks
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts, MicroBatch
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.feed import fake_micro_batch
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.ranks import Ranks, joined

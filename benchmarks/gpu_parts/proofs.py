@@ -36,8 +36,8 @@ from headway.inference.serve import load_engine
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
 from headway.models.checkpoints.tensors import hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import resolve_model
 from headway.swarm.messages.orders import Contribution, Precision, WorkOrder
 from headway.swarm.messages.proofs import proven_positions

@@ -19,8 +19,8 @@ from torch import Tensor
 from engine_parts.work import SHAPES
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.feed import fake_lengths, fake_micro_batch
 from headway.trainer.flops import peak_flops
 from headway.trainer.memory.estimate import step_memory

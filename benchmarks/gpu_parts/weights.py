@@ -28,8 +28,8 @@ from headway.inference.embedded.scheduling.scheduler import EngineLimits
 from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import base_parameters, hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
 from headway.transport.weights import host_memory, make_sender
 from headway.transport.weights.fingerprint import fingerprint_of
 from weights import no_fingerprints

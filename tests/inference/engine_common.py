@@ -21,9 +21,9 @@ from headway.inference.outputs import Choice, Result
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import ModelOutput, PackedTokens
-from headway.models.shapes.config import ModelConfig
 from headway.rendering.base import Rendered
 from headway.transport.weights import make_sender
 from headway.transport.weights.fingerprint import fingerprint_of

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from engine_common import make_engine, make_model, prompt, request, run_all
 
-from headway.inference.embedded.batch.packing import Packed, Packer
+from headway.inference.embedded.inputs.packing import Packed, Packer
 from headway.inference.embedded.scheduling.scheduler import Step
 
 

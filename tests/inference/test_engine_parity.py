@@ -26,6 +26,7 @@ from engine_common import (
 from headway.inference.embedded.cache.dense_cache import DenseCache
 from headway.models.attention import PackedPlan
 from headway.models.build import init_weights
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.block import Block
@@ -33,7 +34,6 @@ from headway.models.layers.mlp import GatedMlp
 from headway.models.layers.norm import RMSNorm
 from headway.models.ops import registry
 from headway.models.packed import PackedTokens
-from headway.models.shapes.config import ModelConfig
 
 TOLERANCE = 1e-5
 

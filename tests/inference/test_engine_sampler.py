@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headway.core.draws import choice_seed, uniform
 from headway.core.protocol import SamplingParams
-from headway.inference.embedded.batch.input_batch import InputBatch
+from headway.inference.embedded.inputs.input_batch import InputBatch
 from headway.inference.embedded.sampling.sampler import Sampled, sample
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.ops import registry

@@ -7,7 +7,7 @@ import torch
 from test_engine_images import GRIDS, make_model, make_prompt
 
 from headway.core.protocol import SamplingParams
-from headway.inference.embedded.batch.layout import StepLayout
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.inference.embedded.running.images import StepImages
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.models.vision.places import sample_positions

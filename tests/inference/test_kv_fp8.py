@@ -16,12 +16,12 @@ from headway.inference.embedded.engine import EmbeddedEngine
 from headway.inference.embedded.load import load_service, size_engine
 from headway.inference.outputs import Choice
 from headway.models.attention import PackedPlan
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.ops import registry
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.fp8.blocks import quantize_vectors
 from headway.models.packed import PackedTokens
-from headway.models.shapes.config import ModelConfig
 
 WINDOWED = replace(QWEN3, family="mistral", window=8, window_layers=(0, 1))
 

@@ -33,7 +33,7 @@ from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.outputs import Chunk
 from headway.inference.server import ServerContext, build_app
 from headway.models.checkpoints.folders import load_model, save_checkpoint
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 from headway.rendering.load import load_renderer
 from headway.transport.inference import EngineError, InferenceClient

@@ -14,8 +14,8 @@ from headway.launch.memory import GIB, engine_shares, kv_limits, trainer_shares
 from headway.launch.placement import place
 from headway.launch.rl import process_specs
 from headway.launch.sharing import MARGIN, GpuMemory, MemoryPlan, plan_memory
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import adapter_count, kv_bytes_per_token, parameter_count
-from headway.models.shapes.config import ModelConfig
 
 QWEN3_600M = ModelConfig(
     "qwen3", 151_936, 1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, tied=True, max_len=40_960

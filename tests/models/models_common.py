@@ -9,9 +9,9 @@ import torch
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import ModelOutput, PackedTokens
-from headway.models.shapes.config import ModelConfig
 
 SMALL = ModelConfig(
     family="qwen3", vocab_size=67, width=48, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_width=80,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.models.checkpoint_tensors import CheckpointTensor, split_experts
+from headway.models.configs.block import BlockShape
+from headway.models.configs.cache import KvCache
+from headway.models.configs.config import ModelConfig
 from headway.models.family import Family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.cache import KvCache
-from headway.models.shapes.config import ModelConfig
 
 if TYPE_CHECKING:
     from headway.models.layers.block import Block

@@ -16,6 +16,7 @@ from headway.models import ops
 from headway.models.adapters.lora import adapter_tensors, apply_lora, load_adapter
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.rope import RotaryTable
 from headway.models.ops.attention import flash
@@ -24,7 +25,6 @@ from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.masked import masked_attention, visible_mask
 from headway.models.ops.attention.paged import Tiles
 from headway.models.packed import AttentionPlan, PackedTokens
-from headway.models.shapes.config import ModelConfig
 
 pytestmark = [
     pytest.mark.gpu,

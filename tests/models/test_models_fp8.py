@@ -15,6 +15,7 @@ from headway.config.shared import LoraSettings
 from headway.models.adapters.lora import apply_lora
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, computes_fp8, quantize_weights
 from headway.models.layers.linear import FusedProjections, Linear
@@ -32,7 +33,6 @@ from headway.models.ops.fp8.blocks import (
 from headway.models.ops.fp8.linear import fp8_linears, fp8_lora_linears
 from headway.models.packed import PackedTokens
 from headway.models.serving import StandbyWeights
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import TINY
 
 CONFIG = replace(TINY, vocab_size=97)

@@ -23,11 +23,11 @@ from headway.models.adapters.lora import (
 )
 from headway.models.adapters.peft import read_adapter
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.linear import join_adapters
 from headway.models.registry import config_from_hf, find_family
 from headway.models.serving import fuse_projections
-from headway.models.shapes.config import ModelConfig
 
 SETTINGS = LoraSettings(rank=4, alpha=12.0)
 LENGTHS = [7, 12]

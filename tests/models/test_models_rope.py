@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.rotary import rope_from_hf, rope_to_hf
 from headway.models.layers.rope import RotaryTable, inverse_frequencies
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.rotary import rope_from_hf, rope_to_hf
 
 YARN: list[dict[str, Any]] = [
     {"factor": 4.0, "original_max_position_embeddings": 64},

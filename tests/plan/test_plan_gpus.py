@@ -8,9 +8,9 @@ import pytest
 from headway.base.errors import UsageError
 from headway.base.gpus import GPUS
 from headway.config.rl import RlSettings
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import StepFlops
 from headway.models.registry import config_from_hf
-from headway.models.shapes.config import ModelConfig
 from headway.plan.gpus import find_gpu, gpu_speeds, rank_memory
 from headway.plan.splits import Split, gpu_splits
 

@@ -9,7 +9,7 @@ import pytest
 
 from headway.config.rl import RlSettings
 from headway.launch.memory import engine_shares
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.plan.fitting import Measured
 from headway.plan.forecast import Forecast
 from headway.plan.picture import COLORS, DARK, LIGHT, WIDTH, plan_picture

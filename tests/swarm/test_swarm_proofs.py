@@ -14,9 +14,9 @@ from headway.core.activations import Places, TopStates
 from headway.core.episodes import Episode, Node, Task, Trace
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.packed import PackedTokens
-from headway.models.shapes.config import ModelConfig
 from headway.models.top_states import top_of
 from headway.swarm.messages.orders import Contribution
 from headway.swarm.messages.proofs import (

@@ -7,7 +7,7 @@ import torch
 from headway.core.episodes import Node, Trace
 from headway.models import passes
 from headway.models.build import build_model
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.swarm.trust import rescore as rescoring
 from headway.swarm.trust.rescore import rescore, rescore_all
 

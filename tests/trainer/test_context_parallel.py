@@ -21,9 +21,9 @@ from headway.core.batches import MicroBatch
 from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
+from headway.models.configs.config import ModelConfig
 from headway.models.packed import Recurrence, States
 from headway.models.registry import config_from_hf, load_config, register_family
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import resolve_model
 from headway.trainer.parallel.context import ContextGroup, ContextShare
 from headway.trainer.parallel.cutting import Cut, first_key

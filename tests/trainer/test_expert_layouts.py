@@ -20,8 +20,8 @@ from trainer_helpers import LiveMemory, rich_batch, run_paths, run_ranks, small_
 from headway.base.errors import UsageError
 from headway.config.trainer import TrainSettings
 from headway.models.checkpoints.folders import load_model, read_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.registry import load_config
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import resolve_model
 from headway.trainer.checkpoints.checkpoints import Checkpoints
 from headway.trainer.exports import export_to

@@ -11,8 +11,8 @@ from trainer_helpers import small_settings
 
 from headway.config.rl import RlSettings
 from headway.launch.memory import engine_shares
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import image_numbers, parameter_count, tower_weights
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import BUILT_IN
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.costs import MOST_FEATURE_BYTES, MOST_PATCHES, TowerNumbers

@@ -9,6 +9,7 @@ from trainer_helpers import rich_batch, small_settings
 
 from headway.models.attention import PackedPlan
 from headway.models.build import init_weights
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
 from headway.models.layers.block import Block
@@ -17,7 +18,6 @@ from headway.models.layers.mlp import GatedMlp
 from headway.models.layers.norm import RMSNorm
 from headway.models.packed import PackedTokens
 from headway.models.registry import load_config
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import resolve_model
 from headway.trainer.memory import recompute
 from headway.trainer.memory.recompute import Recompute

@@ -157,7 +157,7 @@ def test_an_unknown_family_names_the_way_out(tmp_path: Path) -> None:
 
 def test_the_first_pass_refuses_a_module_in_which_samples_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions over tokens are refused by name; here as if nobody knew of them."""
-    monkeypatch.setattr("headway.models.shapes.transformers.ATTENTION_LAYERS", {"conv", "full_attention"})
+    monkeypatch.setattr("headway.models.configs.transformers.ATTENTION_LAYERS", {"conv", "full_attention"})
     values = {
         "model_type": "lfm2",
         "vocab_size": 67,

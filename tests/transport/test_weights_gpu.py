@@ -17,8 +17,8 @@ from headway.core.protocol import WeightUpdate
 from headway.core.runs import RunPaths
 from headway.models.build import build_model
 from headway.models.checkpoints.tensors import hf_tensors, load_hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.serving import StandbyWeights, fuse_projections
-from headway.models.shapes.config import ModelConfig
 from headway.transport.weights import make_receiver, make_sender
 from headway.transport.weights.fingerprint import fingerprint_of
 from headway.transport.weights.process_pairs import gpu_name, pair_backend

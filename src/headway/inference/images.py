@@ -13,9 +13,9 @@ from headway.core.images import MOST_IMAGES, Grid, ImageUse, RequestImage, image
 from headway.core.openai.requests import RequestError
 from headway.core.protocol import GenerateRequest
 from headway.core.streams import Floats
+from headway.models.configs.config import ModelConfig
 from headway.models.images.processor import ImageProcessor, has_processor, load_processor
 from headway.models.images.reader import ImageReader, image_reader
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.places import feature_count
 

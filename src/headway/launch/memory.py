@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from headway.config.inference import InferenceSettings
 from headway.config.rl import RlSettings
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import (
     MOST_SNAPSHOTS,
     adapter_count,
@@ -14,7 +15,6 @@ from headway.models.costs import (
     serving_numbers,
     state_bytes_per_sequence,
 )
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.costs import MOST_FEATURE_BYTES, MOST_PATCHES
 from headway.trainer.memory.estimate import FLOAT32, compute_bytes, step_memory

@@ -12,8 +12,8 @@ from headway.base.errors import UsageError
 from headway.config.rl import RlSettings
 from headway.launch.memory import Shares, engine_shares, gib, kv_limits, trainer_shares
 from headway.launch.placement import Placement, gpus_of
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import kv_bytes_per_token, state_bytes_per_sequence
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.memory.estimate import compute_bytes
 
 MARGIN = 0.05

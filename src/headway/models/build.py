@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.layers.block import RunBlock
 from headway.models.layers.norm import RMSNorm
 from headway.models.ops.linear import tune_matmul
 from headway.models.registry import find_family
-from headway.models.shapes.config import ModelConfig
 
 
 def build_model(

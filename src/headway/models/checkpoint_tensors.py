@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

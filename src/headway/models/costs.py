@@ -6,11 +6,11 @@ from typing import Literal
 
 from headway.config.shared import LoraSettings
 from headway.core.images import Grid
+from headway.models.configs.block import BlockShape
+from headway.models.configs.cache import KvCache, LayerCache
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.recurrent import RecurrentState
 from headway.models.registry import find_family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.cache import KvCache, LayerCache
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.recurrent import RecurrentState
 from headway.models.vision.config import TowerTraining, VisionConfig
 from headway.models.vision.costs import TowerFlops, TowerNumbers, tower_numbers
 from headway.models.vision.family import VisionFamily

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
-from headway.models.gates.bank import AdapterBank
-from headway.models.gates.blocks import AdapterGate
+from headway.models.adapter_rows.bank import AdapterBank
+from headway.models.adapter_rows.blocks import AdapterGate
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.rotary import RopeParameters
 from headway.models.layers.apart import split_context
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
@@ -16,8 +18,6 @@ from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import Rotary, RotaryTable
 from headway.models.layers.sent import SentParameters
 from headway.models.packed import ModelOutput, PackedTokens
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.rotary import RopeParameters
 
 
 class Embedding(nn.Embedding):

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.cache import KvCache, LayerCache
-from headway.models.shapes.config import HF_NAMES, ModelConfig, fields_from_hf, fields_to_hf
-from headway.models.shapes.rotary import DEFAULT_ROPE_THETA, RopeParameters
+from headway.models.configs.block import BlockShape
+from headway.models.configs.cache import KvCache, LayerCache
+from headway.models.configs.config import HF_NAMES, ModelConfig, fields_from_hf, fields_to_hf
+from headway.models.configs.rotary import DEFAULT_ROPE_THETA, RopeParameters
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headway.core.images import Grid
 from headway.models import ops
-from headway.models.gates.blocks import AdapterBlocks
+from headway.models.adapter_rows.blocks import AdapterBlocks
 from headway.models.ops.attention.layer import AttentionGrads, AttentionLayer
 from headway.models.ops.attention.packed import QKV
 from headway.models.ops.experts.choices import expert_counts

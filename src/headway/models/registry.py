@@ -9,6 +9,7 @@ import msgspec
 
 from headway.base.errors import UsageError
 from headway.base.imports import load_object
+from headway.models.configs.config import ModelConfig
 from headway.models.families.afmoe import Afmoe
 from headway.models.families.any_transformers import AnyTransformers
 from headway.models.families.deepseek_v3 import DeepseekV3
@@ -33,7 +34,6 @@ from headway.models.families.qwen3_moe import Qwen3Moe
 from headway.models.families.qwen3_next import Qwen3Next
 from headway.models.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
 from headway.models.family import Family
-from headway.models.shapes.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

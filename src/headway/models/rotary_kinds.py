@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.layer_types import FULL, SLIDING
-from headway.models.shapes.rotary import RopeParameters, RopeScaling, scaling_from_hf, scaling_to_hf
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.layer_types import FULL, SLIDING
+from headway.models.configs.rotary import RopeParameters, RopeScaling, scaling_from_hf, scaling_to_hf
 from headway.models.windows import WindowedFamily
 
 

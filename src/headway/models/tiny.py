@@ -16,11 +16,11 @@ from headway.base.files import write_atomic
 from headway.base.hub import MODEL_FILES, TOKENIZER_FILES, download, parse_hub_id
 from headway.models import tiny_tokenizer as tokenizer
 from headway.models.adapters.merged import base_of, merged_checkpoint
+from headway.models.configs.config import ModelConfig
 from headway.models.families.glm4_moe import Glm4MoeConfig
 from headway.models.families.gpt_oss import GptOssConfig
 from headway.models.families.qwen3_5 import Qwen35Config
 from headway.models.registry import load_family
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import TowerConfig, VisionConfig
 
 TINY = ModelConfig(

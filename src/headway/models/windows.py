@@ -4,9 +4,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from headway.base.errors import UsageError
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers
 from headway.models.family import Family
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers
 
 
 class WindowedFamily(Family):

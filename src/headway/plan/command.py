@@ -8,8 +8,8 @@ from headway.base.errors import UsageError
 from headway.base.gpus import GPUS
 from headway.base.processes import usable_cores
 from headway.config.rl import RlSettings
+from headway.models.configs.config import ModelConfig
 from headway.models.registry import load_config
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import resolve_model
 from headway.plan.calibration import Say, calibrate, find_calibration, threads_of
 from headway.plan.episodes import Figures, Workload

@@ -9,6 +9,7 @@ from headway.config.rl import RlSettings
 from headway.launch.memory import Shares, engine_shares, trainer_shares
 from headway.launch.placement import gpus_per_engine
 from headway.launch.sharing import MARGIN
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import (
     StepFlops,
     active_parameter_count,
@@ -17,7 +18,6 @@ from headway.models.costs import (
     parameter_count,
     state_bytes_per_sequence,
 )
-from headway.models.shapes.config import ModelConfig
 from headway.plan.speeds import EngineSpeed, Speeds, TrainerSpeed
 from headway.trainer.layout_report import make_layout
 from headway.trainer.memory.estimate import compute_bytes

@@ -10,8 +10,8 @@ from headway.config.rl import RlSettings
 from headway.launch.memory import gib
 from headway.launch.placement import gpus_per_engine
 from headway.launch.sharing import REMEDIES
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import kv_bytes_per_token
-from headway.models.shapes.config import ModelConfig
 from headway.plan.episodes import Workload
 from headway.plan.gpus import rank_memory
 from headway.plan.speeds import Speeds

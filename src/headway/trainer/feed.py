@@ -11,7 +11,7 @@ from headway.config.trainer import FakeData, TrainSettings
 from headway.core.batches import ComponentCounts, MicroBatch
 from headway.core.control import RunControl
 from headway.core.runs import RunPaths
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.trainer.parallel.ranks import Ranks
 from headway.trainer.stop import StopRequest
 from headway.transport.rollouts import BatchReceiver, RankBatch, make_receiver

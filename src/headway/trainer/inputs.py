@@ -13,9 +13,9 @@ from headway.base.errors import HeadwayError
 from headway.core.batches import COMPONENTS, ComponentCounts, MicroBatch
 from headway.core.streams import streams_of
 from headway.models.attention import PackedPlan
+from headway.models.configs.config import ModelConfig
 from headway.models.ops.experts.choices import expert_counts
 from headway.models.packed import ModelOutput, PackedTokens
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.inputs import image_tokens
 from headway.models.vision.places import check_placeholders, packed_positions

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from headway.config.trainer import TrainSettings
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.trainer.memory.estimate import compute_bytes, step_memory
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.layout import Layout

@@ -16,11 +16,11 @@ from headway.models.adapters.lora import apply_lora, init_adapters
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import load_hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.ops.linear import tune_matmul
 from headway.models.registry import load_config
-from headway.models.shapes.config import ModelConfig
 from headway.models.tiny import resolve_model
 from headway.models.vision.training import prepare_tower
 from headway.trainer.balance import ExpertBalance

@@ -11,7 +11,7 @@ from engine_serving import start_vllm, vllm_server
 from vllm_harness import TIED, make
 
 from headway.models.checkpoints.folders import save_checkpoint
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.models.tiny_tokenizer import save_tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

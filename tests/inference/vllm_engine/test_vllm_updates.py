@@ -16,7 +16,7 @@ from headway.core.protocol import GenerateRequest, SamplingParams, WeightUpdate
 from headway.core.runs import RunPaths
 from headway.inference.errors import UpdateError
 from headway.models.checkpoints.tensors import hf_tensors
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.transport.weights import make_sender
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

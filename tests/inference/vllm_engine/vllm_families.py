@@ -9,9 +9,9 @@ from engine_common import prompt, publish, training_logprobs
 from vllm_harness import Harness
 
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.registry import config_from_hf
-from headway.models.shapes.config import ModelConfig
 
 TOKENS = prompt(60)
 SIZES = {

@@ -20,8 +20,8 @@ from headway.inference.vllm.engine import VllmEngine
 from headway.inference.vllm.load import load_vllm
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import save_checkpoint
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
 
 Answer = TypeVar("Answer")
 

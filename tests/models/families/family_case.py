@@ -16,11 +16,11 @@ from headway.models.attention import PackedPlan
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import load_model
 from headway.models.checkpoints.tensors import base_parameters, hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.family import Family
 from headway.models.packed import ModelOutput, PackedTokens
 from headway.models.registry import find_family, load_config
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.inputs import image_tokens, put_on_cpu
 from headway.models.vision.places import feature_count, feature_places

@@ -32,13 +32,13 @@ from headway.config.shared import LoraSettings
 from headway.models.adapters.adaptable import adapters_of
 from headway.models.adapters.lora import apply_lora, merge_adapter
 from headway.models.checkpoints.folders import load_model, read_tensors, save_checkpoint
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import active_parameter_count, adapter_count, block_shapes, parameter_count
 from headway.models.decoder import DecoderLM
 from headway.models.family import IGNORED_KEYS
 from headway.models.layers.experts import Experts
 from headway.models.ops import registry
 from headway.models.registry import config_from_hf, families
-from headway.models.shapes.config import ModelConfig
 
 LENGTHS = [9, 1, 37, 4]
 """Odd ones, one longer than any window in a config."""

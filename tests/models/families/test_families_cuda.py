@@ -13,9 +13,9 @@ from family_case import CASES, HERE, packed_logits, perturb, run_packed
 from torch import Tensor
 
 from headway.models.build import build_model
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.registry import config_from_hf, find_family
-from headway.models.shapes.config import ModelConfig
 
 DEVICE = "cuda"
 pytestmark = [

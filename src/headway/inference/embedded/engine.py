@@ -30,10 +30,10 @@ from headway.inference.engine import POLICY
 from headway.inference.errors import FailedError
 from headway.inference.images import ServedImage
 from headway.inference.rate import SamplingRate
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.recurrent import RecurrentState
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.recurrent import RecurrentState
 from headway.models.vision.config import VisionConfig
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headway.base.errors import HeadwayError
 from headway.base.extras import install_command
 from headway.core.openai.requests import RequestError
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.rendering.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

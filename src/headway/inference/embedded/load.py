@@ -18,11 +18,11 @@ from headway.inference.embedded.service import EmbeddedService
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors
 from headway.models.checkpoints.tensors import hf_layout, hf_tensors, load_hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import MOST_SNAPSHOTS, fits_fp8_cache, kv_bytes_per_token, state_bytes_per_sequence
 from headway.models.decoder import DecoderLM
 from headway.models.fp8 import apply_fp8, quantize_weights
 from headway.models.registry import load_config
-from headway.models.shapes.config import ModelConfig
 from headway.monitor.progress import progress
 from headway.transport.weights.fingerprint import dtype_name, fingerprint_of
 

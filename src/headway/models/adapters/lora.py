@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
+from headway.models.adapter_rows.bank import AdapterBank
 from headway.models.adapters.adaptable import AdaptableWeight, adaptable_weights, adapters_of
 from headway.models.adapters.peft import adapter_pairs, peft_tensors, write_adapter
 from headway.models.build import fill_uniform
 from headway.models.decoder import DecoderLM
-from headway.models.gates.bank import AdapterBank
 from headway.models.layers.linear import Linear
 from headway.models.sharded import gathered
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError, UsageError
 from headway.config.shared import LoraSettings
+from headway.models.adapter_rows.blocks import AdapterBlock, Pair
 from headway.models.adapters.adaptable import EXPERTS, AdaptableWeight, adaptable_weights
 from headway.models.adapters.lora import init_pair, unknown_targets
 from headway.models.adapters.peft import adapter_pairs, peft_tensors, write_adapter
 from headway.models.decoder import DecoderLM
-from headway.models.gates.blocks import AdapterBlock, Pair
 
 
 @dataclass(slots=True)

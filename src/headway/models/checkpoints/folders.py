@@ -16,9 +16,9 @@ from headway.base.files import atomic_directory
 from headway.models.build import build_model
 from headway.models.checkpoints.quantized import unpacked
 from headway.models.checkpoints.tensors import float32_tensors, hf_layout, hf_tensors, load_hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
 from headway.models.registry import config_to_hf, load_config
-from headway.models.shapes.config import ModelConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

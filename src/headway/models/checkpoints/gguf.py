@@ -18,9 +18,9 @@ from headway.base.extras import install_command
 from headway.models.build import build_model
 from headway.models.checkpoints.folders import read_tensors, save_checkpoint
 from headway.models.checkpoints.tensors import load_hf_tensors
+from headway.models.configs.config import ModelConfig
 from headway.models.family import Family
 from headway.models.registry import families, load_config
-from headway.models.shapes.config import ModelConfig
 
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -4,11 +4,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.configs.block import BlockShape
+from headway.models.configs.cache import KvCache, LayerCache
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.transformers import FAMILY, TransformersConfig, config_from_theirs
 from headway.models.family import Family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.cache import KvCache, LayerCache
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.transformers import FAMILY, TransformersConfig, config_from_theirs
 
 if TYPE_CHECKING:
     from headway.models.decoder import DecoderLM

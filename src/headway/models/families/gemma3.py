@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.layer_types import FULL, SLIDING
 from headway.models.rotary_kinds import RotaryKinds, RotaryKindsConfig
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.layer_types import FULL, SLIDING
 
 if TYPE_CHECKING:
     from headway.models.layers.block import Block

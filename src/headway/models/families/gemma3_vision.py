@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.configs.config import ModelConfig
 from headway.models.families.gemma3 import Gemma3Config, Gemma3Text
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import TowerConfig, VisionConfig
 from headway.models.vision.family import ImageText, VisionFamily
 

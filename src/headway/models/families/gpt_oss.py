@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from headway.models.checkpoint_tensors import CheckpointTensor, renamed
+from headway.models.configs.block import BlockShape
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.layer_types import layer_types_to_hf, window_layers
 from headway.models.family import Family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.layer_types import layer_types_to_hf, window_layers
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import SelfAttention

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor, renamed, split_experts
+from headway.models.configs.block import BlockShape
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers
+from headway.models.configs.rotary import RopeParameters, scaling_from_hf, scaling_to_hf
 from headway.models.family import Family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.layer_types import FULL, SLIDING, layer_types_to_hf, window_layers
-from headway.models.shapes.rotary import RopeParameters, scaling_from_hf, scaling_to_hf
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import SelfAttention

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headway.models.checkpoint_tensors import CheckpointTensor, behind_last_layer, split_experts
+from headway.models.configs.block import BlockShape
+from headway.models.configs.cache import KvCache
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.latent import LatentConfig
+from headway.models.configs.rotary import rope_to_hf
 from headway.models.family import Family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.cache import KvCache
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.latent import LatentConfig
-from headway.models.shapes.rotary import rope_to_hf
 
 if TYPE_CHECKING:
     from headway.models.layers.attention import Attention

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor, renamed, split_experts
+from headway.models.configs.block import BlockShape
+from headway.models.configs.config import ModelConfig
 from headway.models.family import Family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.config import ModelConfig
 
 if TYPE_CHECKING:
     from headway.models.layers.mlp import FeedForward

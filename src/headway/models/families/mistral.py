@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.models.windows import WindowedFamily
 
 

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.configs.block import BlockShape
+from headway.models.configs.cache import KvCache, LayerCache
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.recurrent import MambaShape
 from headway.models.family import Family
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.cache import KvCache, LayerCache
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.recurrent import MambaShape
 
 if TYPE_CHECKING:
     from torch import nn

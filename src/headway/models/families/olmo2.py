@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from headway.models.configs.config import ModelConfig
 from headway.models.family import Family
-from headway.models.shapes.config import ModelConfig
 
 if TYPE_CHECKING:
     from headway.models.layers.block import Block

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from headway.models.configs.layer_types import FULL, SLIDING
 from headway.models.families.olmo2 import Olmo2
 from headway.models.rotary_kinds import RotaryKinds
-from headway.models.shapes.layer_types import FULL, SLIDING
 
 
 class Olmo3(RotaryKinds, Olmo2):

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.recurrent import DeltaNetShape
 from headway.models.families.qwen3_next import DeltaNetConfig, Qwen3Next
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.recurrent import DeltaNetShape
 
 if TYPE_CHECKING:
     from headway.models.layers.delta_net import GatedDeltaNet

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from typing import Any
 
 from headway.models.checkpoint_tensors import CheckpointTensor, split_experts
+from headway.models.configs.config import ModelConfig
 from headway.models.family import Family
-from headway.models.shapes.config import ModelConfig
 
 
 class Qwen3Moe(Family):

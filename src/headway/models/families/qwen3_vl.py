@@ -4,9 +4,9 @@ after the first layers (DeepStack, https://arxiv.org/abs/2406.04334)."""
 from typing import TYPE_CHECKING, Any
 
 from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.configs.config import ModelConfig
 from headway.models.families.qwen3_moe import Qwen3Moe
 from headway.models.family import Family
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import TOKEN_NAMES, TowerConfig
 from headway.models.vision.mrope import TOWER_NAMES, MropeFamily
 

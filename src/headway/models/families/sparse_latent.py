@@ -3,9 +3,9 @@
 from typing import Any
 
 from headway.base.errors import UsageError
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.latent import LatentConfig
 from headway.models.families.latent import LatentFamily
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.latent import LatentConfig
 
 _KINDS = {"full": True, "shared": False, "F": True, "S": False}
 

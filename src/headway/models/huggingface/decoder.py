@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.base.errors import UsageError
+from headway.models.configs.transformers import TransformersConfig
 from headway.models.decoder import DecoderLM
 from headway.models.huggingface.configs import hf_module
 from headway.models.huggingface.linear import ModuleLinear, SharedPass, replace_linears
 from headway.models.huggingface.reference import check_against_reference
 from headway.models.layers.block import RunBlock
 from headway.models.packed import ModelOutput, PackedTokens
-from headway.models.shapes.transformers import TransformersConfig
 
 
 class TransformersLM(DecoderLM):

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from headway.models.gates.blocks import AdapterGate
+from headway.models.adapter_rows.blocks import AdapterGate
 from headway.models.layers.linear import Linear
 
 

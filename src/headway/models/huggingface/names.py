@@ -7,8 +7,8 @@ from torch import Tensor
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.configs.transformers import TransformersConfig
 from headway.models.huggingface.configs import hf_module
-from headway.models.shapes.transformers import TransformersConfig
 
 
 def checkpoint_names(config: TransformersConfig) -> dict[str, list[CheckpointTensor]]:

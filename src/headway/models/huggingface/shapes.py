@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from headway.models.configs.block import BlockShape
+from headway.models.configs.cache import KvCache
+from headway.models.configs.transformers import TransformersConfig
 from headway.models.huggingface.decoder import TransformersLM
 from headway.models.layers.linear import Linear
-from headway.models.shapes.block import BlockShape
-from headway.models.shapes.cache import KvCache
-from headway.models.shapes.transformers import TransformersConfig
 
 
 def block_shapes(config: TransformersConfig) -> list[BlockShape]:

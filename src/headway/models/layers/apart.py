@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headway.models.adapter_rows.blocks import AdapterBlocks
 from headway.models.attention import PackedPlan
-from headway.models.gates.blocks import AdapterBlocks
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
 

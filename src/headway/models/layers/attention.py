@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.configs.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import FusedProjections, Linear
 from headway.models.layers.norm import RMSNorm
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV
 from headway.models.packed import Rope
-from headway.models.shapes.config import ModelConfig
 
 QkNorm = bool | Literal["all"]
 """Norms of queries and keys before they are rotated: none, one per head (Qwen3), or one over all heads (OLMo 2)."""

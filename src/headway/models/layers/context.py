@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from headway.models.gates.blocks import AdapterBlocks, AdapterGate
+from headway.models.adapter_rows.blocks import AdapterBlocks, AdapterGate
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import Rotary
 from headway.models.packed import AttentionPlan

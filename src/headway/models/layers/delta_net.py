@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.configs.recurrent import DeltaNetShape
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.convolution import ShortConvolution
 from headway.models.layers.linear import FusedProjections, Linear
@@ -14,7 +15,6 @@ from headway.models.layers.norm import RMSNorm
 from headway.models.layers.sent import SentParameters
 from headway.models.ops.recurrent.chunks import precision
 from headway.models.packed import States
-from headway.models.shapes.recurrent import DeltaNetShape
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries, keys and values side by side (T, channels); the output's gate (T, heads, values); the logits of how much a

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
-from headway.models.gates.blocks import AdapterBlocks, AdapterGate
+from headway.models.adapter_rows.blocks import AdapterBlocks, AdapterGate
+from headway.models.configs.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward, GatedMlp
@@ -21,7 +22,6 @@ from headway.models.ops.experts.form import ClampedSwiglu, ExpertForm
 from headway.models.ops.experts.fp8 import fp8_grouped_linear
 from headway.models.ops.experts.sum_choices import sum_choices
 from headway.models.ops.fp8.blocks import Fp8Blocks
-from headway.models.shapes.config import ModelConfig
 from headway.models.sharded import local_part
 
 GatedActivation = Callable[[Tensor], Tensor]

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.configs.latent import LatentConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.linear import Linear
 from headway.models.layers.norm import LayerNorm
 from headway.models.layers.rope import pairs_to_halves
 from headway.models.packed import IndexScores
-from headway.models.shapes.latent import LatentConfig
 
 
 class Indexer(nn.Module):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from headway.models import ops
+from headway.models.configs.latent import LatentConfig
 from headway.models.layers.attention import Attention
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.indexer import Indexer
@@ -15,7 +16,6 @@ from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import pairs_to_halves
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import QKV
-from headway.models.shapes.latent import LatentConfig
 
 _EPS = 1e-6
 """Of the norms of compressed rows, whatever the config says of others."""

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from headway.models.configs.config import ModelConfig
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import PlainExperts, SparseMlp
 from headway.models.layers.linear import Linear
 from headway.models.layers.mlp import FeedForward
 from headway.models.layers.router import ExpertRouter
-from headway.models.shapes.config import ModelConfig
 
 
 class LatentMoe(SparseMlp):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
-from headway.models.gates.blocks import AdapterBlocks, AdapterGate
+from headway.models.adapter_rows.blocks import AdapterBlocks, AdapterGate
 from headway.models.ops.fp8.blocks import Fp8Blocks
 from headway.models.ops.fp8.linear import fp8_linears, fp8_lora_linears, fp8_summands
 from headway.models.ops.linear import Scale, prefers_fused

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.configs.recurrent import MambaShape
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.convolution import ShortConvolution
 from headway.models.layers.linear import Linear
 from headway.models.layers.sent import SentParameters
 from headway.models.packed import States
-from headway.models.shapes.recurrent import MambaShape
 
 
 class GroupNorm(SentParameters):

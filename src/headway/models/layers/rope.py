@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from headway.models.shapes.rotary import RopeParameters, RopeScaling
+from headway.models.configs.rotary import RopeParameters, RopeScaling
 
 Rotary = tuple[Tensor, Tensor]
 """cos and signed sin, (T, 1, rotary size) in float32, as `ops.rope` takes them."""

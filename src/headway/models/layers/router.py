@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from headway.models import ops
+from headway.models.configs.config import ModelConfig
 from headway.models.layers.sent import SentParameters
 from headway.models.layers.tape import Tape, taped_linear
 from headway.models.ops.experts.choose import Choice, Routing
-from headway.models.shapes.config import ModelConfig
 
 Regularizer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Returns gates (T, k) with the gradient of a loss added, of logits (T, experts) and chosen experts (T, k)."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from headway.base.errors import HeadwayError, UsageError
 from headway.core.images import Grid
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 TowerTraining = Literal["frozen", "trained", "lora"]
 

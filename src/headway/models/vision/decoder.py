@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.rotary import RopeParameters
 from headway.models.decoder import DecoderLM
 from headway.models.layers.block import Block
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.norm import RMSNorm
 from headway.models.layers.rope import Rotary
 from headway.models.packed import Features, ImageTokens, PackedTokens
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.rotary import RopeParameters
 from headway.models.vision.config import VisionConfig
 from headway.models.vision.tower import VisionTower
 

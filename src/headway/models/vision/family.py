@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headway.base.errors import UsageError
 from headway.models.checkpoint_tensors import CheckpointTensor
+from headway.models.configs.config import ModelConfig
 from headway.models.family import Family
-from headway.models.shapes.config import ModelConfig
 from headway.models.vision.config import TOKEN_NAMES, TowerConfig, VisionConfig, tower_entries, tower_fields
 
 if TYPE_CHECKING:

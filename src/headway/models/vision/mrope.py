@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from headway.base.errors import UsageError
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 from headway.models.vision.config import TowerConfig, VisionConfig
 from headway.models.vision.family import ImageText, VisionFamily
 

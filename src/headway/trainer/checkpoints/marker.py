@@ -8,8 +8,8 @@ import msgspec
 from headway.base.errors import UsageError
 from headway.config.trainer import CheckpointSettings, TrainSettings
 from headway.core.runs import CHECKPOINT_MARKER
+from headway.models.configs.config import ModelConfig
 from headway.models.registry import config_to_hf
-from headway.models.shapes.config import ModelConfig
 
 
 class Marker(msgspec.Struct):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from headway.config.optimizers import AdamW, CustomOptimizer, Muon, Optimizer, Sgd
 from headway.config.trainer import TrainSettings
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import (
     adapter_count,
     block_shapes,
@@ -17,7 +18,6 @@ from headway.models.costs import (
     working_numbers,
 )
 from headway.models.registry import find_family
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.parallel.dims import ParallelDims
 from headway.trainer.parallel.layout import Layout
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from headway.config.trainer import ActivationSettings
-from headway.models.gates.blocks import AdapterBlocks
+from headway.models.adapter_rows.blocks import AdapterBlocks
 from headway.models.layers.block import Block, RunBlock
 from headway.models.layers.context import ForwardContext
 from headway.models.layers.experts import sparse_mlp_of

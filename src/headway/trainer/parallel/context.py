@@ -27,13 +27,13 @@ from torch import Tensor
 from headway.base.errors import HeadwayError
 from headway.models import ops
 from headway.models.attention import PackedPlan
+from headway.models.configs.config import ModelConfig
+from headway.models.configs.recurrent import RecurrentState
 from headway.models.costs import layer_caches
 from headway.models.ops.attention.layer import AttentionGrads, AttentionLayer
 from headway.models.ops.attention.packed import QKV, PackedSamples
 from headway.models.ops.recurrent.slots import as_tensors
 from headway.models.packed import AttentionPlan, IndexScores, Recurrence, Spans
-from headway.models.shapes.config import ModelConfig
-from headway.models.shapes.recurrent import RecurrentState
 from headway.trainer.parallel.cutting import Cut, Rows, first_key
 from headway.trainer.parallel.exchange import Fetch, Group, all_to_all, gather_scalars
 from headway.trainer.parallel.handover import receive_states, send_states

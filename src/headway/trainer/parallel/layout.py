@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Literal
 
+from headway.models.configs.cache import KvCache
+from headway.models.configs.config import ModelConfig
 from headway.models.costs import block_shapes, parameter_count
-from headway.models.shapes.cache import KvCache
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.parallel.dims import ParallelDims
 
 FLOAT32 = 4

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from headway.base.errors import HeadwayError
 from headway.core.batches import MicroBatch
+from headway.models.adapter_rows.blocks import AdapterBlocks
 from headway.models.adapters.separate import AdapterUse
 from headway.models.attention import PackedPlan
-from headway.models.gates.blocks import AdapterBlocks
+from headway.models.configs.config import ModelConfig
 from headway.models.packed import PackedTokens
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.inputs import Inputs, prepare
 from headway.trainer.tenants.tenant import Tenant, WaitingBatch
 

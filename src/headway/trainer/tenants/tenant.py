@@ -13,8 +13,8 @@ from headway.config.trainer import TrainSettings
 from headway.core.batches import MicroBatch
 from headway.core.streams import streams_of
 from headway.models.adapters.separate import SeparateAdapter
+from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
-from headway.models.shapes.config import ModelConfig
 from headway.trainer.inputs import check, check_counts
 from headway.trainer.losses.registry import make_loss
 from headway.trainer.optimizers.optimizer import PolicyOptimizer

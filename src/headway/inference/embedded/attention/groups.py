@@ -7,8 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.batch.layout import StepLayout
 from headway.inference.embedded.cache.store import KvStore
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.models import ops
 from headway.models.ops.attention.kv_cache import CachedHeads
 from headway.models.ops.attention.layer import AttentionLayer

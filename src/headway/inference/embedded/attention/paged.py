@@ -11,12 +11,12 @@ from torch import Tensor
 
 from headway.inference.embedded.attention.groups import BlockGroup, DirectGroup
 from headway.inference.embedded.attention.sparse import SparseReader
-from headway.inference.embedded.batch.layout import StepLayout
 from headway.inference.embedded.cache.dense_cache import DenseCache, DenseGroup
 from headway.inference.embedded.cache.states import StepStates
 from headway.inference.embedded.cache.store import KvStore
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.device.copies import to_device
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.masked import visible_mask
 from headway.models.ops.registry import in_c

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.batch.layout import StepLayout
 from headway.inference.embedded.cache.states import StepStates
 from headway.inference.embedded.cache.store import KvStore
 from headway.inference.embedded.device.copies import to_device
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.models import ops
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.paged import Tiles

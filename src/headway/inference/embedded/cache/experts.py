@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.device.copies import HostCopy, to_device
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 
 class RecordedExperts:

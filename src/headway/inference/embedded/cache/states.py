@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headway.models.configs.recurrent import RecurrentState
 from headway.models.ops.recurrent.slots import SlotStates
 from headway.models.packed import Recurrence
-from headway.models.shapes.recurrent import RecurrentState
 
 
 class StateStore:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from headway.models import ops
+from headway.models.configs.cache import KvCache
 from headway.models.ops.attention.kv_cache import CachedHeads
 from headway.models.ops.fp8.blocks import FP8
-from headway.models.shapes.cache import KvCache
 
 
 class KvStore:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.attention.tiles import KeyCutter, cut_queries, prompt_queries
-from headway.inference.embedded.batch.layout import StepLayout
 from headway.inference.embedded.device.copies import InputBuffers
 from headway.inference.embedded.device.graphs import Graphs, capture_sizes
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.inference.embedded.running.device_pass import DevicePass
-from headway.models.gates.bank import AdapterBank
+from headway.models.adapter_rows.bank import AdapterBank
 from headway.models.ops.attention.paged import Tiles
 
 Ints = NDArray[np.int64]

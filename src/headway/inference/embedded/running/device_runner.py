@@ -6,12 +6,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.attention.tiles import KeyCutter, make_tiles, prompt_queries
-from headway.inference.embedded.batch.input_batch import InputBatch
-from headway.inference.embedded.batch.layout import StepLayout
 from headway.inference.embedded.cache.states import StateStore
 from headway.inference.embedded.cache.store import KvStore
 from headway.inference.embedded.device.copies import MOST_REPEATS, to_device
 from headway.inference.embedded.device.graphs import Graphs
+from headway.inference.embedded.inputs.input_batch import InputBatch
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.inference.embedded.running.captured import CapturedSteps
 from headway.inference.embedded.running.device_pass import DevicePass
 from headway.inference.embedded.running.runner import Runner

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headway.inference.embedded.batch.layout import StepLayout
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.inference.embedded.scheduling.sequence import Sequence
 from headway.inference.images import ServedImage
 from headway.models.packed import Features, ImageTokens, Spans

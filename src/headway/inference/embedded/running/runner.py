@@ -6,15 +6,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.inference.embedded.attention.paged import PagedPlan, run_whole
-from headway.inference.embedded.batch.input_batch import InputBatch
-from headway.inference.embedded.batch.layout import StepLayout
-from headway.inference.embedded.batch.packing import Packer
 from headway.inference.embedded.cache.dense_cache import DenseCache
 from headway.inference.embedded.cache.experts import RecordedExperts
 from headway.inference.embedded.cache.states import StateStore, StepStates
 from headway.inference.embedded.cache.store import KvStore
 from headway.inference.embedded.cpu.decoder import CpuDecoder
 from headway.inference.embedded.device.copies import to_device
+from headway.inference.embedded.inputs.input_batch import InputBatch
+from headway.inference.embedded.inputs.layout import StepLayout
+from headway.inference.embedded.inputs.packing import Packer
 from headway.inference.embedded.running.images import StepImages
 from headway.inference.embedded.sampling.drawer import Drawer, HostTokens, PendingTokens
 from headway.inference.embedded.sampling.sampler import top_logprobs

@@ -2,17 +2,17 @@
 
 import logging
 
-from headway.inference.embedded.batch.input_batch import InputBatch
 from headway.inference.embedded.cache.states import StateStore
 from headway.inference.embedded.cache.store import KvStore
+from headway.inference.embedded.inputs.input_batch import InputBatch
 from headway.inference.embedded.running.runner import Runner
 from headway.inference.embedded.scheduling.scheduler import EngineLimits
+from headway.models.configs.cache import NO_KEYS, KvCache
+from headway.models.configs.recurrent import RecurrentState
 from headway.models.costs import layer_caches
 from headway.models.decoder import DecoderLM
 from headway.models.layers.attention import SelfAttention
 from headway.models.ops import registry
-from headway.models.shapes.cache import NO_KEYS, KvCache
-from headway.models.shapes.recurrent import RecurrentState
 from headway.models.vision.config import VisionConfig
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.draws import uniform
-from headway.inference.embedded.batch.input_batch import InputBatch
 from headway.inference.embedded.device.copies import TURNS, HostCopy, InputBuffers
+from headway.inference.embedded.inputs.input_batch import InputBatch
 from headway.inference.embedded.sampling.sampler import Sampled, all_nan, sample
 from headway.models import ops
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headway.core.draws import uniform
-from headway.inference.embedded.batch.input_batch import InputBatch
+from headway.inference.embedded.inputs.input_batch import InputBatch
 from headway.inference.outputs import TopLogprobs
 from headway.models import ops
 from headway.models.ops.registry import in_c

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headway.models.shapes.recurrent import RecurrentState
+from headway.models.configs.recurrent import RecurrentState
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headway.models.shapes.cache import LayerCache
+from headway.models.configs.cache import LayerCache
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from headway.base.errors import UsageError
-from headway.models.shapes.rotary import DEFAULT_ROPE_THETA, RopeParameters, RopeScaling, rope_from_hf, rope_to_hf
+from headway.models.configs.rotary import DEFAULT_ROPE_THETA, RopeParameters, RopeScaling, rope_from_hf, rope_to_hf
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.inference.embedded.batch.input_batch import InputBatch
-from headway.inference.embedded.batch.layout import StepLayout
+from headway.inference.embedded.inputs.input_batch import InputBatch
+from headway.inference.embedded.inputs.layout import StepLayout
 from headway.inference.embedded.scheduling.scheduler import Step
 from headway.inference.embedded.scheduling.sequence import Sequence
 

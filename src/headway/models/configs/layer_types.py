@@ -3,7 +3,7 @@
 from typing import Any
 
 from headway.base.errors import UsageError
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.base.errors import UsageError
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 FAMILY = "transformers"
 """The family of such models."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from headway.base.errors import UsageError
-from headway.models.shapes.config import ModelConfig
+from headway.models.configs.config import ModelConfig
 
 
 @dataclass(frozen=True)

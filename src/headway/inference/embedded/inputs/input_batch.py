@@ -8,8 +8,8 @@ from collections.abc import Sequence as Items
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.inference.embedded.batch.shaper import Shaper
 from headway.inference.embedded.cpu.sampling import Sampling
+from headway.inference.embedded.inputs.shaper import Shaper
 from headway.inference.embedded.scheduling.sequence import Sequence
 
 Ints = NDArray[np.int64]

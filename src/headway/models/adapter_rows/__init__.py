@@ -1,0 +1,1 @@
+"""Rows of a pass and their adapters: slots of a bank, or blocks with adapters of their own."""

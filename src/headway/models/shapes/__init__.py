@@ -1,1 +1,0 @@
-"""Shapes of models and their parts, as config.json tells them. Without torch."""
