@@ -6,21 +6,17 @@ On a CPU shapes are small, to try the script.
 """
 
 import argparse
-import gc
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gpu_parts.cases import Case, run_cases, table
+from gpu_parts.passes import CUDA, both_passes, release
 from headway.models.ops.attention.layer import AttentionLayer
 from headway.models.ops.attention.packed import PackedSamples
 from headway.models.ops.attention.windowed import windowed_attention
 
-CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
 LAYERS = {
     "GPT-OSS, window": (64, 8, 64, AttentionLayer(0, window=128)),
@@ -58,40 +54,14 @@ def attention() -> list[dict[str, Any]]:
             inputs = [x for x in (q, k, v, sinks) if x is not None]
             own = layer.with_sinks(sinks)
             row = {"layer": name, "samples": len(lengths), "tokens": samples.tokens}
-            row["kernel_ms"] = _milliseconds(lambda: windowed_attention(q, k, v, samples, samples, own), inputs)  # noqa: B023
+            row["kernel_ms"] = both_passes(lambda: windowed_attention(q, k, v, samples, samples, own), inputs)  # noqa: B023
             row["masked_ms"] = None
             if samples.longest <= MOST_MASKED:
                 plain = windowed_attention.reference
-                row["masked_ms"] = _milliseconds(lambda: plain(q, k, v, samples, samples, own), inputs)  # noqa: B023
+                row["masked_ms"] = both_passes(lambda: plain(q, k, v, samples, samples, own), inputs)  # noqa: B023
             found.append(row)
-            _release()
+            release()
     return found
-
-
-def _milliseconds(attend: Callable[[], Tensor], inputs: list[Tensor]) -> float:
-    def both() -> None:
-        out = attend()
-        torch.autograd.grad(out, inputs, out.detach())
-
-    return median(_once(both) for _ in range(6))
-
-
-def _once(run: Callable[[], None]) -> float:
-    if not CUDA:
-        run()
-        return 0.0
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def _release() -> None:
-    gc.collect()
-    if CUDA:
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

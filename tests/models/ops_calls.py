@@ -14,6 +14,7 @@ from headway.models.ops.attention.paged import Tiles
 from headway.models.ops.experts.choose import Choice
 from headway.models.ops.experts.form import ClampedSwiglu, ExpertForm
 from headway.models.ops.experts.lists import GROUP, ExpertLists, expert_lists
+from headway.models.ops.recurrent.chunks import cut_samples
 from headway.models.ops.recurrent.slots import SlotStates
 
 Call = Callable[..., Any]
@@ -199,6 +200,19 @@ def ssd_tokens(f: Call, x: Tensor, steps: Tensor, rates: Tensor, states: Tensor)
     kept = a_token_each(states)
     out, _ = f(v, steps.abs(), -rates.abs(), b, c, [1] * 5, kept)
     return out, kept.tensor
+
+
+def carried(f: Call, written: Tensor, kept: Tensor, initial: Tensor) -> Any:
+    """Samples of four chunks, of three, and of one."""
+    (chunks,) = cut_samples((200, 130, 64), written.device).groups
+    return f(written.float(), kept.float().sigmoid(), initial.float(), chunks)
+
+
+def carried_corrected(f: Call, values: Tensor, answers: Tensor, keys: Tensor, kept: Tensor, initial: Tensor) -> Any:
+    """Three samples of two short chunks each, and one of one."""
+    (chunks,) = cut_samples((20, 32, 5, 17), values.device).groups
+    values, answers, keys = (0.2 * x.float() for x in (values, answers, keys))
+    return f(values, answers, keys, kept.float().sigmoid(), initial.float(), chunks)
 
 
 def drawn(tempered: bool) -> Call:

@@ -17,6 +17,7 @@ from headway.models.ops.gated_silu import gated_silu, gated_silu_fp8
 from headway.models.ops.linear import fused_linears, linear, linear_grad_only, linears, lora_linears, wide_linears
 from headway.models.ops.lora_blocks import add_lora_blocks
 from headway.models.ops.qk_norm_rope import qk_norm_rope, qkv_norm_rope, rope
+from headway.models.ops.recurrent.carry import carry_corrected_states, carry_states
 from headway.models.ops.recurrent.causal_conv import causal_conv
 from headway.models.ops.recurrent.gated_delta_rule import gated_delta_rule
 from headway.models.ops.recurrent.ssd_scan import ssd_scan
@@ -29,6 +30,8 @@ __all__ = [
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_routed_experts",
+    "carry_corrected_states",
+    "carry_states",
     "causal_conv",
     "choose_experts",
     "draw_tokens",

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _SHORT, _LONG = 16, 64
@@ -40,21 +41,16 @@ class SampleChunks:
         picked = self.gather(x_TH)
         return picked if self.real is None else picked * self.real.unsqueeze(1)
 
-    def carry(self, initial: Tensor, update: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Hand states from chunk to chunk, many samples at a time. `update` gets chunks and the states before them, and
-        returns the states after them. Returns the state before each chunk, and after each sample."""
-        state, first = initial, 0
-        before: list[Tensor] = []
-        ended: list[Tensor] = []
-        for count in self.counts:
-            if count < len(state):
-                ended.append(state[count:])
-                state = state[:count]
-            before.append(state)
-            state = update(slice(first, first + count), state)
-            first += count
-        ended.append(state)
-        return torch.cat(before), torch.cat(ended[::-1])
+    @cached_property
+    def walks(self) -> tuple[Tensor, Tensor]:
+        """For who walks along samples: the first chunk of each number, and the chunks of each sample. Chunk `number` of
+        sample s is `first[number] + s`."""
+        counts = np.array(self.counts)
+        lengths = (counts[None, :] > np.arange(counts[0])[:, None]).sum(1)
+        return self._sent(np.cumsum(counts) - counts), self._sent(lengths)
+
+    def _sent(self, numbers: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(numbers).to(self.tokens.device)
 
 
 @dataclass(frozen=True, eq=False)

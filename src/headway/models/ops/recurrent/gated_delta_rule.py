@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from headway.models.ops.recurrent.carry import carry_corrected_states
 from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
 from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
 from headway.models.ops.registry import Op
@@ -89,13 +90,6 @@ def _chunks(
     )
     values, answers = solved.split([v.shape[-1], k.shape[-1]], -1)
     keys_left = (k * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2)
-    kept = total[..., -1].exp()[..., None, None]
-    corrections: list[Tensor] = []
-
-    def update(at: slice, state: Tensor) -> Tensor:
-        corrections.append(values[at] - answers[at] @ state)
-        return kept[at] * state + keys_left[at] @ corrections[-1]
-
-    before, final = chunks.carry(state, update)
-    out = (q * since) @ before + (q @ k.transpose(-1, -2) * between) @ torch.cat(corrections)
+    corrections, before, final = carry_corrected_states(values, answers, keys_left, total[..., -1].exp(), state, chunks)
+    out = (q * since) @ before + (q @ k.transpose(-1, -2) * between) @ corrections
     return out.transpose(1, 2), final

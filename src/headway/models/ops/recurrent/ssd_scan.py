@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from headway.models.ops.recurrent.carry import carry_states
 from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
 from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
 from headway.models.ops.registry import Op
@@ -69,7 +70,6 @@ def _chunks(
         x = x * chunks.real[:, None, :, None]
     total = chunks.gather_real(decay).cumsum(-1)
     written = (b * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ x
-    kept = total[..., -1].exp()[..., None, None]
-    before, final = chunks.carry(state, lambda at, state: kept[at] * state + written[at])
+    before, final = carry_states(written, total[..., -1].exp(), state, chunks)
     out = (c * total.exp().unsqueeze(-1)) @ before + (c @ b.transpose(-1, -2) * pairwise_decay(total)) @ x
     return out.transpose(1, 2), final
