@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from engine_parts.work import SHAPES
+from gpu_parts.whole_shapes import SHAPES as WHOLE_SHAPES
 from headway.config.trainer import TrainSettings
 from headway.core.batches import ComponentCounts
 from headway.models.configs.config import ModelConfig
 from headway.models.decoder import DecoderLM
+from headway.models.registry import config_from_hf
 from headway.trainer.feed import fake_lengths, fake_micro_batch
 from headway.trainer.flops import peak_flops
 from headway.trainer.memory.estimate import step_memory
@@ -41,6 +43,8 @@ QWEN3: dict[str, Any] = {
 SMALL = ModelConfig(width=1024, layers=28, heads=16, kv_heads=8, mlp_width=3072, **QWEN3)
 LARGEST = ModelConfig(width=4096, layers=36, heads=32, kv_heads=8, mlp_width=12_288, **QWEN3 | {"tied": False})
 LARGE = ModelConfig(width=2560, layers=36, heads=32, kv_heads=8, mlp_width=9728, **QWEN3)
+HYBRID = config_from_hf(WHOLE_SHAPES["qwen3.5-4b"])
+"""Three of four layers are recurrent."""
 TINY = replace(SMALL, vocab_size=1024, width=256, layers=2, heads=4, kv_heads=2, head_dim=64, mlp_width=512)
 
 
@@ -82,6 +86,8 @@ ROWS |= {
     for name, row in {
         "qwen3-8b rl lora 16k": Row(LARGEST, 16_384, _recompute(2048), lora_rank=16),
         "qwen3-4b rl full 16k": Row(LARGE, 16_384, _recompute(2048)),
+        "qwen3.5-4b rl full 16k": Row(HYBRID, 16_384, _recompute(2048)),
+        "qwen3.5-4b rl full packed 16k": Row(HYBRID, 16_384, _recompute(2048), mean_len=4096, packings=2),
         "qwen3-30b-a3b rl lora 16k": Row(SHAPES["qwen3-30b-a3b"], 16_384, {"head_chunk": 2048}, lora_rank=16),
         "qwen3-30b-a3b rl lora 16k recomputed": Row(SHAPES["qwen3-30b-a3b"], 16_384, _recompute(2048), lora_rank=16),
     }.items()
