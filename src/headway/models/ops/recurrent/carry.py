@@ -6,7 +6,7 @@ the reference starts a few operations for every chunk, and as many again for its
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -93,27 +93,31 @@ carry_corrected_states.backend(
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _is_right(op: Op[..., Any], device: torch.device, size: int, width: int) -> bool:
-    """Try a kernel on samples of several lengths, for states of this size. Where it fails or is off on this device, the
-    log says so."""
-    draw = torch.Generator(device).manual_seed(0)
-    (chunks,) = cut_samples((200, 64, 130), device).groups
-    count, heads, tokens = sum(chunks.counts), 2, chunks.size
-    shapes = ((count, heads, tokens, width), (count, heads, tokens, size), (count, heads, size, tokens))
-    values, answers, keys = (0.05 * torch.randn(shape, generator=draw, device=device) for shape in shapes)
-    kept = torch.rand(count, heads, generator=draw, device=device)
-    initial = torch.randn(3, heads, size, width, generator=draw, device=device)
-    inputs = [values, answers, keys] if op is carry_corrected_states else [keys @ values]
+    """Try a kernel on samples of several lengths, in chunks of every size, for states of this size. Where it fails or
+    is off on this device, the log says so."""
+    draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
     try:
-        found, expected = (
-            _with_gradients(run, [*inputs, kept, initial], chunks) for run in (op.backends[0].run, op.reference)
-        )
+        for chunks in cut_samples((200, 20, 64, 130, 40), device).groups:
+            inputs = _drawn(op, chunks, size, width, draw)
+            found, expected = (_with_gradients(run, inputs, chunks) for run in (op.backends[0].run, op.reference))
+            if not all(map(_close, found, expected)):
+                logger.warning("recurrences go from chunk to chunk by slower operations: a kernel is off here")
+                return False
     except Exception as error:  # of whatever kind: it is the compiler's or the device's
         logger.warning("recurrences go from chunk to chunk by slower operations: a kernel fails here: %s", error)
         return False
-    if not all(map(_close, found, expected)):
-        logger.warning("recurrences go from chunk to chunk by slower operations: a kernel is off here")
-        return False
     return True
+
+
+def _drawn(
+    op: Op[..., Any], chunks: SampleChunks, size: int, width: int, draw: Callable[..., Tensor], heads: int = 2
+) -> list[Tensor]:
+    """Inputs of `op` for these chunks."""
+    count, tokens = sum(chunks.counts), chunks.size
+    shapes = ((count, heads, tokens, width), (count, heads, tokens, size), (count, heads, size, tokens))
+    values, answers, keys = (0.05 * draw(shape) for shape in shapes)
+    own = [values, answers, keys] if op is carry_corrected_states else [keys @ values]
+    return [*own, draw(count, heads).sigmoid(), draw(chunks.counts[0], heads, size, width)]
 
 
 def _with_gradients(run: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], chunks: SampleChunks) -> list[Tensor]:

@@ -42,15 +42,21 @@ def _add_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to th
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton has no types
+def _columns(d, t, DIM: tl.constexpr, VALUES: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The columns of this program: where they are in a state and in a chunk's values, and which of them are real."""
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    real = (c < VALUES)[None, :]
+    return d[:, None] * VALUES + c[None, :], (d < DIM)[:, None] & real, t[:, None] * VALUES + c[None, :], real
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton has no types
 def _correct_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers to the compiler
     values, answers, keys, kept, initial, corrections, before, final, firsts, lengths, heads, DIM: tl.constexpr,
     VALUES: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     sample, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, t = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
-    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    in_state, in_values = (d < DIM)[:, None] & (c < VALUES)[None, :], (c < VALUES)[None, :]
-    of_state, of_values = d[:, None] * VALUES + c[None, :], t[:, None] * VALUES + c[None, :]
+    of_state, in_state, of_values, in_values = _columns(d, t, DIM, VALUES, COLUMNS)
     own = (sample * heads + head) * DIM * VALUES
     state = tl.load(initial + own + of_state, mask=in_state, other=0.0)
     for number in range(tl.load(lengths + sample)):
@@ -72,9 +78,7 @@ def _correct_back_kernel(  # type: ignore[no-untyped-def]  # arguments are point
 ):  # fmt: skip
     sample, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, t = tl.arange(0, WIDTH), tl.arange(0, CHUNK)
-    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    in_state, in_values = (d < DIM)[:, None] & (c < VALUES)[None, :], (c < VALUES)[None, :]
-    of_state, of_values = d[:, None] * VALUES + c[None, :], t[:, None] * VALUES + c[None, :]
+    of_state, in_state, of_values, in_values = _columns(d, t, DIM, VALUES, COLUMNS)
     own = (sample * heads + head) * DIM * VALUES
     grad = tl.load(d_final + own + of_state, mask=in_state, other=0.0)
     length = tl.load(lengths + sample)
