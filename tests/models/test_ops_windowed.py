@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from headway.models.attention import PackedPlan
 from headway.models.ops.attention import cuda, windowed
@@ -156,3 +157,19 @@ def test_torch_knows_the_calls() -> None:
     assert out.shape == q.shape and kept[0].shape == (4, 24)
     grads = windowed.backward_cuda(out, (q, k, v), out, kept, samples, samples, layer)
     assert [x.shape for x in grads if x is not None] == [q.shape, k.shape, v.shape, (4,)]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_trial_leaves_nothing_behind_in_a_layer_that_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputing such a layer fails where it saves another number of tensors than the first time."""
+    monkeypatch.setattr(cuda, "in_half", lambda x: x.dtype is torch.float64)
+    monkeypatch.setattr(windowed.windowed_attention, "_on_cpu", windowed.windowed_attention.backends)
+    inputs, samples = [x.detach().double().requires_grad_() for x in drawn(24, 24)], PackedSamples([9, 1, 14])
+
+    def run(*qkv: Tensor) -> Tensor:
+        return windowed.windowed_attention(*qkv, samples, samples, LAYERS[1])
+
+    out = checkpoint(run, *inputs, use_reentrant=False)
+    found = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    wanted = torch.autograd.grad(run(*inputs), inputs, torch.ones_like(out))
+    torch.testing.assert_close(found, wanted)

@@ -5,6 +5,7 @@ one more term of a query's normalizer, by which outputs are divided, and from wh
 """
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -156,10 +157,16 @@ def _reach(keys: PackedSamples, layer: AttentionLayer) -> dict[str, Any]:
 
 
 @cache
-@torch.inference_mode(False)
 def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Try the kernel, which is not among torch's public functions, on samples that are cut by a window and have sinks.
-    Where it fails, or is something else in this version of torch, the log says so."""
+    """Try the kernel, which is not among torch's public functions. Where it fails, or is something else in this version
+    of torch, the log says so."""
+    # In a thread of its own: a layer whose activations are recomputed counts what its thread saves for gradients.
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(_try, device, dtype, size).result()
+
+
+def _try(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """On samples that are cut by a window and have sinks."""
     draw = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
         torch.randn(150, heads, size, generator=draw, device=device, dtype=dtype) for heads in (4, 2, 2, 4)
