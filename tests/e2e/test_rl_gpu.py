@@ -29,6 +29,5 @@ def test_trainer_and_engine_share_a_gpu(tmp_path: Path) -> None:
     assert all(kl < 0.01 for kl in run.column("trainer", "mismatch_kl"))
     assert sum(run.column("trainer", "skipped")) == 0
     assert run.column("orchestrator", "eval/held-out/avg")
-    assert [log.name for log in sorted(run.paths.logs.iterdir())] == [
-        *("inference-0_001.log", "orchestrator_001.log", "trainer_001.log"),
-    ]  # nothing died
+    logs = {log.name for log in run.paths.logs.iterdir()} - {"mps_001.log"}  # the service that a driver may bring
+    assert logs == {"inference-0_001.log", "orchestrator_001.log", "trainer_001.log"}  # nothing died
