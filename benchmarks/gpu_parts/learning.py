@@ -75,6 +75,7 @@ PRECISIONS: dict[str, tuple[str, ...]] = {
     "fp8-wide": ("--model.compute", "fp8", "--trainer.loss.threshold", "0.4"),
     "fp8-wider": ("--model.compute", "fp8", "--trainer.loss.threshold", "0.7"),
     "fp8-capped": ("--model.compute", "fp8", "--trainer.loss.cap", "1.3"),
+    "fp8-capped-wide": ("--model.compute", "fp8", "--trainer.loss.cap", "1.3", "--trainer.loss.threshold", "0.4"),
     # What the engine alone costs shows in the first steps.
     "engine-fp8": ("--inference.compute", "fp8", "--max_steps", "4"),
 }

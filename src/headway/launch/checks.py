@@ -73,7 +73,7 @@ def warnings(settings: RlSettings) -> Iterator[str]:
     if settings.model.compute == "fp8" and lag and isinstance(loss, Dppo) and loss.cap is None:
         yield (
             f"in FP8 the ratios of older tokens, which orchestrator.max_lag = {lag} allows, are mostly rounding, and "
-            "slow learning down; bound them with trainer.loss.cap = 1.3 (docs/precision.md)"
+            "slow learning down; trainer.loss.cap = 1.3 makes up for half of that, no lag for all (docs/precision.md)"
         )
 
 

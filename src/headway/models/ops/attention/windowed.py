@@ -166,7 +166,7 @@ def _is_right(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 
 
 def _try(device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """On samples that are cut by a window and have sinks."""
+    """Compare kernel and reference, on samples that are cut by a window and have sinks."""
     draw = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
         torch.randn(150, heads, size, generator=draw, device=device, dtype=dtype) for heads in (4, 2, 2, 4)
