@@ -1,4 +1,4 @@
-"""Recurrent layers in training: the states between chunks by a kernel, and by operations chunk by chunk.
+"""Recurrent layers in training: by kernels, and by plain operations chunk by chunk.
 
 PYTHONPATH=src:benchmarks python -m gpu_parts.recurrent results/recurrent_h200.json
 

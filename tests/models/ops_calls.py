@@ -14,7 +14,7 @@ from headway.models.ops.attention.paged import Tiles
 from headway.models.ops.experts.choose import Choice
 from headway.models.ops.experts.form import ClampedSwiglu, ExpertForm
 from headway.models.ops.experts.lists import GROUP, ExpertLists, expert_lists
-from headway.models.ops.recurrent.chunks import cut_samples
+from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples
 from headway.models.ops.recurrent.slots import SlotStates
 
 Call = Callable[..., Any]
@@ -213,6 +213,32 @@ def carried_corrected(f: Call, values: Tensor, answers: Tensor, keys: Tensor, ke
     (chunks,) = cut_samples((20, 32, 5, 17), values.device).groups
     values, answers, keys = (0.2 * x.float() for x in (values, answers, keys))
     return f(values, answers, keys, kept.float().sigmoid(), initial.float(), chunks)
+
+
+def opened(f: Call, k: Tensor, v: Tensor, total: Tensor, beta: Tensor) -> Any:
+    """Nobody asks for what stands in for tokens that a chunk lacks."""
+    chunks = _group(k, total)
+    exists = chunks.exists.unsqueeze(1)
+    outs = f(0.3 * k.float(), v.float(), _decays(total), beta.float().sigmoid() * exists, chunks)
+    return [out * exists.unsqueeze(-1) for out in outs]
+
+
+def read(f: Call, q: Tensor, k: Tensor, total: Tensor, before: Tensor, corrections: Tensor) -> Any:
+    chunks = _group(q, total)
+    q, k, before, corrections = (x.float() for x in (q, k, before, corrections))
+    out = f(0.3 * q, 0.3 * k, _decays(total), before, corrections * chunks.exists[:, None, :, None], chunks)
+    return out * chunks.exists[..., None, None]
+
+
+def _decays(total: Tensor) -> Tensor:
+    return -0.1 * total.float().abs().cumsum(-1)
+
+
+def _group(x: Tensor, total: Tensor) -> SampleChunks:
+    """The chunks of the size of `total`: samples of a few tokens beside others, some of them cut short."""
+    lengths = (200, 5, 130, 64, 11) if total.shape[-1] == 64 else (20, 1, 32, 17)
+    (group,) = [group for group in cut_samples(lengths, x.device).groups if group.size == total.shape[-1]]
+    return group
 
 
 def drawn(tempered: bool) -> Call:

@@ -1,7 +1,6 @@
 """Recurrences of packed samples: equal to the recurrence token by token, however samples are packed and cut."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 
 from headway.models import ops
 from headway.models.attention import PackedPlan
-from headway.models.ops.recurrent import carry
 from headway.models.ops.recurrent.chunks import precision
-from headway.models.ops.registry import Op
 from headway.models.packed import States
 
 HEADS, GROUPS, SIZE, VALUES, WIDTH = 4, 2, 6, 5, 4
@@ -165,18 +162,3 @@ def test_nothing_is_rounded_to_the_models_precision_before_the_norm(rule: Rule, 
     expected, final_expected = by_token([x.float() for x in inputs])
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(final[0].float(), final_expected, atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("op", [ops.carry_states, ops.carry_corrected_states])
-@pytest.mark.parametrize(("factor", "trusted"), [(1.0, True), (1.001, False), (torch.nan, False)])
-def test_kernels_are_tried_before_they_are_trusted(
-    op: Op[..., Any], factor: float, trusted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A stand-in for the kernel computes what the reference does, or something else."""
-    monkeypatch.setattr(op.backends[0], "run", lambda *given: tuple(factor * x for x in op.reference(*given)))
-    carry._is_right.cache_clear()
-    try:
-        assert carry._is_right(op, torch.device("cpu"), 24, 20) is trusted
-    finally:
-        carry._is_right.cache_clear()
-    assert ("slower operations" in caplog.text) is not trusted

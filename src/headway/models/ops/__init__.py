@@ -20,6 +20,8 @@ from headway.models.ops.qk_norm_rope import qk_norm_rope, qkv_norm_rope, rope
 from headway.models.ops.recurrent.carry import carry_corrected_states, carry_states
 from headway.models.ops.recurrent.causal_conv import causal_conv
 from headway.models.ops.recurrent.gated_delta_rule import gated_delta_rule
+from headway.models.ops.recurrent.open_chunks import open_chunks
+from headway.models.ops.recurrent.read_chunks import read_chunks
 from headway.models.ops.recurrent.ssd_scan import ssd_scan
 from headway.models.ops.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm
 from headway.models.ops.sample import draw_tokens
@@ -44,6 +46,7 @@ __all__ = [
     "linear_grad_only",
     "linears",
     "lora_linears",
+    "open_chunks",
     "packed_attention",
     "packed_attention_backward",
     "packed_attention_forward",
@@ -52,6 +55,7 @@ __all__ = [
     "qk_norm_rope",
     "qk_norm_rope_to_cache",
     "qkv_norm_rope",
+    "read_chunks",
     "rms_norm",
     "rope",
     "routed_experts",

@@ -9,8 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headway.models.ops.registry import in_triton
+
 _SHORT, _LONG = 16, 64
 """Tokens of a chunk, for samples that would not fill a long one and for others; the last chunk is padded."""
+_WIDEST = 256
+"""Of the heads that kernels were tried with."""
 
 Recur = Callable[["SampleChunks", Tensor], tuple[Tensor, Tensor]]
 """From chunks and their samples' states to outputs (chunks, chunk size, …) and the states after them."""
@@ -40,6 +44,11 @@ class SampleChunks:
         """(N, H, size), with zeros for padding."""
         picked = self.gather(x_TH)
         return picked if self.real is None else picked * self.real.unsqueeze(1)
+
+    @cached_property
+    def exists(self) -> Tensor:
+        """(N, size): `real`, whether anything is padded or not."""
+        return torch.ones_like(self.tokens, dtype=torch.bool) if self.real is None else self.real
 
     @cached_property
     def walks(self) -> tuple[Tensor, Tensor]:
@@ -123,3 +132,14 @@ def pairwise_decay(cumulated_NHC: Tensor) -> Tensor:
     later = torch.ones(size, size, dtype=torch.bool, device=cumulated_NHC.device).triu(1)
     # Masked before exp: above the diagonal it would overflow.
     return (cumulated_NHC.unsqueeze(-1) - cumulated_NHC.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+
+
+def per_head(x_NG: Tensor, each: int) -> Tensor:
+    """Repeat what a group of heads shares for each of them."""
+    return x_NG if each == 1 else x_NG.repeat_interleave(each, dim=1)
+
+
+def in_triton_chunks(x: Tensor, heads: int, *sizes: int) -> bool:
+    """Tell if the kernels for chunks take tokens like `x` (T, …) of that many heads, whose parts have these sizes."""
+    counted = len(x) * heads * max(sizes) < 2**31  # as they count the numbers of a pass
+    return x.dtype is torch.float32 and max(sizes) <= _WIDEST and counted and in_triton(x)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from headway.models.ops.recurrent.carry import carry_corrected_states
-from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
+from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, per_head
+from headway.models.ops.recurrent.open_chunks import open_chunks
+from headway.models.ops.recurrent.read_chunks import read_chunks
 from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
 from headway.models.ops.registry import Op
 
@@ -36,19 +38,19 @@ def gated_delta_rule(
     dtype = v_THV.dtype
     q = _unit(q_TKD.to(dtype)) * size**-0.5
     k = _unit(k_TKD.to(dtype))
-    if q.shape[1] != heads:
-        q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    each = heads // q.shape[1]
     shape = len(lengths), heads, size, value_size
     initial = q.new_zeros(shape) if initial_SHDV is None else initial_SHDV.to(dtype)
     v, decay, beta = v_THV, decay_TH.to(dtype), beta_TH.to(dtype)
     if len(lengths) == len(q):
-        out, final = _token(initial, q, k, v, decay, beta)
+        out, final = _token(initial, per_head(q, each), per_head(k, each), v, decay, beta)
         return out.float(), final.float()
 
     def recur(chunks: SampleChunks, state: Tensor) -> tuple[Tensor, Tensor]:
         if chunks.size == 1:
-            at = chunks.tokens[:, 0]
-            out, state = _token(state, *(x.index_select(0, at) for x in (q, k, v, decay, beta)))
+            own = (x.index_select(0, chunks.tokens[:, 0]) for x in (q, k, v, decay, beta))
+            q_1, k_1, v_1, decay_1, beta_1 = own
+            out, state = _token(state, per_head(q_1, each), per_head(k_1, each), v_1, decay_1, beta_1)
             return out.unsqueeze(1), state
         return _chunks(chunks, q, k, v, decay, beta, state)
 
@@ -79,17 +81,7 @@ def _token(
 def _chunks(
     chunks: SampleChunks, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Within a chunk, corrections depend on those before them: a triangular system, solved once for the values and for
-    what the state before the chunk would have answered (the WY form)."""
-    q, k, v = (chunks.gather(x) for x in (q, k, v))
-    beta, total = chunks.gather_real(beta).unsqueeze(-1), chunks.gather_real(decay).cumsum(-1)
-    between, since = pairwise_decay(total), total.exp().unsqueeze(-1)
-    system = (beta * k) @ k.transpose(-1, -2) * between
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat((beta * v, beta * since * k), -1), upper=False, unitriangular=True
-    )
-    values, answers = solved.split([v.shape[-1], k.shape[-1]], -1)
-    keys_left = (k * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2)
-    corrections, before, final = carry_corrected_states(values, answers, keys_left, total[..., -1].exp(), state, chunks)
-    out = (q * since) @ before + (q @ k.transpose(-1, -2) * between) @ corrections
-    return out.transpose(1, 2), final
+    total = chunks.gather_real(decay).cumsum(-1)
+    values, answers, keys = open_chunks(k, v, total, chunks.gather_real(beta), chunks)
+    corrections, before, final = carry_corrected_states(values, answers, keys, total[..., -1].exp(), state, chunks)
+    return read_chunks(q, k, total, before, corrections, chunks), final

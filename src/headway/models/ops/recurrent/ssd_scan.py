@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from headway.models.ops.recurrent.carry import carry_states
-from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, pairwise_decay
+from headway.models.ops.recurrent.chunks import SampleChunks, cut_samples, per_head
+from headway.models.ops.recurrent.read_chunks import read_chunks
 from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
 from headway.models.ops.registry import Op
 
@@ -31,19 +32,19 @@ def ssd_scan(
     heads, size = x_THP.shape[1], b_TGN.shape[2]
     dtype = x_THP.dtype
     step = step_TH.to(dtype)
-    b, c = (x.to(dtype).repeat_interleave(heads // x.shape[1], dim=1) for x in (b_TGN, c_TGN))
+    b, c, each = b_TGN.to(dtype), c_TGN.to(dtype), heads // b_TGN.shape[1]
     decay, x = step * rate_H, x_THP * step.unsqueeze(-1)
     if initial_SHNP is None:
         initial_SHNP = x.new_zeros(len(lengths), heads, size, x.shape[2])
     initial_SHNP = initial_SHNP.to(dtype)
     if len(lengths) == len(x):
-        out, final = _token(initial_SHNP, x, decay, b, c)
+        out, final = _token(initial_SHNP, x, decay, per_head(b, each), per_head(c, each))
         return out.float(), final.float()
 
     def recur(chunks: SampleChunks, state: Tensor) -> tuple[Tensor, Tensor]:
         if chunks.size == 1:
-            at = chunks.tokens[:, 0]
-            out, state = _token(state, *(each.index_select(0, at) for each in (x, decay, b, c)))
+            x_1, decay_1, b_1, c_1 = (part.index_select(0, chunks.tokens[:, 0]) for part in (x, decay, b, c))
+            out, state = _token(state, x_1, decay_1, per_head(b_1, each), per_head(c_1, each))
             return out.unsqueeze(1), state
         return _chunks(chunks, x, decay, b, c, state)
 
@@ -65,11 +66,11 @@ def _token(state_BHNP: Tensor, x_BHP: Tensor, decay_BH: Tensor, b_BHN: Tensor, c
 def _chunks(
     chunks: SampleChunks, x: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    b, c, x = (chunks.gather(each) for each in (b, c, x))
+    x_NHCP = chunks.gather(x)
     if chunks.real is not None:
-        x = x * chunks.real[:, None, :, None]
+        x_NHCP = x_NHCP * chunks.real[:, None, :, None]
     total = chunks.gather_real(decay).cumsum(-1)
-    written = (b * (total[..., -1:] - total).exp().unsqueeze(-1)).transpose(-1, -2) @ x
-    before, final = carry_states(written, total[..., -1].exp(), state, chunks)
-    out = (c * total.exp().unsqueeze(-1)) @ before + (c @ b.transpose(-1, -2) * pairwise_decay(total)) @ x
-    return out.transpose(1, 2), final
+    left = (total[..., -1:] - total).exp().unsqueeze(-1)
+    keys = per_head(chunks.gather(b), x.shape[1] // b.shape[1])
+    before, final = carry_states(keys.mT @ (left * x_NHCP), total[..., -1].exp(), state, chunks)
+    return read_chunks(c, b, total, before, x_NHCP, chunks), final

@@ -66,7 +66,7 @@ def _correct_kernel(  # type: ignore[no-untyped-def]  # arguments are pointers t
         answer = tl.dot(tl.load(asked, mask=(d < DIM)[None, :], other=0.0), state, input_precision="tf32x3")
         correction = tl.load(values + chunk * CHUNK * VALUES + of_values, mask=in_values, other=0.0) - answer
         tl.store(corrections + chunk * CHUNK * VALUES + of_values, correction, mask=in_values)
-        key = tl.load(keys + chunk * DIM * CHUNK + d[:, None] * CHUNK + t[None, :], mask=(d < DIM)[:, None], other=0.0)
+        key = tl.load(keys + chunk * CHUNK * DIM + t[None, :] * DIM + d[:, None], mask=(d < DIM)[:, None], other=0.0)
         state = tl.dot(key, correction, state * tl.load(kept + chunk), input_precision="tf32x3")
     tl.store(final + own + of_state, state, mask=in_state)
 
@@ -85,7 +85,7 @@ def _correct_back_kernel(  # type: ignore[no-untyped-def]  # arguments are point
     for step in range(length):
         chunk = (tl.load(firsts + length - 1 - step) + sample) * heads + head
         tl.store(d_after + chunk * DIM * VALUES + of_state, grad, mask=in_state)
-        key = keys + chunk * DIM * CHUNK + t[:, None] + d[None, :] * CHUNK
+        key = keys + chunk * CHUNK * DIM + t[:, None] * DIM + d[None, :]
         d_value = tl.load(d_corrections + chunk * CHUNK * VALUES + of_values, mask=in_values, other=0.0)
         d_value = tl.dot(tl.load(key, mask=(d < DIM)[None, :], other=0.0), grad, d_value, input_precision="tf32x3")
         tl.store(d_values + chunk * CHUNK * VALUES + of_values, d_value, mask=in_values)
@@ -139,8 +139,8 @@ class _CarryCorrected(torch.autograd.Function):
             d_corrections, d_before, d_final, answers, keys, kept, d_values, d_after, d_initial, *ctx.chunks.walks,
             corrections.shape[1], **tile, num_warps=4,
         )  # fmt: skip
-        d_answers = -(d_values @ before.transpose(-1, -2))
-        d_keys = d_after @ corrections.transpose(-1, -2)
+        d_answers = -(d_values @ before.mT)
+        d_keys = corrections @ d_after.mT
         return None, d_values, d_answers, d_keys, (d_after * before).sum((-1, -2)), d_initial
 
 
@@ -154,12 +154,12 @@ def carry_states(
 def carry_corrected_states(
     values_NHCV: Tensor,
     answers_NHCD: Tensor,
-    keys_NHDC: Tensor,
+    keys_NHCD: Tensor,
     kept_NH: Tensor,
     initial_SHDV: Tensor,
     chunks: SampleChunks,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = values_NHCV, answers_NHCD, keys_NHDC, kept_NH, initial_SHDV
+    inputs = values_NHCV, answers_NHCD, keys_NHCD, kept_NH, initial_SHDV
     corrections, before, final = _CarryCorrected.apply(chunks, *inputs)  # type: ignore[no-untyped-call]  # torch has no types here
     return corrections, before, final
 
