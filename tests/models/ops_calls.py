@@ -186,6 +186,18 @@ def conv_tokens(f: Call, x: Tensor, weight: Tensor, states: Tensor, *bias: Tenso
     return out, kept.tensor
 
 
+def conv_samples(f: Call, x: Tensor, weight: Tensor, *bias: Tensor) -> Any:
+    """Two samples are shorter than what the convolution reaches."""
+    wide = x[:, : len(weight)]
+    return f(wide, weight.unsqueeze(1), bias[0] if bias else None, [1, 40, 2, 27], None, torch.float32)
+
+
+def conv_going_on(f: Call, x: Tensor, weight: Tensor, tails: Tensor) -> Any:
+    """The same, with tails before them, which have no gradients."""
+    found = f(x.detach(), weight.detach().unsqueeze(1), None, [1, 40, 2, 27], tails.detach().float(), torch.float32)
+    return *found, (x.sum() + weight.sum() + tails.sum()).float()
+
+
 def delta_tokens(f: Call, x: Tensor, gates: Tensor, states: Tensor) -> Any:
     """Queries and keys of two heads, values of six."""
     q, k, v = (part.unflatten(1, (heads, -1)) for part, heads in zip(x.split((48, 48, 120), 1), (2, 2, 6), strict=True))

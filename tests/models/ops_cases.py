@@ -28,6 +28,8 @@ from ops_calls import (
     carried,
     carried_corrected,
     chosen,
+    conv_going_on,
+    conv_samples,
     conv_tokens,
     delta_tokens,
     drawn,
@@ -223,8 +225,11 @@ CASES = [
             (ops.windowed_attention_backward, [q, kv, kv, (6,), q], 2),
         )
     ),
-    Case(ops.causal_conv, [(5, 330), (300, 4), (7, 3, 300)], conv_tokens),
-    Case(ops.causal_conv, [(5, 20), (20, 2), (7, 1, 20), (20,)], conv_tokens),
+    Case(ops.causal_conv, [(5, 330), (300, 4), (7, 3, 300)], conv_tokens, only=("conv_step",)),
+    Case(ops.causal_conv, [(5, 20), (20, 2), (7, 1, 20), (20,)], conv_tokens, only=("conv_step",)),
+    Case(ops.causal_conv, [(70, 330), (300, 4)], conv_samples, only=("conv_samples",)),
+    Case(ops.causal_conv, [(70, 20), (20, 2), (20,)], conv_samples, only=("conv_samples",)),
+    Case(ops.causal_conv, [(70, 20), (20, 4), (4, 3, 20)], conv_going_on, only=("conv_samples",)),
     Case(ops.carry_states, [(8, 2, 24, 20), (8, 2), (3, 2, 24, 20)], carried),
     Case(
         ops.carry_corrected_states,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.models.ops.recurrent.chunks import precision
 from headway.models.ops.recurrent.slots import SlotStates, State, decodes_in_triton
-from headway.models.ops.registry import Op
+from headway.models.ops.registry import Op, in_triton
 
 
 @Op
@@ -52,6 +52,16 @@ causal_conv.backend(
         x, lengths, tails, dtype or precision(x)
     ),
 )("headway.models.ops.triton.recurrent_step:conv_step")
+causal_conv.backend(
+    "triton",
+    takes=lambda x, weight, bias, lengths, tails=None, dtype=None: (
+        not isinstance(tails, SlotStates)
+        and (tails is None or not torch.is_grad_enabled())
+        and (dtype or precision(x)) is torch.float32
+        and in_triton(x)
+    ),
+    trains=True,
+)("headway.models.ops.triton.causal_conv:conv_samples")
 
 
 def _activated(rows: Sequence[Tensor], weight_C1W: Tensor, bias_C: Tensor | None, dtype: torch.dtype) -> Tensor:
