@@ -240,6 +240,7 @@ CASES = [
     Case(ops.open_chunks, [(70, 3, 16), (70, 3, 24), (6, 3, 16), (6, 3, 16)], opened),
     Case(ops.read_chunks, [(410, 2, 40), (410, 2, 40), (8, 4, 64), (8, 4, 40, 72), (8, 4, 64, 72)], read),
     Case(ops.read_chunks, [(70, 3, 16), (70, 3, 16), (6, 3, 16), (6, 3, 16, 24), (6, 3, 16, 24)], read),
+    Case(ops.read_chunks, [(70, 1, 256), (70, 1, 256), (6, 2, 16), (6, 2, 256, 16), (6, 2, 16, 16)], read),
     Case(ops.gated_delta_rule, [(5, 216), (5, 6), (7, 6, 24, 20)], delta_tokens),
     Case(ops.ssd_scan, [(5, 216), (5, 6), (6,), (7, 6, 24, 20)], ssd_tokens),
     Case(ops.draw_tokens, [(8, 97)], drawn(tempered=False), only=("c",)),

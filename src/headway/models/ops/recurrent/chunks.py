@@ -14,7 +14,7 @@ from headway.models.ops.registry import in_triton
 _SHORT, _LONG = 16, 64
 """Tokens of a chunk, for samples that would not fill a long one and for others; the last chunk is padded."""
 _WIDEST = 256
-"""Of the heads that kernels were tried with."""
+"""Size of a head up to which kernels compute its chunks."""
 
 Recur = Callable[["SampleChunks", Tensor], tuple[Tensor, Tensor]]
 """From chunks and their samples' states to outputs (chunks, chunk size, …) and the states after them."""
@@ -141,5 +141,7 @@ def per_head(x_NG: Tensor, each: int) -> Tensor:
 
 def in_triton_chunks(x: Tensor, heads: int, *sizes: int) -> bool:
     """Tell if the kernels for chunks take tokens like `x` (T, …) of that many heads, whose parts have these sizes."""
-    counted = len(x) * heads * max(sizes) < 2**31  # as they count the numbers of a pass
-    return x.dtype is torch.float32 and max(sizes) <= _WIDEST and counted and in_triton(x)
+    fits = (
+        max(sizes) <= _WIDEST and len(x) * heads * max(sizes) < 2**31
+    )  # numbers of a pass, which they count in 32 bits
+    return fits and x.dtype is torch.float32 and in_triton(x)
