@@ -235,6 +235,15 @@ def opened(f: Call, k: Tensor, v: Tensor, total: Tensor, beta: Tensor) -> Any:
     return [out * exists.unsqueeze(-1) for out in outs]
 
 
+def opened_alike(f: Call, k: Tensor, v: Tensor, total: Tensor) -> Any:
+    """One key for all tokens, nothing decays: what corrections take from each other adds up over a whole chunk."""
+    key = k.float() / k.float().norm(dim=-1, keepdim=True)
+    chunks = _group(k, total)
+    beta = torch.ones_like(total) * chunks.exists.unsqueeze(1)
+    outs = f(key.expand(len(v), *key.shape[1:]), v.float(), 0 * total.float(), beta.float(), chunks)
+    return [out * chunks.exists[:, None, :, None] for out in outs]
+
+
 def read(f: Call, q: Tensor, k: Tensor, total: Tensor, before: Tensor, corrections: Tensor) -> Any:
     chunks = _group(q, total)
     q, k, before, corrections = (x.float() for x in (q, k, before, corrections))
